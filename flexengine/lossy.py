@@ -1,17 +1,21 @@
 """Lossy switches: they save time and memory, and results then differ from those of the checkpoint's own numbers."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any
 
+from flexengine.config import parse_size, shown
 from flexengine.errors import InvalidInput
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # their scales are fitted to importances, so calibration changes the result
+MIXED = "mixed"  # weights whose format is chosen for every layer
 CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: floating point, no codes
 COMPUTE = ("bf16", "int8")
 BUNDLED = "bundled"  # name of the calibration text that comes with the package
+Formats = Sequence[str | None]  # by layer, a name in WEIGHTS, or None for the checkpoint's own numbers
 
 
 @dataclass(frozen=True)
@@ -19,22 +23,26 @@ class Lossy:
     """The lossy switches. All None is exact.
 
     Attributes:
-        weights: format in which matrices are stored, from WEIGHTS.
+        weights: format in which matrices are stored, from WEIGHTS. Or one format per layer, None for the checkpoint's
+            numbers; or the name of a .json file that holds them. Or MIXED: the engine chooses them.
         compute: format in which matrices are multiplied, from COMPUTE.
         cache: format in which keys and values are stored, from CACHE.
         sparse_attention: share of the past values that decode attention reads, in (0, 1).
         calibrate: name of a UTF-8 file, or BUNDLED. The exact model reads this text to measure which errors of encoded
-            weights matter.
+            weights matter. MIXED weights need a text: None is BUNDLED for them.
+        budget: for MIXED weights, most bytes of all weights on the device, or text such as "6G". Becomes a number.
 
     Raises:
-        InvalidInput: a value is not allowed, or `calibrate` is set for weights that are not in FITTED.
+        InvalidInput: a value is not allowed, `calibrate` is set for weights of which none is in FITTED, `budget` is set
+            for weights that are not MIXED, or these have none.
     """
 
-    weights: str | None = None
+    weights: str | Formats | None = None
     compute: str | None = None
     cache: str | None = None
     sparse_attention: float | None = None
     calibrate: str | None = None
+    budget: int | str | None = None
 
     @property
     def alters_cache(self) -> bool:
@@ -42,7 +50,10 @@ class Lossy:
         return self.cache is not None or self.sparse_attention is not None
 
     def __post_init__(self) -> None:
-        for name, known in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", CACHE)):
+        if isinstance(self.weights, list):  # as JSON has it
+            object.__setattr__(self, "weights", tuple(self.weights))
+        self._check_weights()
+        for name, known in (("compute", COMPUTE), ("cache", CACHE)):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise InvalidInput(
                     f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
@@ -51,12 +62,45 @@ class Lossy:
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
             raise InvalidInput(f"sparse_attention is {share!r}; it must be a share above 0 and below 1, or left out to"
                                " be exact")  # fmt: skip
-        if self.calibrate is not None and (not isinstance(self.calibrate, str) or not self.calibrate):
-            raise InvalidInput(f"calibrate is {self.calibrate!r}; it must be the name of a text file, or {BUNDLED!r}")
-        if self.calibrate is not None and self.coded not in FITTED:
-            why = "no weights are encoded" if self.coded is None else f"{self.coded} weights are not fitted"
-            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and {why};"
-                               f" set weights to one of {', '.join(FITTED)}, or leave calibrate out")  # fmt: skip
+        self._check_budget()
+        self._check_calibrate()
+
+    def _check_weights(self) -> None:
+        weights = self.weights
+        if isinstance(weights, tuple):
+            if wrong := [(j, each) for j, each in enumerate(weights) if each not in (*WEIGHTS, None)]:
+                raise InvalidInput(f"weights is {shown(wrong[0][1])} for layer {wrong[0][0]}; it must be one of"
+                                   f" {', '.join(WEIGHTS)}, or None (null in JSON) to be exact")  # fmt: skip
+        elif weights not in (*WEIGHTS, MIXED, None) and not self.file:
+            raise InvalidInput(f"weights is {shown(weights)}; it must be one of {', '.join(WEIGHTS)}, {MIXED} (with a"
+                               " budget), or the name of a .json file with a format per layer; or left out to be"
+                               " exact")  # fmt: skip
+
+    def _check_budget(self) -> None:
+        if self.weights != MIXED:
+            if self.budget is not None:
+                raise InvalidInput(f"budget is {shown(self.budget)}, but it is for {MIXED} weights, and weights is"
+                                   f" {weights_text(self.weights)}; set weights to {MIXED}, or leave the budget"
+                                   " out")  # fmt: skip
+            return
+        if self.budget is None:
+            raise InvalidInput(f"weights is {MIXED!r}, but there is no budget; set the budget to the bytes that all"
+                               " weights may take, such as 6G")  # fmt: skip
+        object.__setattr__(self, "budget", parse_size(self.budget, "budget"))
+        if self.calibrate is None:
+            object.__setattr__(self, "calibrate", BUNDLED)
+
+    def _check_calibrate(self) -> None:
+        text = self.calibrate
+        if text is None:
+            return
+        if not isinstance(text, str) or not text:
+            raise InvalidInput(f"calibrate is {text!r}; it must be the name of a text file, or {BUNDLED!r}")
+        if self.decided and not self.fitted:
+            coded = self.coded
+            why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
+            raise InvalidInput(f"calibrate is {text!r}, but it is for weights that are fitted, and {why}; set weights"
+                               f" to one of {', '.join(FITTED)}, or leave calibrate out")  # fmt: skip
 
     def __bool__(self) -> bool:
         return bool(self.enabled)
@@ -67,10 +111,29 @@ class Lossy:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
-    def coded(self) -> str | None:
-        """Return the integer format of the layers' matrices, or None if they are not encoded. compute="int8" multiplies
-        integers, so without `weights` it encodes the matrices as int8."""
+    def file(self) -> str | None:
+        """Return the name of the file that holds a format per layer; None if `weights` names no file."""
+        is_file = isinstance(self.weights, str) and self.weights.endswith(".json")
+        return str(self.weights) if is_file else None
+
+    @property
+    def decided(self) -> bool:
+        """Return whether the format of every layer is known: weights are not MIXED, and no file is to be read."""
+        return self.weights != MIXED and self.file is None
+
+    @property
+    def coded(self) -> str | Formats | None:
+        """Return the integer format of the layers' matrices, or one per layer; None if they are not encoded, or not
+        decided. compute="int8" multiplies integers, so without `weights` it encodes the matrices as int8."""
+        if not self.decided:
+            return None
         return self.weights or ("int8" if self.compute == "int8" else None)
+
+    @property
+    def fitted(self) -> bool:
+        """Return whether the format of some layers is in FITTED."""
+        coded = self.coded
+        return any(each in FITTED for each in ((coded,) if isinstance(coded, str) else coded or ()))
 
     @property
     def cache_bits(self) -> int:
@@ -78,12 +141,21 @@ class Lossy:
         return CACHE[self.cache] if self.cache else 0
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.enabled.items()) or "exact"
+        texts = self.enabled | ({"weights": weights_text(self.weights)} if self.weights else {})
+        return ", ".join(f"{name} {value}" for name, value in texts.items()) or "exact"
 
     @property
     def described(self) -> str:
         """Return the switches as text, with the command that measures their cost."""
         return f"{self}; flexengine quality shows what that costs" if self else str(self)
+
+
+def weights_text(weights: str | Formats | None) -> str:
+    """Return the format of weights as text. A format per layer is counted, as in "2 x int8 + 28 x int4"."""
+    if weights is None or isinstance(weights, str):
+        return weights or "exact"
+    counts = Counter(weights)
+    return " + ".join(f"{counts[each]} x {each or 'exact'}" for each in (None, *WEIGHTS) if counts[each])
 
 
 EXACT = Lossy()

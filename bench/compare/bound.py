@@ -182,7 +182,7 @@ def gemm_seconds(
     from flexengine.lossy import Lossy
 
     coded, compute = Lossy(**(lossy or {})).coded, (lossy or {}).get("compute")
-    if coded:
+    if isinstance(coded, str):
         return {"encoded": encoded_seconds(m, shapes, "int8" if head else coded, compute, repeats)}
     inputs = {k: torch.randn(m, k) for _, k in shapes}
     best: dict[str, float] = {}
@@ -263,7 +263,7 @@ def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], loss
 
     head: tuple[int, int] = config["vocab_size"], config["hidden_size"]
     layers: int = config["num_hidden_layers"]
-    if codec := Lossy(**lossy).coded:
+    if isinstance(codec := Lossy(**lossy).coded, str):
         coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
         return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes
     stored = config.get("dtype", config.get("torch_dtype"))

@@ -308,6 +308,9 @@ class Stub:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def choose_bits(self) -> None:
+        pass
+
     def fingerprint(self, known_files: Any) -> dict[str, Any]:
         return {"model": "stub", "model_files": {}}
 

@@ -67,6 +67,7 @@ def open_engine(
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options["strategy"] = getattr(args, "strategy", None)  # of commands with pipelines
     options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
     engine_class = load_libraries()
     try:

@@ -9,7 +9,7 @@ from flexengine import shipped
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.source import FORMATS
-from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, WEIGHTS, Lossy, choices
+from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 AUTO = "auto"  # --policy: the planner chooses
@@ -113,7 +113,10 @@ def add_machine(group: Group) -> None:
 
 def add_lossy(group: Group) -> None:
     """Add the lossy switches, and the options that let the planner choose them."""
-    group.add_argument("--weights", choices=WEIGHTS, help="store matrices in this format")
+    group.add_argument("--weights", choices=(*WEIGHTS, MIXED),
+                       help="store matrices in this format; mixed chooses a format for every layer, by"
+                            " --budget")  # fmt: skip
+    add_bits(group)
     group.add_argument("--compute", choices=COMPUTE,
                        help="multiply matrices in this format; int8 stores weights in int8, too, unless --weights"
                             " is given")  # fmt: skip
@@ -126,6 +129,15 @@ def add_lossy(group: Group) -> None:
                             " (default: %(default)s)")  # fmt: skip
     group.add_argument("--allow", metavar="NAME,...",
                        help=f"let the planner choose from these: {', '.join(ALLOW)}")  # fmt: skip
+
+
+def add_bits(group: Group) -> None:
+    """Add the options of formats that differ between layers."""
+    group.add_argument("--budget", metavar="SIZE",
+                       help="with --weights mixed: most bytes of all weights, e.g. 6G")  # fmt: skip
+    group.add_argument("--layer-bits", type=file_name, metavar="FILE.json",
+                       help="store the matrices of every layer in the format that this file of quality --save-bits"
+                            " names")  # fmt: skip
 
 
 def add_calibration(group: Group) -> None:
@@ -156,7 +168,18 @@ def policy_of(args: argparse.Namespace) -> Policy | None:
 
 def lossy_of(args: argparse.Namespace) -> Lossy:
     """Return the lossy switches in the arguments. Raise InvalidInput if a value is not allowed."""
-    return Lossy(args.weights, args.compute, args.cache, args.sparse_attention, calibration_of(args))
+    if args.weights is not None and args.layer_bits is not None:
+        raise InvalidInput(f"--weights {args.weights} and --layer-bits {args.layer_bits} are both given; leave one out")
+    weights = args.weights if args.layer_bits is None else bits_file(args.layer_bits)
+    cache, share = args.cache, args.sparse_attention
+    return Lossy(weights, args.compute, cache, share, calibration_of(args), args.budget)
+
+
+def bits_file(name: str) -> str:
+    """Return the name of a file of bits. Raise InvalidInput if it does not end in .json."""
+    if not name.endswith(".json"):
+        raise InvalidInput(f"--layer-bits is {name}; it must be the name of a .json file")
+    return name
 
 
 def allowed(args: argparse.Namespace, lossy: Lossy, policy: Policy | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flexengine.commands.options import Group as Options
 from flexengine.commands.options import named
 from flexengine.errors import InvalidInput
+from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
     from flexengine.parallel.group import Group
@@ -22,6 +23,9 @@ def add_pipeline(group: Options) -> None:
     group.add_argument("--stages", type=int, metavar="N",
                        help="compute in N processes on this machine, each with a part of the layers; on several"
                             " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
+    group.add_argument("--strategy", type=named, metavar="FILE.json",
+                       help="layers, formats and batches of the stages, from flexengine plan --cluster --save; starts as"
+                            " many processes as it has stages")  # fmt: skip
     group.add_argument("--interface", type=named, metavar="NAME",
                        help="network interface that joins the machines, such as eth0 (default: loopback, so one"
                             " machine)")  # fmt: skip
@@ -34,6 +38,14 @@ def rank_of(args: argparse.Namespace) -> int:
     if stages is not None and not 1 <= stages <= MOST_STAGES:
         raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
     rank, size = _environment()
+    if args.strategy is not None:
+        args.strategy = Strategy.load(args.strategy)
+        count = len(args.strategy.stages)
+        if stages not in (None, count):
+            raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
+        if args.policy is not None or args.allow is not None:
+            raise InvalidInput("--strategy has a block and formats of its own; leave out --policy and --allow")
+        stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
         raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
                            " of its own; leave out --stages")  # fmt: skip

@@ -34,7 +34,7 @@ from flexengine.commands.plan_cluster import check as check_cluster
 from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput, ModelNotFound
-from flexengine.lossy import Lossy, choices
+from flexengine.lossy import MIXED, Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
@@ -118,6 +118,10 @@ def plan(args: argparse.Namespace) -> None:
         return
     given = policy_of(args)
     lossy = lossy_of(args)
+    if lossy.weights == MIXED:
+        raise InvalidInput("--weights mixed chooses bits by reading the weights, which plan does not; let flexengine"
+                           f" quality --weights mixed --budget {args.budget} --save-bits bits.json choose, and give"
+                           " --layer-bits bits.json instead")  # fmt: skip
     names = allowed(args, lossy, given)
     if lossy.calibrate:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
@@ -243,7 +247,7 @@ def _check(args: argparse.Namespace) -> None:
         check(args.plot)
     hardware = args.hardware and shipped.find("hardware", args.hardware)
     read = {"--input": args.input, "--hardware": hardware, "--policy": policy_file(args), "--config": args.config,
-            "--calibration-text": args.calibration_text}  # fmt: skip
+            "--calibration-text": args.calibration_text, "--layer-bits": args.layer_bits}  # fmt: skip
     read |= {f"--compare {name}": shipped.find("policies", name) for name in args.compare or ()}
     check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read, args.model)
 

@@ -9,10 +9,9 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +20,29 @@ from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import MODEL, add_calibration, add_machine, calibration_of, file_name
+from flexengine.commands.options import (
+    MODEL,
+    add_bits,
+    add_calibration,
+    add_machine,
+    bits_file,
+    calibration_of,
+    file_name,
+)
 from flexengine.commands.parser import Parser
+from flexengine.commands.quality_choices import ALL, asked, run_words
 from flexengine.commands.quality_cost import Cost, Scored, cost
 from flexengine.commands.written import check_written, write
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
+from flexengine.lossy import CACHE, COMPUTE, EXACT, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.worker import layer_formats
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
 
 PROMPT, MIN_TOKENS = 32, 16  # most prompt tokens of a stretch, which are not scored; fewest tokens of a stretch
-SHARES = (0.1, 0.25)
-_ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES}
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 
 
@@ -44,10 +51,11 @@ def parser() -> Parser:
     p = Parser("quality", "Measure what lossy choices cost a model on real text.",
                "If no choice is given, all choices are measured, one at a time.", "[MODEL]")  # fmt: skip
     choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
-    for name, values in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", tuple(CACHE))):
+    for name, values in (("weights", (*WEIGHTS, MIXED)), ("compute", COMPUTE), ("cache", tuple(CACHE))):
         choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
     choices.add_argument("--sparse-attention", type=_several_shares, metavar="SHARE,...",
                          help="read only the values of this share when decoding")  # fmt: skip
+    add_bits(choices)
     add_calibration(choices)
     choices.add_argument("--all-together", action="store_true", help="measure combinations of the given choices, too")
     text = p.add_argument_group("text")
@@ -60,6 +68,9 @@ def parser() -> Parser:
     output = p.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
     output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the numbers to this file as JSON")
+    output.add_argument("--save-bits", type=file_name, metavar="FILE.json",
+                        help="write the format of every layer that --weights mixed chose to this file, for"
+                             " --layer-bits")  # fmt: skip
     return p
 
 
@@ -87,35 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(lambda: SOME_FAILED if run(parser().parse_args(argv)) else DONE)
 
 
-# Choices and text.
-
-
-def asked(
-    given: Mapping[str, Sequence[Any] | None], together: bool = False, calibrate: str | None = None
-) -> list[Lossy]:
-    """Return the choices to measure: each given value of a switch alone, or all values if none is given.
-
-    Args:
-        given: values by switch.
-        together: add every combination of one value of each given switch.
-        calibrate: a calibration text. Every choice whose weights are fitted is added again with calibration.
-
-    Raises:
-        InvalidInput: `together` with fewer than two switches, or `calibrate` without a choice whose weights are fitted.
-    """
-    some: dict[str, Iterable[Any]] = {name: values for name in _ALL if (values := given.get(name))}
-    if together and len(some) < 2:
-        raise InvalidInput("--all-together combines choices; give at least two kinds, such as --weights and --cache")
-    alone = [Lossy(**{name: value}) for name, values in (some or _ALL).items() for value in values]
-    mixed = [Lossy(**dict(zip(some, mix, strict=True))) for mix in product(*some.values())] if together else []
-    plain = list(dict.fromkeys(alone + mixed))
-    if calibrate is None:
-        return plain
-    if not any(lossy.coded in FITTED for lossy in plain):
-        raise InvalidInput(f"calibration on {calibrate} is for weights that are fitted, and no choice has any; give"
-                           f" --weights with one of {', '.join(FITTED)}, too, or leave it out")  # fmt: skip
-    both = ((x, replace(x, calibrate=calibrate)) if x.coded in FITTED else (x,) for x in plain)
-    return [lossy for pair in both for lossy in pair]
+# Text.
 
 
 @dataclass(frozen=True)
@@ -232,6 +215,7 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
         tuple(tuple(p["logprob"] for p in row) for row in places),
         tuple(tuple(p["top_logprobs"][0]["token_id"] for p in row) for row in places),
         sum(t.held_bytes for t in engine.facts.tensors), engine.facts.kv_token * len(engine.facts.layers), seconds,
+        weights if isinstance(weights := engine.lossy.weights, tuple) else None,
     )  # fmt: skip
 
 
@@ -276,20 +260,20 @@ def table(costs: Sequence[Cost]) -> str:
 
 def _cells(c: Cost, exact: Cost) -> tuple[str, ...]:
     if c.refused is not None:
-        return str(c.lossy), f"not measured: {c.refused}"
+        return c.name, f"not measured: {c.refused}"
     more = f"{c.more:+.4f}" + (f" ± {c.error:.4f}" if c.error is not None else "")
     weights, cache = f"{c.weights / exact.weights:.1%}", f"{c.cache / exact.cache:.1%}"
     if c is exact:
         more, weights, cache = "", f"{c.weights / 1e6:,.1f} MB", f"{c.cache / 1e3:,.2f} kB"
-    return (str(c.lossy), f"{c.nll:.4f}", more, f"{c.perplexity:,.2f}", f"{c.same:.1%}", weights, cache,
+    return (c.name, f"{c.nll:.4f}", more, f"{c.perplexity:,.2f}", f"{c.same:.1%}", weights, cache,
             f"{c.seconds:.1f}")  # fmt: skip
 
 
 def brief(c: Cost) -> str:
     """Return a progress line for one measured choice."""
     if c.refused is not None:
-        return f"{c.lossy}: not measured: {c.refused}"
-    return f"{c.lossy}: nll {c.nll:.4f}, {c.more:+.4f} against exact, {c.seconds:.1f} s"
+        return f"{c.name}: not measured: {c.refused}"
+    return f"{c.name}: nll {c.nll:.4f}, {c.more:+.4f} against exact, {c.seconds:.1f} s"
 
 
 def hint(costs: Sequence[Cost], model: str | None) -> str:
@@ -297,17 +281,8 @@ def hint(costs: Sequence[Cost], model: str | None) -> str:
     best = min((c for c in costs if c.lossy and c.refused is None), key=lambda c: c.more, default=None)
     if best is None:
         return "none of these choices can be used with this model here"
-    words = ["INPUT", *(["--model", model] if model else [])]
-    switches = best.lossy.enabled.items()
-    words += [word for name, value in switches for word in _option(name, value)]
+    words = ["INPUT", *(["--model", model] if model else []), *run_words(best.lossy)]
     return f"to use one: {command_text('run', words)}"
-
-
-def _option(switch: str, value: str | float) -> list[str]:
-    """Return the option of `run` that sets a switch."""
-    if switch == "calibrate":
-        return ["--calibrate"] if value == BUNDLED else ["--calibration-text", str(value)]
-    return [f"--{switch.replace('_', '-')}", str(value)]
 
 
 def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict[str, Any]:
@@ -324,10 +299,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write the costs of all choices. Return how many choices could not be measured. Raise FlexError
     if an option is wrong or the exact model cannot be measured."""
     calibrate = calibration_of(args)
-    choices = asked(vars(args), args.all_together, calibrate)
+    given = vars(args) | ({"weights": [*(args.weights or ()), bits_file(args.layer_bits)]} if args.layer_bits else {})
+    choices = asked(given, args.all_together, calibrate, args.budget)
     text = read(args.text, args.rows, args.tokens)
-    read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config}
-    check_written({"--save": args.save}, read_files, args.model)
+    if args.save_bits and not any(each.weights == MIXED for each in choices):
+        raise InvalidInput(f"--save-bits {args.save_bits} is for weights whose bits are chosen; give --weights mixed,"
+                           " too, or leave it out")  # fmt: skip
+    read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config,
+                  "--layer-bits": args.layer_bits}  # fmt: skip
+    check_written({"--save": args.save, "--save-bits": args.save_bits}, read_files, args.model)
     _check_texts(calibrate, args.text)
     engine_class = load_libraries()
 
@@ -342,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
         return engine
 
     measured = []
-    named = any(vars(args).get(name) for name in _ALL)
+    named = any(given.get(name) for name in ALL)
     for one in measure(make, text, choices, named):
         measured.append(one)
         say(brief(one[0]))
@@ -351,7 +331,17 @@ def run(args: argparse.Namespace) -> int:
     print(numbers if args.json else f"{header(about, text)}\n{table(costs)}\n\n{hint(costs, args.model)}")
     if args.save:
         write(args.save, numbers)
+    if args.save_bits:
+        _save_bits(args.save_bits, about["model"], costs)
     return sum(c.refused is not None for c in costs)
+
+
+def _save_bits(file: str, model: str, costs: Sequence[Cost]) -> None:
+    """Write the formats that the first choice of weights `mixed` got; report if there are none."""
+    if bits := next((c.bits for c in costs if c.lossy.weights == MIXED and c.bits is not None), None):
+        write(file, layer_formats.as_json(model, bits))
+    else:
+        say(f"{file} is not written: weights are exact, or were not measured")
 
 
 def _check_texts(calibrate: str | None, text: str | None) -> None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexengine.lossy import Lossy
+from flexengine.lossy import Formats, Lossy, weights_text
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Scored:
         cache: KV cache bytes of a token, summed over layers.
         seconds: seconds of prefill and decoding. Weights that stay in memory are read before, so that the formats of a
             model differ only by the time to compute and to stream.
+        bits: format of each layer, None if all layers have one.
     """
 
     logprobs: tuple[tuple[float, ...], ...]
@@ -26,6 +27,7 @@ class Scored:
     weights: int
     cache: int
     seconds: float
+    bits: Formats | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Cost:
         weights: bytes of all weights.
         cache: KV cache bytes of a token, summed over layers.
         seconds: see Scored.
+        bits: see Scored.
         refused: why the choice could not be measured; None if it was.
     """
 
@@ -53,7 +56,13 @@ class Cost:
     weights: int = 0
     cache: int = 0
     seconds: float = 0.0
+    bits: Formats | None = None
     refused: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the choice as text, with the formats that weights `mixed` got."""
+        return f"{self.lossy} ({weights_text(self.bits)})" if self.bits and not self.lossy.decided else str(self.lossy)
 
 
 def cost(lossy: Lossy, exact: Scored, scored: Scored) -> Cost:
@@ -67,7 +76,8 @@ def cost(lossy: Lossy, exact: Scored, scored: Scored) -> Cost:
     more, error = increase(exact.logprobs, scored.logprobs)
     perplexity = math.exp(nll) if nll < 700 else math.inf
     same = agreement(exact.likeliest, scored.likeliest)
-    return Cost(lossy, nll, more, error, perplexity, same, scored.weights, scored.cache, scored.seconds)
+    return Cost(lossy, nll, more, error, perplexity, same, scored.weights, scored.cache, scored.seconds,
+                scored.bits)  # fmt: skip
 
 
 def mean_nll(logprobs: Sequence[Sequence[float]]) -> float:

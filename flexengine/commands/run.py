@@ -159,6 +159,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         engine.reader.check_rows(rows)
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input)
+        engine.choose_bits()
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits
@@ -188,7 +189,7 @@ def _check_files(args: argparse.Namespace) -> None:
     from flexengine.job.whole_file import part_path
 
     read = {"INPUT": args.input, "--policy": policy_file(args), "--calibration-text": args.calibration_text,
-            "--config": args.config}  # fmt: skip
+            "--layer-bits": args.layer_bits, "--config": args.config}  # fmt: skip
     written = {"--output": args.output, "--trace": args.trace, "--report": args.report}
     if args.output:
         written |= files_beside(args.output, "--output")

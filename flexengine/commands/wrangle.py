@@ -229,7 +229,8 @@ def _check_files(args: argparse.Namespace, spec: Spec) -> None:
                            f" {_example_output(spec)}")  # fmt: skip
     read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples, "--config": args.config,
                                                               "--policy": policy_file(args),
-                                                              "--calibration-text": args.calibration_text}  # fmt: skip
+                                                              "--calibration-text": args.calibration_text,
+                                                              "--layer-bits": args.layer_bits}  # fmt: skip
     beside = {name: str(path) for name, path in work_files(args.output).items()}
     check_written({"--output": args.output, "--metrics": args.metrics, **beside}, read, args.model)
 

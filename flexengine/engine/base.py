@@ -11,6 +11,7 @@ from flexengine.activity import Listener, reported, reporting
 from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
+from flexengine.engine.bits import Bits
 from flexengine.engine.calibration import Calibrator, ExactEngine
 from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
@@ -23,11 +24,11 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput, RanOut
-from flexengine.lossy import Lossy
+from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
-from flexengine.plan.stages import even_split
+from flexengine.plan.stages import stage_layers
 from flexengine.plan.workload import Workload
 from flexengine.tier import cuda
 
@@ -53,11 +54,12 @@ class BaseEngine(ABC):
         with reporting(self.listener):
             self.core = core = _core(options)
         given = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
-        self.planner = PipelinePlanner(core.driver, *given) if core.driver else Planner(*given)
+        self.planner = PipelinePlanner(core.driver, options.strategy, *given) if core.driver else Planner(*given)
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
+        self._bits = Bits(core, self.calibrator) if core.lossy.weights == MIXED else None  # None once they are chosen
         if options.group is not None:
             check_alike(core, options, options.group)
         self.on_sweep = options.on_sweep
@@ -111,7 +113,8 @@ class BaseEngine(ABC):
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Return the lossy switches that are set, as a job's manifest names them."""
+        """Return the lossy switches that are set, as a job's manifest names them, with the bits of each layer."""
+        self.choose_bits()
         with reporting(self.listener):
             return fingerprint.switches(self.core, self.calibrator)
 
@@ -127,17 +130,27 @@ class BaseEngine(ABC):
         self.core.drop_weights()
         self.planner.use(lossy)
         self.planner.choices = ()
+        self._bits = Bits(self.core, self.calibrator) if lossy.weights == MIXED else None
+
+    def choose_bits(self) -> None:
+        """Choose the format of every layer now, if weights are `mixed`; else the first job does. Calibrates and
+        measures, if necessary."""
+        if (bits := self._bits) is not None:
+            with reporting(self.listener):
+                self.use(bits.chosen())
 
     def prepare(self) -> None:
-        """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
-        full."""
+        """Calibrate, choose bits and encode the weights now, if necessary; else the first job does. Raise OutOfMemory
+        if the disk is full."""
         self._check_open()
+        self.choose_bits()
         with reporting(self.listener):
             _ = self.core.opened.origins
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
         self._check_open()
+        self.choose_bits()
         with reporting(self.listener):
             return self.planner.layout(workload, self.core.resident)
 
@@ -216,6 +229,7 @@ class BaseEngine(ABC):
         """
         with self._lock:
             self._check_idle()
+            self.choose_bits()
             self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
                             rows)  # fmt: skip
             self._running = running = reported(self.listener, self._job.results(prompts, params))
@@ -254,9 +268,13 @@ def _core(options: EngineOptions) -> Core:
     group = options.group
     if group is None:
         return Core(options)
+    if options.lossy.weights == MIXED:
+        raise InvalidInput(f"weights is {MIXED!r} with {group.size} stages, of which none has all layers; choose the"
+                           " bits before (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and"
+                           " give --weights FILE.json")  # fmt: skip
 
     def layers(count: int) -> tuple[int, int]:
-        return even_split(count, group.size)[group.rank]
+        return stage_layers(count, group.rank, group.size, options.strategy)
 
     cuda.take_one(group.local_rank)
     return Core(options, layers, Driver(group) if group.rank == 0 else None)

@@ -108,23 +108,31 @@ class Calibrator:
                 listener.
         """
         self.core, self.exact_engine = core, exact_engine
+        self._texts: dict[str, Calibration] = {}  # by name
+        self._importances: dict[str, Importances] = {}  # by digest of the text
         if core.lossy.calibrate:
             check(core.lossy.calibrate, core.tokenizer)
 
-    @cached_property
+    @property
     def text(self) -> Calibration | None:
         """The text to calibrate with; None if nothing is calibrated. Raise InvalidInput if there is too little text."""
         name = self.core.lossy.calibrate
-        return calibration(name, self.core.tokenizer, self.core.skeleton.context_length) if name else None
+        if name and name not in self._texts:
+            self._texts[name] = calibration(name, self.core.tokenizer, self.core.skeleton.context_length)
+        return self._texts[name] if name else None
 
-    @cached_property
+    @property
     def importances(self) -> Importances | None:
         """Importances by which weights are encoded; None if nothing is calibrated. Measured unless they have been."""
-        if self.text is None:
+        if (text := self.text) is None:
             return None
-        core = self.core
-        source = core.source.directory
-        return self.text.importances(source, core.opened.given, core.dtype, self._measure, core.verifier)
+        if text.digest not in self._importances:
+            core = self.core
+            measured = text.importances(
+                core.source.directory, core.opened.given, core.dtype, self._measure, core.verifier
+            )
+            self._importances[text.digest] = measured
+        return self._importances[text.digest]
 
     def _measure(self) -> dict[str, Tensor]:
         assert self.text is not None

@@ -161,6 +161,7 @@ class FileJob:
             known: manifest of the run that began the job; empty if there was none.
         """
         engine, rows, allow = self.engine, self.job.rows, self.engine.options.allow
+        engine.choose_bits()
         if not known and not allow:
             self._check_memory()
         given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,

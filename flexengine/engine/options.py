@@ -17,6 +17,7 @@ from flexengine.model.dtypes import named_dtype
 from flexengine.parallel.group import Group
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
+from flexengine.strategy import Strategy
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
 
 P = ParamSpec("P")
@@ -96,6 +97,7 @@ class EngineOptions(MachineOptions):
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
         prefix_sharing: compute a prefix that several prompts have in common once.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
+        strategy: layers, formats and batches of a pipeline's stages; None divides the layers evenly.
         group: the processes of a pipeline, one of which runs this engine; None for one process.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
@@ -119,6 +121,7 @@ class EngineOptions(MachineOptions):
     allow: Sequence[str] = ()
     prefix_sharing: bool = True
     verify: bool = False
+    strategy: Strategy | None = None
     group: Group | None = None
     progress: bool | Listener | None = None
 
@@ -132,6 +135,8 @@ class EngineOptions(MachineOptions):
         check("trace", self.trace, str | Path | None, "the name of a file, or None")
         check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
+        check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
+        self._check_strategy()
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
         check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
         _check_allow(self.allow)
@@ -142,6 +147,19 @@ class EngineOptions(MachineOptions):
             kind = type(self.progress).__name__
             raise InvalidInput(f"progress is {kind}; it must be True, False, None or a function")
         named_dtype(self.dtype)
+
+    def _check_strategy(self) -> None:
+        if self.strategy is None:
+            return
+        if self.policy is not None or self.allow:
+            raise InvalidInput("strategy cannot be combined with policy or allow, as it has a block and formats of its"
+                               " own; remove one of them")  # fmt: skip
+        formats = self.strategy.weights
+        if any(formats) and self.lossy.weights not in (None, formats):
+            raise InvalidInput(f"the strategy names a format of the weights of each layer, but weights is"
+                               f" {shown(self.lossy.weights)}; leave weights out")  # fmt: skip
+        if any(formats):
+            object.__setattr__(self, "lossy", replace(self.lossy, weights=formats))
 
     @property
     def _sharing(self) -> int:
@@ -155,7 +173,8 @@ class EngineOptions(MachineOptions):
             progress: receives its reports.
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
-                       verify=False, group=None, progress=progress)  # fmt: skip
+                       verify=False, group=None, strategy=None,
+                       progress=progress)  # fmt: skip
 
 
 def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

@@ -6,6 +6,7 @@ number of rows, the trace. A job may therefore be resumed with other memory or a
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,10 +18,11 @@ FORMAT = 3
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
+WEIGHTS = "weights"  # the switch whose value may be a format per layer
 CHAT, SCORE = "chat", "score"  # in the manifest only if they are true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
-_ABSENT = "absent"
+_ABSENT, _EXACT = "absent", "exact"
 _DEFAULTS = {CHAT: "false", SCORE: "false"}  # values, as JSON, of names that a manifest may lack
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
@@ -67,7 +69,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         *_changed_input(was, now),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
-        *(f"{name}: was {_switch(before, name)}, now {_switch(after, name)}" for name in switches),
+        *(_changed_switch(before, after, name) for name in switches),
         *files,
     ]
 
@@ -106,11 +108,25 @@ def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"the input has other contents: was {old}, now {new}"]
 
 
+def _changed_switch(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> str:
+    """Return the message for a switch that differs. Of formats by layer, the first layer that differs is named."""
+    was, now = before.get(name), after.get(name)
+    if name == WEIGHTS and isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        changed = [(j, old, new) for j, (old, new) in enumerate(zip(was, now, strict=True)) if old != new]
+        (layer, old, new), more = changed[0], len(changed) - 1
+        others = f", and {more} more layers differ" if more else ""
+        return f"{name}: layer {layer} was {old or _EXACT}, now {new or _EXACT}{others}"
+    return f"{name}: was {_switch(before, name)}, now {_switch(after, name)}"
+
+
 def _switch(lossy: Mapping[str, Any], name: str) -> str:
     """Return a lossy switch as text for a message. The calibration text is named by its digest."""
     value = lossy.get(name)
     if value is None:
         return "not given"
+    if name == WEIGHTS and isinstance(value, list):
+        counts = Counter(each or _EXACT for each in value)
+        return " + ".join(f"{count} x {each}" for each, count in counts.items())
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

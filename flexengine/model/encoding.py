@@ -1,8 +1,10 @@
 """Encoded weights: the choice of matrices, the format of each, and the files that encoded weights are written to."""
 
+import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexengine.activity import activity, advance
+from flexengine.activity import activity, advance, tick
 from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
@@ -19,30 +21,35 @@ from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.linear import FastLinear
 from flexengine.model.loading import ByteRange, Origin
-from flexengine.model.prepare import prepared
+from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room, save
 from flexengine.model.skeleton import ParamRef, Skeleton
-from flexengine.model.verify import Verifier
+from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
+EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 
 
-def forms(skeleton: Skeleton, codec: str | None) -> dict[str, WeightFormat]:
-    """Return the format of every matrix that is encoded: those of layers in `codec`, embedding and head in EDGES.
+def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
+    """Return the format of every matrix that is encoded: those of layers in `codecs`, embedding and head in EDGES.
 
     Routers, which choose the experts of a token, are not encoded: they are small, and a wrong choice does much harm.
 
     Args:
-        skeleton: the model.
-        codec: a name in codec.named.WEIGHTS; None encodes nothing.
+        skeleton: the model, or a range of its layers.
+        codecs: a name in codec.named.WEIGHTS, or one for each layer of the whole model, of which None encodes nothing
+            in its layer; None encodes nothing at all.
     """
-    if codec is None:
+    if codecs is None:
         return {}
     formats: dict[str, WeightFormat] = {}
-    for layer in skeleton.layers:
+    for number, layer in enumerate(skeleton.layers, skeleton.first):
+        codec = codecs if isinstance(codecs, str) else codecs[number]
+        if codec is None:
+            continue
         experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
         for name, slot in layer.items():
             if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
@@ -96,14 +103,14 @@ def encoded(
         OutOfMemory: the disk is full.
         InvalidInput: the cache cannot be written.
     """
-    what = json.dumps({name: [form.packed.codec.name, *form.shape, form.transposed] for name, form in chosen.items()})
-    if importances is not None:
-        what += json.dumps({"fit": FIT, "importances": importances.digest})
+    keys = {name: _key(name, form, importances) for name, form in chosen.items()}
 
     def build(directory: Path) -> None:
-        _write(directory, stored, chosen, importances)
+        model = fingerprint(files)
+        shared = {name: hashlib.sha256(f"{model}{key}".encode()).hexdigest()[:32] for name, key in keys.items()}
+        _write(directory, stored, chosen, importances, shared)
 
-    directory = prepared(source, files, build, what, verifier, _label(chosen, importances))
+    directory = prepared(source, files, build, json.dumps(keys), verifier, _label(chosen, importances))
     origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
         for name, tensor in read_header(file).items():
@@ -114,29 +121,59 @@ def encoded(
     return origins
 
 
+def _key(name: str, form: WeightFormat, importances: Importances | None) -> str:
+    """Return what the bytes of an encoded parameter depend on, besides the checkpoint."""
+    packed = form.packed
+    fit = [FIT, importances.digest] if importances is not None and packed.codec.fitted else None
+    return json.dumps([name, packed.codec.name, packed.rows, packed.columns, form.count, form.transposed, fit])
+
+
 def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) -> str:
-    """Return the format that most parameters have, and whether the weights are fitted to importances."""
-    names = [form.packed.codec.name for form in chosen.values()]
-    return f"{max(names, key=names.count, default='')}{', calibrated' if importances else ''}"
+    """Return the formats of the layers, and whether the weights are fitted to importances."""
+    counts = Counter(form.packed.codec.name for form in chosen.values())
+    several = [name for name in WEIGHTS if counts[name] > EDGE_MATRICES] or [*counts][:1]
+    return f"{'+'.join(several)}{', calibrated' if importances else ''}"
 
 
 def _write(
-    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], importances: Importances | None
-) -> None:
-    """Write one file per parameter, under a temporary name until it is complete."""
-    total = sum(form.nbytes for form in chosen.values())
-    done = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    check_room(directory, "encoded weights", max(0, total - done))
-    read = sum(stored[name].nbytes for name in chosen)
-    text = (f"encoding {len(chosen)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
+    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], importances: Importances | None,
+    files: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write one file per parameter, under a temporary name until it is complete.
+
+    A parameter that other encoded weights of the model hold in the same format is linked, so that mixes of formats
+    share the bytes of layers that they have in common.
+
+    Args:
+        files: name of each parameter's file, without suffix: the same for the same bytes.
+    """
+    final = {name: directory / f"{file}.safetensors" for name, file in files.items()}
+    missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
+    if not missing:
+        return
+    total = sum(chosen[name].nbytes for name in missing)
+    check_room(directory, "encoded weights", total)
+    read = sum(stored[name].nbytes for name in missing)
+    text = (f"encoding {len(missing)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
             f" {total / 1e9:.2f} GB)")  # fmt: skip
-    with activity("encoding", text, read, "B", logging.INFO) as work:
-        for number, (name, form) in enumerate(chosen.items()):
-            final = directory / f"{number:05}.safetensors"
-            if final.exists():
-                work.advance(stored[name].nbytes)
-            else:
-                _save(name, _encoded(name, stored[name], form, importances), final)
+    with activity("encoding", text, read, "B", logging.INFO):
+        for name in missing:
+            _save(name, _encoded(name, stored[name], chosen[name], importances), final[name])
+
+
+def _linked(file: Path) -> bool:
+    """Link a file that another directory of the cache holds under the same name and, if the directory is finished, with
+    the listed checksum. Return whether there is one."""
+    for other in file.parent.parent.glob(f"*/{file.name}"):
+        try:
+            sums = other.parent / SUMS
+            if not sums.exists() or read_sums(sums).get(file.name) == digest_of(other, lambda _: tick()):
+                os.link(other, file)
+                return True
+        except (OSError, BadCheckpoint):  # removed meanwhile, damaged, or a file system without links
+            continue
+    return False
+
 
 
 def _save(name: str, data: Tensor, final: Path) -> None:
@@ -152,7 +189,7 @@ def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importa
     each = origin.nbytes // len(out)
     for number, target in enumerate(out):
         offset, importance = 0, importances.of(name, number) if importances is not None else None
-        for part in _runs(origin, number * each, form):
+        for part in matrix_pieces(origin, number * each, form):
             if not bool(torch.isfinite(part).all()):
                 raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
             try:
@@ -165,7 +202,7 @@ def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importa
     return out.view(form.shape)
 
 
-def _runs(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
+def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
     """Yield one matrix, whose bytes start at `start`, in fp32 pieces of whole blocks of rows."""
     rows, columns = form.packed.rows, form.packed.columns
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)

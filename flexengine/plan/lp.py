@@ -182,15 +182,19 @@ class _Program:
         return [(self.shares[name], k) for name, k in line.coefficients.items() if name in self.shares]
 
 
-def optimum(lp: pulp.LpProblem) -> dict[str, float] | None:
+def optimum(lp: pulp.LpProblem, presolve: bool = False) -> dict[str, float] | None:
     """Return the optimal values by name of the variable, or None if the program is infeasible.
+
+    Args:
+        presolve: simplify the program first. For a small linear program, this takes longer than solving it. With whole
+            numbers, HiGHS may find no optimum without it.
 
     Raises:
         NoSolver: highspy is not installed.
         SolverFailed: the program is unbounded, or HiGHS stopped for another reason, such as a numerical error. The
             message has the status.
     """
-    solver = pulp.HiGHS(msg=False, presolve="off")  # presolve takes longer than solving a small program
+    solver = pulp.HiGHS(msg=False, presolve="on" if presolve else "off")
     if not solver.available():
         raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
     lp.solve(solver)
@@ -199,7 +203,7 @@ def optimum(lp: pulp.LpProblem) -> dict[str, float] | None:
     if status == "Infeasible":
         return None
     if status != "Optimal":
-        raise SolverFailed(f"HiGHS found no least time of the job, and stopped with status {status}")
+        raise SolverFailed(f"HiGHS found no optimum of the program '{lp.name}', and stopped with status {status}")
     return {variable.name: variable.varValue for variable in lp.variables()}
 
 

@@ -10,6 +10,7 @@ from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import lay_out_given, planned
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.strategy import Strategy
 
 # Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
 SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate")
@@ -26,6 +27,34 @@ def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
     for stage in range(stages):
         ends.append(ends[-1] + layers // stages + (stage < layers % stages))
     return list(pairwise(ends))
+
+
+def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None) -> tuple[int, int]:
+    """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput if the strategy is for another
+    number of layers or stages.
+
+    Args:
+        layers: layers of the model.
+        rank: number of the stage.
+        stages: number of stages.
+        strategy: names the layers of each stage; None divides them evenly.
+    """
+    if strategy is None:
+        return even_split(layers, stages)[rank]
+    if len(strategy.stages) != stages:
+        raise InvalidInput(f"the strategy has {len(strategy.stages)} stages, but {stages} processes run; start as many"
+                           " processes as it has stages, or make a strategy for this number")  # fmt: skip
+    if strategy.num_layers != layers:
+        raise InvalidInput(f"the strategy is for {strategy.num_layers} layers, but the model has {layers}; make one for"
+                           " this model with flexengine plan --cluster")  # fmt: skip
+    return strategy.stages[rank].layers
+
+
+def block_of(strategy: Strategy, workload: Workload) -> Policy:
+    """Return the block of a strategy, with all data on the device. A prefill chunk holds prefill_batch of the longest
+    prompts."""
+    longest = max((prompt for prompt, _ in workload.sizes), default=1)
+    return Policy(strategy.decode_batch, strategy.cohorts, prefill_tokens=max(1, strategy.prefill_batch * longest))
 
 
 def for_cohorts(policy: Policy, stages: int) -> Policy:

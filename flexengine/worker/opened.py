@@ -26,6 +26,7 @@ from flexengine.model.skeleton import Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.worker import layer_formats
 
 Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
 
@@ -80,10 +81,13 @@ class Opened:
 
     def use(self, lossy: Lossy) -> None:
         """Set the lossy switches, and the formats and facts that depend on the switches. Weights must not be loaded.
+        Weights `mixed` stay as in the checkpoint until their formats are chosen.
 
         Raises:
-            InvalidInput: a switch cannot be combined with the device or the dtype.
+            InvalidInput: a switch cannot be combined with the device or the dtype, or formats of layers are of another
+                model.
         """
+        lossy = layer_formats.read(lossy, self.source.name, self.skeleton.total)
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
         self.lossy, skeleton = lossy, self.skeleton
@@ -111,8 +115,11 @@ class Opened:
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
-        transposed = set(forms(self.skeleton, "int8")) - self.skeleton.matrices
-        if lossy.compute == "bf16" and lossy.coded is None and transposed:
+        if reason := layer_formats.mismatch(lossy.weights, self.skeleton.total):
+            return reason
+        plain = set(forms(self.skeleton, "int8")) - set(forms(self.skeleton, lossy.coded))
+        transposed = plain - self.skeleton.matrices
+        if lossy.compute == "bf16" and lossy.decided and transposed:
             return (f"compute is 'bf16', but the model has {len(transposed)} transposed matrices, such as"
                     f" {min(transposed)}, which are multiplied in fp32; encode them with weights int8 or fewer bits, or"
                     " let compute be 'int8'")  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, texts
-from flexengine.commands import quality
+from flexengine.commands import quality, quality_choices
 from flexengine.commands.quality import Text, asked, stretches
 from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
@@ -67,7 +67,7 @@ def test_cost() -> None:
 
 def test_every_choice_alone_is_the_default() -> None:
     everything = asked({})
-    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.SHARES)
+    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality_choices.SHARES)
     assert all(len(lossy.enabled) == 1 for lossy in everything)
 
 
@@ -218,7 +218,8 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         machine=SimpleNamespace(kind="cpu", compute=torch.device("cpu")), options=SimpleNamespace(policy=None),
         dtype=torch.float32, cache_form="", opened=SimpleNamespace(refusal=lambda each: None),
     )  # fmt: skip
-    return SimpleNamespace(core=core, score=score, facts=layers, summary=SimpleNamespace(total_seconds=2.5))
+    summary = SimpleNamespace(total_seconds=2.5)
+    return SimpleNamespace(core=core, score=score, facts=layers, summary=summary, lossy=lossy)
 
 
 def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:

@@ -11,13 +11,12 @@ import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.codec import cache
-from flexengine.codec.named import EDGES, WEIGHTS
-from flexengine.codec.packed import Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import QUALITY, choices
 from flexengine.model import encoding
 from tests.helpers.families import NEW, make_checkpoint, reference
 from tests.helpers.listening import Heard
+from tests.helpers.rounded import rounded
 
 D, MIX = (1, 0, 0), (0.4, 0.3, 0.3)
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -33,38 +32,6 @@ def answers(directory: Path, rows: Any, lossy: Lossy, policy: Policy = WHOLE, de
             booked = engine.layout.account[tier] if engine.layout else {}
             assert engine.core.machine.tier(tier).ledger.peak == sum(booked.values())
         return [r.token_ids for r in results]
-
-
-def rounded(directory: Path, codec: str) -> Any:
-    """transformers' model with every matrix of a layer, embedding and head, as they are after encoding."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-    def twice(matrix: torch.Tensor, kind: Any) -> torch.Tensor:
-        form = Packed(kind, *matrix.shape)
-        return form.dequantize(form.encode(matrix))
-
-    edges = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    with torch.no_grad():
-        for module in {id(m): m for m in model.modules()}.values():
-            weight = getattr(module, "weight", None)
-            if id(module) in edges:
-                continue
-            if isinstance(module, torch.nn.Linear):
-                weight.copy_(twice(weight, WEIGHTS[codec]))
-            elif type(module).__name__ == "Conv1D":
-                weight.copy_(twice(weight.t().contiguous(), WEIGHTS[codec]).t())
-            elif hasattr(module, "down_proj") and hasattr(module, "is_transposed"):
-                for name in ("gate_up_proj", "down_proj"):
-                    for expert in getattr(module, name):
-                        turned = expert.t() if module.is_transposed else expert
-                        new = twice(turned.contiguous(), WEIGHTS[codec])
-                        expert.copy_(new.t() if module.is_transposed else new)
-        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        for module in [model.get_input_embeddings(), *([] if tied else [model.get_output_embeddings()])]:
-            module.weight.copy_(twice(module.weight, EDGES))
-    return model
 
 
 ENCODED = [*((family, "int4") for family in ("opt", "llama-tied", "qwen3", "gpt2", "mixtral", "gpt-oss")),

@@ -13,7 +13,7 @@ from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
 from flexengine.lossy import EXACT, Lossy
 
-OPTIONS = ("model", "weights", "compute", "cache", "sparse-attention", "calibrate", "dtype")
+OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "dtype")
 PLAIN = "exact"  # the run without options
 _JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 
@@ -82,7 +82,8 @@ def _lossy(options: Mapping[str, str]) -> Lossy:
         number = None if share is None else float(share)
     except ValueError:
         raise InvalidInput(f"sparse-attention is {shown(share)}; it must be a number, such as 0.1") from None
-    return Lossy(options.get("weights"), options.get("compute"), options.get("cache"), number, calibrate)
+    weights, budget = options.get("weights"), options.get("budget")
+    return Lossy(weights, options.get("compute"), options.get("cache"), number, calibrate, budget)
 
 
 def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:

@@ -1,14 +1,16 @@
 """Plans for pipelines: all stages form the same gpu_batches, and each places its own weights."""
 
+from dataclasses import replace
 from typing import Any
 
 from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.stages import fill_weights, for_cohorts
+from flexengine.plan.stages import block_of, fill_weights, for_cohorts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.strategy import Strategy
 
 
 class PipelinePlanner(Planner):
@@ -18,9 +20,9 @@ class PipelinePlanner(Planner):
     and fill their memory with weights.
     """
 
-    def __init__(self, driver: Driver, *args: Any) -> None:
+    def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
         super().__init__(*args)
-        self.driver = driver
+        self.driver, self.strategy = driver, strategy
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
@@ -37,9 +39,21 @@ class PipelinePlanner(Planner):
     ) -> Prediction:
         """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
         Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
+        if self.strategy is not None and block is None:
+            shared = block_of(self.strategy, workload)
+            if tokens := prefill_tokens or self.prefill_tokens:
+                shared = replace(shared, prefill_tokens=tokens)
+        else:
+            shared = self._shared(workload, resident, block, prefill_tokens)
+        layout = fill_weights(self.opened.facts, shared, workload, self.machine.capacity)
+        return self.cost(workload).predict(layout, 0.0 if resident == layout.policy else 1.0)
+
+    def _shared(
+        self, workload: Workload, resident: Policy | None, block: int | None, prefill_tokens: int | None
+    ) -> Policy:
+        """Return the policy of the stage with the smallest block, with a gpu_batch for each stage. Arguments as for
+        `choose`."""
         others = self.driver.choose(workload, block, prefill_tokens or self.prefill_tokens)
         own = super().choose(workload, resident, block, prefill_tokens).policy
         tightest = min((own, *others()), key=lambda policy: policy.block_size)
-        shared = for_cohorts(tightest, self.driver.group.size)
-        layout = fill_weights(self.opened.facts, shared, workload, self.machine.capacity)
-        return self.cost(workload).predict(layout, 0.0 if resident == layout.policy else 1.0)
+        return for_cohorts(tightest, self.driver.group.size)

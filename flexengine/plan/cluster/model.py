@@ -97,10 +97,15 @@ class Model:
         return tokens * self.hidden * self.itemsize
 
 
-def shape_name(facts: ModelFacts) -> str:
-    """Return the text that names a model's shape, equal for checkpoints that one strategy fits."""
+def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
+    """Return the text that names a model's shape, equal for checkpoints that one strategy fits.
+
+    Args:
+        facts: the model, or a range of its layers.
+        layers: layers of the whole model; None if `facts` are those of the whole model.
+    """
     heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
-    return (f"{facts.kind or 'model'}, {len(facts.layers)} layers of {facts.hidden}, {heads} heads of {facts.head_dim},"
+    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of {facts.head_dim},"
             f" vocabulary {facts.vocabulary}")  # fmt: skip
 
 

@@ -1,0 +1,61 @@
+"""Files of formats: a JSON object that names the format in which each layer of one model stores its matrices.
+
+An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4", null, ...]}.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flexengine.config import read_object, shown
+from flexengine.errors import InvalidInput
+from flexengine.lossy import Formats, Lossy
+
+_FIELDS = ("model", "layers", "weights")
+_REMEDY = "; flexengine quality --weights mixed --budget SIZE --save-bits FILE.json makes one for a model"
+
+
+def as_json(model: str, formats: Formats) -> str:
+    """Return the content of a file.
+
+    Args:
+        model: name of the model.
+        formats: format of each layer.
+    """
+    return json.dumps(dict(zip(_FIELDS, (model, len(formats), list(formats)), strict=True)))
+
+
+def read(lossy: Lossy, model: str, layers: int) -> Lossy:
+    """Return the switches with the formats of the file that `weights` names; unchanged if `weights` names none.
+
+    Args:
+        model: name of the opened model.
+        layers: number of its layers.
+
+    Raises:
+        InvalidInput: the file cannot be read, holds something else, or is of another model.
+    """
+    if lossy.file is None:
+        return lossy
+    values = read_object(lossy.file, "file of bits")
+    if set(values) != set(_FIELDS) or not isinstance(values["weights"], list):
+        raise InvalidInput(f"file of bits {lossy.file} has the fields {shown(sorted(values))}; it must have model,"
+                           f" layers, and weights with a format per layer{_REMEDY}")  # fmt: skip
+    if (name := values["model"]) != model:
+        raise InvalidInput(f"file of bits {lossy.file} is of the model {shown(name)}, but this model is"
+                           f" {shown(model)}; give the file of this model, or write its name into the file if the model"
+                           f" was only renamed{_REMEDY}")  # fmt: skip
+    if wrong := next((n for n in (values["layers"], len(values["weights"])) if n != layers), None):
+        raise InvalidInput(f"file of bits {lossy.file} has {shown(wrong)} layers, but {model} has {layers}{_REMEDY}")
+    try:
+        return replace(lossy, weights=tuple(values["weights"]))
+    except InvalidInput as error:
+        raise InvalidInput(f"file of bits {lossy.file}: {error}") from error
+
+
+def mismatch(weights: Any, layers: int) -> str | None:
+    """Return why formats by layer do not suit a model; None if they do, or if `weights` is no list of formats."""
+    if not isinstance(weights, Sequence) or isinstance(weights, str) or len(weights) == layers:
+        return None
+    return f"weights has formats for {len(weights)} layers, but the model has {layers}; give one format per layer"
