@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
-from flexengine.commands.options import named
 from flexengine.errors import InvalidInput
 from flexengine.strategy import Strategy
 
@@ -24,7 +24,7 @@ def add_pipeline(group: Options) -> None:
                        help="compute in N processes on this machine, each with a part of the layers; on several"
                             " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
     group.add_argument("--strategy", type=named, metavar="FILE.json",
-                       help="layers, formats and batches of the stages, from flexengine plan --cluster --save; starts as"
+                       help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
                             " many processes as it has stages")  # fmt: skip
     group.add_argument("--interface", type=named, metavar="NAME",
                        help="network interface that joins the machines, such as eth0 (default: loopback, so one"
@@ -43,8 +43,9 @@ def rank_of(args: argparse.Namespace) -> int:
         count = len(args.strategy.stages)
         if stages not in (None, count):
             raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
-        if args.policy is not None or args.allow is not None:
-            raise InvalidInput("--strategy has a block and formats of its own; leave out --policy and --allow")
+        if args.policy != AUTO:
+            raise InvalidInput(f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of"
+                               " them")  # fmt: skip
         stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
         raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"

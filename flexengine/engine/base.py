@@ -25,6 +25,7 @@ from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import MIXED, Lossy
+from flexengine.plan.cluster.model import shape_name
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
@@ -54,7 +55,12 @@ class BaseEngine(ABC):
         with reporting(self.listener):
             self.core = core = _core(options)
         given = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
-        self.planner = PipelinePlanner(core.driver, options.strategy, *given) if core.driver else Planner(*given)
+        strategy = options.strategy
+        self.planner = PipelinePlanner(core.driver, strategy, *given) if core.driver else Planner(*given)
+        if strategy is not None:
+            total = core.skeleton.total
+            strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
+            self.planner.block = strategy.decode_batch * strategy.cohorts
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)

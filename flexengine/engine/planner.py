@@ -60,6 +60,7 @@ class Planner:
         policy: the policy that the user gave; None lets the planner choose.
         prefill_tokens: most tokens of a prefill chunk in every policy that the planner chooses; None lets the planner
             choose.
+        block: most sequences alive in every policy that the planner chooses; None lets the planner choose.
         choices: lossy switches that the planner may choose from for the first job; () leaves them as they are.
         unsuited: why the model or machine cannot use the first unusable switch that the user allowed; None if it can
             use all.
@@ -86,6 +87,7 @@ class Planner:
         self.machine, self.opened, self.overlap = machine, opened, overlap
         self.policy = policy
         self.prefill_tokens: int | None = None
+        self.block: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
         self._hardware_override = hardware is not None
         allowed = choices(allow) if allow else ()
@@ -194,7 +196,7 @@ class Planner:
             block: most sequences alive.
             prefill_tokens: most tokens of a prefill chunk; None takes the planner's `prefill_tokens`.
         """
-        options = Options(prefill_tokens or self.prefill_tokens, block=block)
+        options = Options(prefill_tokens or self.prefill_tokens, block=block or self.block)
         if resident is None:
             return self.search(workload, options).best
         try:

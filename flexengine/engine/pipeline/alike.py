@@ -12,7 +12,6 @@ from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput
 from flexengine.model import identity
 from flexengine.parallel.group import Group
-from flexengine.plan.cluster.model import shape_name
 
 LAYOUT = 1  # of frames; raise it when `messages` changes
 
@@ -29,8 +28,6 @@ def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
         "layers": core.skeleton.total,
         "strategy": options.strategy.to_json() if options.strategy else None,
     }  # fmt: skip
-    if options.strategy is not None:
-        options.strategy.check(shape_name(core.facts, core.skeleton.total), core.skeleton.total, group.size)
     every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]
     for rank, other in enumerate(every):
         for name, value in every[0].items():

@@ -105,8 +105,8 @@ def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
         layers: layers of the whole model; None if `facts` are those of the whole model.
     """
     heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
-    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of {facts.head_dim},"
-            f" vocabulary {facts.vocabulary}")  # fmt: skip
+    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of"
+            f" {facts.head_dim}, vocabulary {facts.vocabulary}")  # fmt: skip
 
 
 def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
