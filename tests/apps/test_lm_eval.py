@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from flexengine.apps.lm_eval import sampling  # noqa: E402
 from flexengine.apps.lm_eval.arguments import OWN, engine_device, engine_options, joined, unused  # noqa: E402
+from flexengine.apps.lm_eval.cache import RECORD  # noqa: E402
 from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
 from flexengine.commands.lm_eval import split  # noqa: E402
 from flexengine.commands.main import main  # noqa: E402
@@ -214,6 +216,25 @@ def test_continued_from_the_cache(
     assert kept
     assert [each for each in kept if each in first] == []
     assert resumed["results"] == evaluated(ours, tasks, [name])["results"]
+
+
+def test_a_cache_belongs_to_one_model(
+    ours: FlexLM, model: str, tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The harness itself does not compare models. Responses without a record are taken, with a message."""
+    cache = str(tmp_path / "cache")
+    first = evaluated(ours, tasks, ["tiny_choice"], use_cache=cache)
+    ours.cache_hook.dbdict.close()
+    assert evaluated(ours, tasks, ["tiny_choice"], use_cache=cache)["results"] == first["results"]
+    assert "does not say which model" not in caplog.text
+    with closing(FlexLM(model, device="cpu", device_mem="64M", progress=False, weights="int8")) as other:
+        with pytest.raises(InvalidInput, match="responses of another model: weights: was not given, now int8; name"):
+            evaluated(other, tasks, ["tiny_choice"], use_cache=cache)
+    del ours.cache_hook.dbdict[RECORD]
+    ours.set_cache_hook(ours.cache_hook)
+    assert "does not say which model gave its responses" in caplog.text
+    ours.cache_hook.dbdict.close()
+    ours.set_cache_hook(CacheHook(None))
 
 
 # Arguments.
