@@ -135,8 +135,8 @@ def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     chosen = model if model is not None else file.get("model")
     if chosen in model_registry and not Path(chosen).exists():
         name = given.get("pretrained", "MODEL")
-        raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes, and"
-                           f" --model names the model: --model {name}")  # fmt: skip
+        raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
+                           f" and --model names the model: --model {name}")  # fmt: skip
     if chosen is not None and (other := given.get("model", given.get("pretrained"))) not in (None, chosen):
         raise InvalidInput(f"--model is {chosen!r}, but model_args names {other!r}; leave one out")
     args.model = "flexengine"

@@ -55,9 +55,9 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
         raise InvalidInput("gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample"
                            " false")  # fmt: skip
     until = list(normal["until"])
-    if (wrong := [text for text in until if not isinstance(text, str) or not text]):
-        raise InvalidInput(f"gen_kwargs has until {shown(wrong[0])}; it must be text of at least one character, or a list"
-                           " of such texts")  # fmt: skip
+    if wrong := [text for text in until if not isinstance(text, str) or not text]:
+        raise InvalidInput(f"gen_kwargs has until {shown(wrong[0])}; it must be text of at least one character, or a"
+                           " list of such texts")  # fmt: skip
     sampling = {name: normal[name] for name in _SAMPLING if name in normal} | {"temperature": temperature}
     ends = () if end_token is None else (end_token,)
     params = SamplingParams(normal["max_gen_toks"], stop=tuple(until[:MAX_STOPS]), stop_token_ids=ends, **sampling)
