@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flexengine.apps.wrangle.serialise import text_of
 from flexengine.errors import InvalidInput
@@ -67,8 +67,9 @@ class Table:
         """
         for column in columns:
             if column not in self.columns:
+                seems = tables.other_separator(self.columns, self.form)
                 raise InvalidInput(f"{option} {column!r} is no column of {self.name}; its columns are"
-                                   f" {', '.join(self.columns)}")  # fmt: skip
+                                   f" {', '.join(self.columns)}{seems and f': {seems}'}")  # fmt: skip
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells of text tables become strings."""
@@ -135,7 +136,8 @@ def _whole(source: Source) -> Any:
     if source.form == "parquet":
         import pyarrow.parquet as pq
 
-        return pq.read_table(str(source.file))
+        # read_table would add columns for directories that are named "column=value".
+        return cast(Any, pq).ParquetFile(source.file).read()
     with pa.OSFile(str(source.file)) as file:
         try:
             return pa.ipc.open_file(file).read_all()
