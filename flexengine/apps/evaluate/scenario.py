@@ -195,6 +195,8 @@ def _check_groups(scenario: Scenario) -> None:
     for name in ("values", "columns"):
         if ways == [name] and len(given := getattr(choices, name)) < 2:
             raise origin.fault(f"choices.{name}", f"choices.{name} has {len(given)} entry; give at least 2")
+    if not all(choices.values):
+        raise origin.fault("choices.values", "choices.values holds an empty text, which no token stands for; remove it")
     if len(set(choices.values)) < len(choices.values):
         raise origin.fault("choices.values", "choices.values holds a text twice; remove one")
     if scenario.few_shot is not None and scenario.label is None:

@@ -153,4 +153,6 @@ def _place(error: Exception) -> str:
 
 
 def _problem(error: Exception) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]
+    context, problem = getattr(error, "context", None), getattr(error, "problem", None) or str(error)
+    text = f"{context} {problem}" if context and problem.startswith("but ") else problem
+    return text.splitlines()[0]

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.serialise import text_of
 from flexengine.errors import InvalidInput
@@ -136,8 +136,7 @@ def _whole(source: Source) -> Any:
     if source.form == "parquet":
         import pyarrow.parquet as pq
 
-        # read_table would add columns for directories that are named "column=value".
-        return cast(Any, pq).ParquetFile(source.file).read()
+        return pq.read_table(str(source.file))
     with pa.OSFile(str(source.file)) as file:
         try:
             return pa.ipc.open_file(file).read_all()

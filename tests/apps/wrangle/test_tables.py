@@ -111,13 +111,6 @@ def test_output_of_another_format(name: str, form: str) -> None:
         check_output(name, form)
 
 
-def test_a_directory_adds_no_column(tmp_path: Path) -> None:
-    """pyarrow's `read_table` reads the directory city=rome as a column."""
-    (folder := tmp_path / "city=rome").mkdir()
-    arrow_file(folder / "t.parquet", made := pa.table({"n": [1, 2]}))
-    assert read_table(str(folder / "t.parquet")).as_arrow().equals(made)
-
-
 def test_columns_with_another_separator(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
     with pytest.raises(InvalidInput, match="its columns are name;city: they seem to be separated by ';'; save the file"):
