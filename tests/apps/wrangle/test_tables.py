@@ -113,5 +113,5 @@ def test_output_of_another_format(name: str, form: str) -> None:
 
 def test_columns_with_another_separator(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
-    with pytest.raises(InvalidInput, match="its columns are name;city: they seem to be separated by ';'; save the file"):
+    with pytest.raises(InvalidInput, match="columns are name;city: they seem to be separated by ';'; save the file"):
         table.check_has(["city"], "--column")
