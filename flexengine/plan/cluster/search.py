@@ -133,11 +133,10 @@ class _Search:
     def _solve(self, order: Order, shape: Shape, bound: float) -> None:
         self.solved += 1
         numbers = self.costs.numbers(order, shape)
-        if self.best is None or not self.program:  # a cost to beat
+        if not self.program:
             self._take(transfer(numbers), order, shape, numbers)
-            if not self.program:
-                self.floor = min(self.floor, bound)
-                return
+            self.floor = min(self.floor, bound)
+            return
         left = max(1.0, self.limits.seconds - (time.monotonic() - self.began))
         below = self.best.priced.cost * (1 - self.limits.gap) if self.best else None
         answer = solve(numbers, self.limits.gap, left, below)

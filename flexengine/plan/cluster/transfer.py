@@ -5,24 +5,26 @@ It starts from the least harmful formats that fit ("adabits"), and changes two s
 takes back one layer of another choice. So 4-bit layers leave it, and a 16-bit layer of equal bytes comes. The boundary
 between the two stages moves by number - 1 layers, and all stages between them shift. A rule whose two choices are equal
 moves layers only. Beyond the paper, one stage may also change the choice of some of its layers. Inside a stage, layers
-get the stage's choices with the least harm. The first change that lowers the cost is taken, until none does. The
-paper's listing accepts changes that raise the cost; that is taken as a misprint.
+get the stage's choices with the least harm. The first change that lowers the cost is taken, until none does. The paper's listing accepts changes that raise the cost; that is taken as a misprint.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.numbers import Numbers, Priced, price
+from flexengine.plan.cluster.numbers import Array, Numbers, Priced, price
 from flexengine.plan.cluster.program import Answer, solve
 
 MOVED = (1, 2, 4, 8)  # units that change at once
 START_SECONDS = 10.0  # most seconds of the program that finds the start
 MIN_GAIN = 1e-9  # relative; smaller gains are rounding errors
 MOST_CHANGES = 1000
+TRIED = 60  # changes that are priced, those with the least estimates
+FIT = 0.02  # share by which an estimate may exceed a memory: classes differ in bytes
 
 Counts = NDArray[np.int64]  # [stages, choices] units
 
@@ -34,7 +36,7 @@ def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
         numbers: the case.
         start: assignment to start from; None starts from the least harmful one that fits.
     """
-    start = start or solve(numbers, gap=1e-2, seconds=START_SECONDS, quality=True)
+    start = start or solve(flattened(numbers), gap=1e-2, seconds=START_SECONDS, quality=True)
     if start is None:
         return None
     counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
@@ -48,18 +50,65 @@ def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
     return Answer(*best, -np.inf) if priced.fits else None
 
 
+def flattened(numbers: Numbers) -> Numbers:
+    """Return the case with the mean harm of its class for each unit. Its program is small, and has the same numbers of
+    units by stage and choice if harm is proportional to a factor of the unit."""
+    kinds = np.array(numbers.classes)
+    means = np.array([numbers.harm[kinds == k].mean(axis=0) for k in range(kinds.max() + 1)])
+    return replace(numbers, harm=means[kinds])
+
+
 def _first_better(
     numbers: Numbers, counts: Counts, priced: Priced
 ) -> tuple[Counts, tuple[tuple[int, ...], tuple[int, ...]], Priced] | None:
-    """Return the first change that lowers the cost, with its price."""
-    for changed in _changes(numbers, counts, priced):
-        placed = assigned(numbers, changed)
+    """Return a change that lowers the cost, with its price: the first of those that look best."""
+    changes = np.array(list(_changes(numbers, counts, priced)))
+    if not len(changes):
+        return None
+    guess = estimates(numbers, changes)
+    for k in np.argsort(guess, kind="stable")[:TRIED]:
+        placed = assigned(numbers, changes[k]) if np.isfinite(guess[k]) else None
         if placed is None:
             continue
         found = price(numbers, *placed)
         if found.fits and found.cost < priced.cost * (1 - MIN_GAIN) - 1e-300:
-            return changed, placed, found
+            return changes[k], placed, found
     return None
+
+
+def estimates(numbers: Numbers, changes: Counts) -> Array:
+    """Return about the cost of each change, infinite if it clearly does not fit.
+
+    Layers count as their mean over classes, and harm of a choice as its mean over units. For units of one class and
+    equal harm this is the cost, but for links past empty stages.
+
+    Args:
+        numbers: the case.
+        changes: [M, stages, choices] numbers of units.
+    """
+    share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1]) / numbers.units
+
+    def total(table: Array) -> Array:
+        mean = np.tensordot(share, np.where(np.isfinite(table), table, 1e30), axes=(0, 1))  # [stages, choices]
+        summed: Array = (changes * mean).sum(axis=2)
+        return summed
+
+    used = changes.sum(axis=2) > 0
+    load = total(numbers.load)
+    pre = np.where(used, np.maximum(total(numbers.prefill) + numbers.fixed_prefill, load), 0.0)
+    dec = np.where(used, np.maximum(total(numbers.decode) + numbers.fixed_decode, load), 0.0)
+    memory = total(numbers.memory) + used * numbers.fixed_memory
+    fits = np.all(memory <= numbers.capacity * (1 + FIT), axis=1) & used[:, 0] & used[:, -1]
+    fits &= np.all(total(numbers.host) <= numbers.host_capacity * (1 + FIT), axis=1)
+    after = np.arange(numbers.stages - 1)
+    hops = [float(hop[after, after + 1].max(initial=0.0)) for hop in (numbers.hop_prefill, numbers.hop_decode)]
+    passed = used.sum(axis=1) - 1
+    slow = [np.maximum(times.max(axis=1), hop * (passed > 0)) for times, hop in ((pre, hops[0]), (dec, hops[1]))]
+    step = np.maximum(numbers.cohorts * slow[1], dec.sum(axis=1) + passed * hops[1] + numbers.back * (passed > 0))
+    seconds = (numbers.prefills - 1) * slow[0] + pre.sum(axis=1) + passed * hops[0] + numbers.steps * step
+    harm = changes.sum(axis=1) @ numbers.harm.mean(axis=0)
+    guess: Array = np.where(fits, numbers.rounds * seconds + numbers.theta * harm, np.inf)
+    return guess
 
 
 def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Counts]:
