@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.cluster.booked import cohort_policy, fixed_bytes
 from flexengine.plan.cluster.devices import Cluster, Device
 from flexengine.plan.cluster.harm import Harm
 from flexengine.plan.cluster.job import Job, Shape
@@ -83,6 +84,7 @@ class Costs:
 
     task: Task
     _seconds: dict[tuple[int, str, int, Format, str, int], float] = field(default_factory=dict)
+    _bytes: dict[tuple[str, int, int, tuple[bool, bool]], int] = field(default_factory=dict)
 
     def numbers(self, order: Order, shape: Shape) -> Numbers:
         """Return the costs of a case.
@@ -147,14 +149,28 @@ class Costs:
     def _fixed_memory(self, order: Order, shape: Shape) -> Array:
         """Return the bytes besides layers, by stage: temporary tensors, embedding and head."""
         tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
-        fixed = np.zeros(len(order))
-        for j, device in enumerate(order):
-            model = self.task.models[device.kind]
-            first, last = j == 0, j == len(order) - 1
-            fixed[j] = model.workspace(tokens, shape.decode, last)
-            fixed[j] += model.embedding_bytes if first else 0
-            fixed[j] += model.head_bytes if last and not (first and model.tied) else 0
-        return fixed
+        last = len(order) - 1
+        made = [self._booked(device, tokens, shape.decode, (j == 0, j == last)) for j, device in enumerate(order)]
+        return np.array(made, dtype=float)
+
+    def _booked(self, device: Device, tokens: int, rows: int, ends: tuple[bool, bool]) -> int:
+        """Return the bytes of a stage besides layers: with facts of the model those of its layout, else an estimate.
+
+        Args:
+            device: the stage's device.
+            tokens: tokens that are computed together.
+            rows: sequences of a cohort.
+            ends: whether the stage has the first and the last layer of the model.
+        """
+        model, (first, last) = self.task.models[device.kind], ends
+        if not model.facts:
+            edges = model.embedding_bytes * first + model.head_bytes * (last and not (first and model.tied))
+            return model.workspace(tokens, rows, last) + edges
+        key = (device.kind, tokens, rows, ends)
+        if key not in self._bytes:
+            policy, shared = cohort_policy(rows, tokens), device.kind == "cpu"
+            self._bytes[key] = fixed_bytes(model.facts[None], self.task.job.workload, policy, shared, ends)
+        return self._bytes[key]
 
     def _hops(self, order: Order, tokens: int) -> Array:
         hops = np.zeros((len(order), len(order)))

@@ -166,8 +166,8 @@ class _Search:
         error.args = (
             f"no stages fit: with layers in {names} and {rows}, the model needs at least {least:,} bytes, and the"
             f" {len(devices)} devices have {have:,} bytes, their hosts {hosts:,}, and each must hold whole layers with"
-            " their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or allow fewer"
-            " bits with --allow int8-weights,int4-weights,int3-weights",
+            " their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or allow"
+            " fewer bits with --allow int8-weights,int4-weights,int3-weights",
         )  # fmt: skip
         return error
 

@@ -66,7 +66,7 @@ def test_shapes() -> None:
     assert Shape(10, 4, 2).cohorts == 3
     assert Shape(10, 4, 2).prefills == 6
     job = Job.uniform(10, 100, 20)
-    assert (job.past, job.cached(3), Shape(4, 2, 1).rounds(10)) == (110, 360, 3)
+    assert (job.past, job.cached(3), Shape(4, 2, 1).rounds(10)) == (110, 3 * 128, 3)  # pages of 16 tokens
 
 
 def test_orders_keep_types_together() -> None:
