@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import lay_out
-from flexengine.plan.sizes import aligned
+from flexengine.plan.layout import READ, READ_BUFFERS, READING, SHORT_READ, SHORT_READERS, lay_out
+from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+
+MOST_READING = aligned(READ_BUFFERS * READ) + SHORT_READERS * aligned(SHORT_READ + 2 * ALIGN)
 
 
 def stage_facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
@@ -49,4 +51,8 @@ def fixed_bytes(
         made = replace(made, others=())
     layout = lay_out(made, policy, workload, Capacity(None, None, None, shared, not shared))
     weights = sum(aligned(t.held_bytes) for t in made.layers[0])
-    return layout.total("device") - weights - layout.account["device"].get("KV cache", 0)
+    rest = layout.total("device") - weights - layout.account["device"].get("KV cache", 0)
+    if not shared:
+        return rest
+    # Read buffers grow with the stage's weights up to this size.
+    return rest - layout.account["device"].get(READING, 0) + MOST_READING
