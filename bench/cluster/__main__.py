@@ -40,6 +40,7 @@ from flexengine.plan.cluster.transfer import transfer
 from flexengine.strategy import FORMATS
 
 BLOOM = "bloom-176b"  # flexengine computes BLOOM in fp32 only, so it ships no 16-bit shape of it
+SECONDS = 600.0  # most seconds of a search; other processes may take most of the processor
 PARTS = ("toys", "skewed", "large", "published")
 
 
@@ -128,7 +129,7 @@ def toys() -> Record:
 def no_more_harm(made: Task, other: Plan) -> Plan | None:
     """Return a plan with as many live rows and no more harm than another plan: theta is raised until it is so."""
     for theta in (made.theta * 2.0**k for k in range(20)):
-        plan = search(replace(made, theta=theta), Limits(batch=other.shape.batch)).plan
+        plan = search(replace(made, theta=theta), Limits(batch=other.shape.batch, seconds=SECONDS)).plan
         if plan.priced.harm <= other.priced.harm * (1 + 1e-9):
             return plan
     return None
@@ -138,9 +139,9 @@ def skewed(cluster: Cluster) -> Record:
     """Return the chosen plan, the simpler plans, the heuristic's, and the plan by the paper's objective."""
     job = Job.uniform(64, 512, 100)
     made = task(cluster, decoder("24 layers of 4096", 24, 4096, 16384, 32000), job, FORMATS, 0.1)
-    best, figures = timed(made)
-    quick, quick_figures = timed(made, Limits(method=TRANSFER))
-    paper, paper_figures = timed(replace(made, form=PAPER))
+    best, figures = timed(made, Limits(seconds=SECONDS))
+    quick, quick_figures = timed(made, Limits(method=TRANSFER, seconds=SECONDS))
+    paper, paper_figures = timed(replace(made, form=PAPER), Limits(seconds=SECONDS))
     others = {"uniform": baselines.uniform(made), "pipe_edge": baselines.pipe_edge(made)}
     alike = {f"ours, no more harm than {name}": no_more_harm(made, plan) for name, plan in others.items() if plan}
     rates = {name: priced(plan) for name, plan in {"ours": best.plan, **others, **alike}.items()}
@@ -160,9 +161,9 @@ def large(cluster: Cluster) -> Record:
     """Return the seconds of both methods for 64 layers on six devices."""
     job = Job.uniform(32, 512, 100)
     made = task(cluster, decoder("64 layers of 8192", 64, 8192, 32768, 50272), job, FORMATS, 1.0)
-    program, figures = timed(made, Limits(method=PROGRAM, batch=32))
-    quick, quick_figures = timed(made, Limits(method=TRANSFER, batch=32))
-    grouped, grouped_figures = timed(replace(made, group=2), Limits(method=PROGRAM, batch=32))
+    program, figures = timed(made, Limits(method=PROGRAM, batch=32, seconds=SECONDS))
+    quick, quick_figures = timed(made, Limits(method=TRANSFER, batch=32, seconds=SECONDS))
+    grouped, grouped_figures = timed(replace(made, group=2), Limits(method=PROGRAM, batch=32, seconds=SECONDS))
     ratio = quick.plan.priced.cost / program.plan.priced.cost
     say(f"large: {figures}; transfer {quick_figures}, cost {ratio:.4f}")
     return record("large", cluster.name, program={"plan": priced(program.plan), **figures},
@@ -189,7 +190,7 @@ def published(case: Published) -> Record:
     """Return our plan and simpler plans on a cluster of LLM-PQ, beside its published rates."""
     cluster = file.load(shipped.find_file("clusters", f"llm-pq-{case.number}"))
     made = task(cluster, shape(case.model), Job.uniform(32, 512, 100), FORMATS, 1.0, uneven=False)
-    best, figures = timed(made, Limits(batch=32))
+    best, figures = timed(made, Limits(batch=32, seconds=SECONDS))
     hosts = replace(cluster, devices=tuple(replace(d, host_memory=64 << 30, host_link=1.2e10) for d in cluster.devices))
     exact = search_or_none(replace(made, cluster=hosts, formats=(None,), harm=made.harm[:, :1]))
     others = {"uniform": baselines.uniform(made, 32), "pipe_edge": baselines.pipe_edge(made, 32)}
@@ -209,7 +210,7 @@ def search_or_none(made: Task) -> Found | None:
     from flexengine.errors import OutOfMemory
 
     try:
-        return search(made, Limits(batch=32))
+        return search(made, Limits(batch=32, seconds=SECONDS))
     except OutOfMemory:
         return None
 

@@ -1,6 +1,6 @@
 """Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -17,6 +17,7 @@ from flexengine.plan.cluster.model import Format, Model
 from flexengine.plan.cluster.numbers import EXACT, Array, Choice, Numbers
 
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
+MOST_PERMUTED = 4  # types whose orders are all tried: 64 of them
 TOKEN_BYTES = 4  # of a token's number on its way back to the first stage
 
 Order = tuple[Device, ...]
@@ -185,17 +186,32 @@ class Costs:
 def orders(cluster: Cluster) -> list[Order]:
     """Return the device orders to try: devices of one type stay neighbours, types are permuted.
 
-    Inner stages may stay empty, so orders of fewer types, and single devices, cover every set of devices.
+    Inner stages may stay empty, so orders of fewer types, and single devices, cover every set of devices. With more
+    than MOST_PERMUTED types, only orders by memory and that of the file are tried, both ways, also without their first
+    types.
     """
     found: dict[tuple[str, ...], Order] = {}
-    for length in range(len(cluster.types), 0, -1):
-        for types in permutations(cluster.types, length):
-            order = tuple(device for name in types for device in cluster.of_type(name))
-            found.setdefault(tuple(d.name for d in order), order)
+    for types in _type_orders(cluster):
+        order = tuple(device for name in types for device in cluster.of_type(name))
+        found.setdefault(tuple(d.name for d in order), order)
     for name in cluster.types:
         device = cluster.of_type(name)[0]
         found.setdefault((device.name,), (device,))
     return list(found.values())
+
+
+def _type_orders(cluster: Cluster) -> Iterator[Sequence[str]]:
+    """Yield the orders of types, those of all types first."""
+    types = cluster.types
+    if len(types) <= MOST_PERMUTED:
+        for length in range(len(types), 0, -1):
+            yield from permutations(types, length)
+        return
+    by_memory = sorted(types, key=lambda name: cluster.of_type(name)[0].memory)
+    for dropped in range(len(types)):
+        for kept in (types[dropped:], by_memory[dropped:]):
+            yield kept
+            yield kept[::-1]
 
 
 def check(task: Task) -> None:

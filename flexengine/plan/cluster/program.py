@@ -60,7 +60,8 @@ class _Program:
 
     Attributes:
         numbers: the case.
-        relaxed: whether all variables are real, and units are in no order: a lower bound.
+        relaxed: whether all variables are real, units are in no order, and only links of neighbours count: a lower
+            bound.
         quality: whether only harm counts, not seconds.
     """
 
@@ -165,7 +166,7 @@ class _Program:
         hops = []
         for j in range(1, self.numbers.stages):
             hop = self._variable(f"hop_{name}_{j}", None, whole=False)
-            for k in range(j):
+            for k in range(j - 1 if self.relaxed else 0, j):
                 between = sum((self._used(x) for x in range(k + 1, j)), Expression())
                 passing = self._used(k) + self._used(j) - 1.0 - between
                 self.add(passing * float(table[k, j]) - hop, -1, 0.0, f"hop_{name}_{k}_{j}")

@@ -25,6 +25,7 @@ MOVED = (1, 2, 4, 8)  # units that change at once
 START_SECONDS = 10.0  # most seconds of the program that finds the start
 MIN_GAIN = 1e-9  # relative; smaller gains are rounding errors
 MOST_CHANGES = 1000
+STRAGGLERS, PIONEERS = 8, 8  # stages with most and with least work that exchange units
 TRIED = 60  # changes that are priced, those with the least estimates
 FIT = 0.02  # share by which an estimate may exceed a memory: classes differ in bytes
 
@@ -151,8 +152,8 @@ def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Count
         busy[j] = pre * max(1, numbers.prefills - 1) + dec * numbers.steps * numbers.cohorts
     by_load = sorted(range(numbers.stages), key=lambda j: busy[j])
     kinds = range(len(numbers.choices))
-    for slow in reversed(by_load):
-        for pioneer in by_load:
+    for slow in by_load[: -STRAGGLERS - 1 : -1]:
+        for pioneer in by_load[:PIONEERS]:
             if pioneer == slow:
                 continue
             for number, given in product(MOVED, kinds):

@@ -76,6 +76,16 @@ def test_orders_keep_types_together() -> None:
     assert set(names[2:]) == {("t0", "t1", "t2"), ("v",), ("t0",)}
 
 
+def test_many_types_have_few_orders() -> None:
+    many = cluster(*(device(f"d{k}", 1 + k, 0.5 + 0.1 * (k * 7 % 10)) for k in range(10)))
+    tried = orders(many)
+    assert len(tried) <= 4 * 10 + 10
+    assert len(tried[0]) == 10
+    made = task(many, formats=(None, "int8"))
+    plan = search(made, replace(QUICK, method="transfer", seconds=5.0)).plan
+    assert plan.priced.fits
+
+
 def test_pruning_loses_nothing() -> None:
     """Against the best of all cases, each solved to optimality."""
     made = task(SKEWED["fast and slow"], decoder("toy", 6, 2048, 8192, 32000), Job.uniform(4, 64, 8), theta=0.1)
