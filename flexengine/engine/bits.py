@@ -66,7 +66,7 @@ class Bits:
         if self.budget >= self.exact and None in self._usable():
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
-        harms = self._harms()
+        harms = self.harms()
         options = [{b: Option(nbytes, harms[j].get(b or "", 0.0)) for b, nbytes in sizes.items()}
                    for j, sizes in enumerate(self.layers)]  # fmt: skip
         found = adabits(options, self.budget - self.rest)
@@ -75,7 +75,7 @@ class Bits:
         message(f"bits per layer: {weights_text(found)}, {_mb(nbytes)} of weights; the budget is {_mb(self.budget)}")
         return _with(lossy, found)
 
-    def _harms(self) -> list[dict[str, float]]:
+    def harms(self) -> list[dict[str, float]]:
         """Return the harm of each encoded format, by layer."""
         core, importances = self.core, self.calibrator.importances
         assert importances is not None
