@@ -5,8 +5,8 @@ python -m bench.bits [layers] [mixes] [--rows 8] [--tokens 256] [--formats int3 
 layers  One layer at a time gets encoded weights (calibrated, as jobs encode them) in transformers' own model. Its cost
         is the increase of the negative log-likelihood of the sample text, in nats per token, and the divergence from
         the exact model's probabilities, which has the same meaning and less noise. One JSON line per format: costs,
-        harms by the engine's measure, LLM-PQ's indicator with both roundings, Spearman's rank correlation of each with
-        the costs, and that of random orders. Text of calibration and of costs differ.
+        harms as the engine measures them, errors weighted by importances, LLM-PQ's indicator with both roundings,
+        Spearman's rank correlation of each with the costs, and that of random orders. Text of calibration and of costs differ.
 mixes   The engine with mixed bits, for budgets of several bits on average; choices by the engine's measure, by
         LLM-PQ's indicators and at random; the same bytes spent on the first layers, or on the KV cache. One JSON line
         per choice.
@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import harness
-from bench.bits.layers import Layered
-from bench.bits.mixes import Choice, choices
-from bench.bits.variance import omegas
+from bench.bits.errors import weighted_errors
+from bench.bits.layers import PROMPT, Layered
+from bench.bits.mixes import OURS, Choice, choices
+from bench.bits.variance import BITS, omegas
 from bench.harness import Record
 from bench.models import demo_model
 
@@ -68,12 +69,16 @@ def stretches(engine: Any, rows: int, tokens: int) -> list[list[int]]:
     return quality.stretches(quality.read(None, rows, tokens), engine.core.tokenizer, None)
 
 
-def harms_of(engine: Any) -> dict[str, list[dict[str, float]]]:
-    """Return harms by measure, layer and format: the engine's, and LLM-PQ's on the same text."""
-    from flexengine.engine.bits import Bits
+def harms_of(engine: Any, model: Layered) -> dict[str, list[dict[str, float]]]:
+    """Return harms by measure, layer and format: the engine's, by importances, and LLM-PQ's, all on one text."""
+    from flexengine.engine.bits import Bits, step_ratio
 
-    ours = Bits(engine.core, engine.calibrator).harms()
-    return {"ours": ours, **omegas(demo_model(), engine.calibrator.text.rows)}
+    measured = Bits(engine.core, engine.calibrator).harms()
+    return {
+        OURS: [{codec: harm * step_ratio(codec) for codec in BITS} for harm in measured],
+        **weighted_errors(model, engine.calibrator.importances.columns, tuple(BITS)),
+        **omegas(demo_model(), engine.calibrator.text.rows),
+    }
 
 
 # One layer at a time.
@@ -86,8 +91,8 @@ def layers(rows: int, tokens: int, formats: Sequence[str]) -> list[Record]:
     from flexengine.codec.packed import Packed
 
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
-        harms, columns = harms_of(engine), engine.calibrator.importances.columns
         model = Layered(demo_model(), stretches(engine, rows, tokens))
+        harms, columns = harms_of(engine, model), engine.calibrator.importances.columns
 
     def decoded(name: str, weight: Any, codec: str) -> Any:
         packed = Packed(WEIGHTS[codec], *weight.shape)
@@ -140,13 +145,14 @@ def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list
     from flexengine.lossy import BUNDLED
 
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
-        bits, harms = Bits(engine.core, engine.calibrator), harms_of(engine)
+        bits = Bits(engine.core, engine.calibrator)
+        harms = harms_of(engine, Layered(demo_model(), stretches(engine, 1, PROMPT + 1)))
     wanted = list(choices(bits, harms, averages, seeds))
     for name in ("int3", "int4", "int8"):
         nbytes = bits.rest + sum(layer[name] for layer in bits.layers)
         wanted.append(Choice("uniform", float(name.removeprefix("int")), nbytes,
                              Lossy(name, calibrate=BUNDLED if name != "int8" else None)))  # fmt: skip
-    for one in [c for c in wanted if (c.name, c.bits) in (("ours", 5.0), ("uniform", 4.0))]:
+    for one in [c for c in wanted if (c.name, c.bits) in ((OURS, 5.0), ("uniform", 4.0))]:
         wanted.append(replace(one, name=f"{one.name}, int4 cache", lossy=replace(one.lossy, cache="int4")))
     unique = list(dict.fromkeys(choice.lossy for choice in wanted))
     text = quality.read(None, rows, tokens)

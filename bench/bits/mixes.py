@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+OURS = "measured"  # the measure of the engine
 Harms = Sequence[dict[str, float]]  # by layer and format
 
 
@@ -69,7 +70,7 @@ def choices(bits: Any, harms: dict[str, Harms], averages: Sequence[float], seeds
     from flexengine.lossy import BUNDLED, Lossy
     from flexengine.plan.bits import Option, adabits
 
-    rand = {f"random {seed}": random_harms(harms["ours"], seed) for seed in range(seeds)}
+    rand = {f"random {seed}": random_harms(harms[OURS], seed) for seed in range(seeds)}
     for average in averages:
         room = layer_bytes(bits.layers, average)
         for name, harm in (*harms.items(), *rand.items()):
