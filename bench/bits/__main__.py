@@ -6,7 +6,8 @@ layers  One layer at a time gets encoded weights (calibrated, as jobs encode the
         is the increase of the negative log-likelihood of the sample text, in nats per token, and the divergence from
         the exact model's probabilities, which has the same meaning and less noise. One JSON line per format: costs,
         harms as the engine measures them, errors weighted by importances, LLM-PQ's indicator with both roundings,
-        Spearman's rank correlation of each with the costs, and that of random orders. Text of calibration and of costs differ.
+        Spearman's rank correlation of each with the costs, and that of random orders. Harms and costs are of different
+        texts.
 mixes   The engine with mixed bits, for budgets of several bits on average; choices by the engine's measure, by
         LLM-PQ's indicators and at random; the same bytes spent on the first layers, or on the KV cache. One JSON line
         per choice.

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def weighted_errors(model: Any, columns: Mapping[str, Any], formats: Sequence[str]) -> dict[str, list[dict[str, float]]]:
+def weighted_errors(
+    model: Any, columns: Mapping[str, Any], formats: Sequence[str]
+) -> dict[str, list[dict[str, float]]]:
     """Return harms by measure, layer and format. If the columns of the inputs are independent, these are the squared
     errors of a layer's outputs, summed over its matrices, and each relative to the squared outputs.
 
