@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import harness
-from bench.bits.errors import weighted_errors
-from bench.bits.layers import PROMPT, Layered
+from bench.bits.errors import ERRORS, weighted_errors
+from bench.bits.layers import Layered
 from bench.bits.mixes import OURS, Choice, choices
 from bench.bits.variance import BITS, omegas
 from bench.harness import Record
@@ -70,16 +70,13 @@ def stretches(engine: Any, rows: int, tokens: int) -> list[list[int]]:
     return quality.stretches(quality.read(None, rows, tokens), engine.core.tokenizer, None)
 
 
-def harms_of(engine: Any, model: Layered) -> dict[str, list[dict[str, float]]]:
-    """Return harms by measure, layer and format: the engine's, by importances, and LLM-PQ's, all on one text."""
+def harms_of(engine: Any) -> dict[str, list[dict[str, float]]]:
+    """Return harms by measure, layer and format: the engine's, and LLM-PQ's, on the text of calibration."""
     from flexengine.engine.bits import Bits, step_ratio
 
     measured = Bits(engine.core, engine.calibrator).harms()
-    return {
-        OURS: [{codec: harm * step_ratio(codec) for codec in BITS} for harm in measured],
-        **weighted_errors(model, engine.calibrator.importances.columns, tuple(BITS)),
-        **omegas(demo_model(), engine.calibrator.text.rows),
-    }
+    ours = [{codec: harm * step_ratio(codec) for codec in BITS} for harm in measured]
+    return {OURS: ours, **omegas(demo_model(), engine.calibrator.text.rows)}
 
 
 # One layer at a time.
@@ -88,27 +85,33 @@ def harms_of(engine: Any, model: Layered) -> dict[str, list[dict[str, float]]]:
 def layers(rows: int, tokens: int, formats: Sequence[str]) -> list[Record]:
     """Return a record for each format."""
     from flexengine import Engine, Lossy
+
+    with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
+        columns = engine.calibrator.importances.columns
+        model = Layered(demo_model(), stretches(engine, rows, tokens))
+        measured = {codec: [_one(model, layer, codec, columns) for layer in range(len(model.layers))] for codec in formats}
+        harms = harms_of(engine)
+    records = []
+    for codec, found in measured.items():
+        own = {name: [harm[codec] for harm in by_layer] for name, by_layer in harms.items()}
+        own |= {name: [errors[k] for _, errors in found] for k, name in enumerate(ERRORS)}
+        records.append(ranked(Case("layers", codec, rows, tokens), [costs for costs, _ in found], own))
+    return records
+
+
+def _one(
+    model: Layered, layer: int, codec: str, columns: Mapping[str, Any]
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """Return the costs of one encoded layer, and its weighted errors."""
     from flexengine.codec.named import WEIGHTS
     from flexengine.codec.packed import Packed
 
-    with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
-        model = Layered(demo_model(), stretches(engine, rows, tokens))
-        harms, columns = harms_of(engine, model), engine.calibrator.importances.columns
-
-    def decoded(name: str, weight: Any, codec: str) -> Any:
-        packed = Packed(WEIGHTS[codec], *weight.shape)
-        return packed.dequantize(packed.encode(weight.detach(), columns[name]))
-
-    records = []
-    for codec in formats:
-        costs = []
-        for layer in range(len(model.layers)):
-            changed = {name: decoded(name, weight, codec) for name, weight in model.matrices(layer)}
-            costs.append(model.costs(layer, changed))
-            print(f"{codec}, layer {layer}: {[statistics.fmean(c) for c in zip(*costs[-1], strict=True)]}", flush=True)
-        own = {name: [harm[codec] for harm in of_layers] for name, of_layers in harms.items()}
-        records.append(ranked(Case("layers", codec, rows, tokens), costs, own))
-    return records
+    exact = {name: weight.detach() for name, weight in model.matrices(layer)}
+    forms = {name: Packed(WEIGHTS[codec], *matrix.shape) for name, matrix in exact.items()}
+    encoded = {name: form.dequantize(form.encode(exact[name], columns[name])) for name, form in forms.items()}
+    costs, errors = model.costs(layer, encoded), weighted_errors(exact, encoded, columns)
+    print(f"{codec}, layer {layer}: costs {costs}, errors {errors}", flush=True)
+    return costs, errors
 
 
 def ranked(case: Case, costs: Sequence[Sequence[tuple[float, float]]], harms: Mapping[str, Sequence[float]]) -> Record:
@@ -146,8 +149,7 @@ def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list
     from flexengine.lossy import BUNDLED
 
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
-        bits = Bits(engine.core, engine.calibrator)
-        harms = harms_of(engine, Layered(demo_model(), stretches(engine, 1, PROMPT + 1)))
+        bits, harms = Bits(engine.core, engine.calibrator), harms_of(engine)
     wanted = list(choices(bits, harms, averages, seeds))
     for name in ("int3", "int4", "int8"):
         nbytes = bits.rest + sum(layer[name] for layer in bits.layers)

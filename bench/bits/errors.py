@@ -1,35 +1,22 @@
 """Errors of encoded weights, weighted by importances: harms that need no further pass of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+ERRORS = ("importances", "importances, relative")
 
-def weighted_errors(
-    model: Any, columns: Mapping[str, Any], formats: Sequence[str]
-) -> dict[str, list[dict[str, float]]]:
-    """Return harms by measure, layer and format. If the columns of the inputs are independent, these are the squared
-    errors of a layer's outputs, summed over its matrices, and each relative to the squared outputs.
+
+def weighted_errors(exact: Mapping[str, Any], encoded: Mapping[str, Any], columns: Mapping[str, Any]) -> list[float]:
+    """Return the harms of a layer by the measures in ERRORS. If the columns of the inputs are independent, these are the
+    squared errors of the outputs, summed over the matrices: as they are, and each relative to the squared outputs.
 
     Args:
-        model: a `Layered`.
-        columns: importances by parameter.
-        formats: names of codecs.
+        exact: matrices of the layer, [rows, columns], by parameter.
+        encoded: the same after encoding.
+        columns: importances, [columns], by parameter.
     """
-    from flexengine.codec.named import WEIGHTS
-    from flexengine.codec.packed import Packed
-
-    found: dict[str, list[dict[str, float]]] = {"importances": [], "importances, relative": []}
-    for layer in range(len(model.layers)):
-        sums = {name: dict.fromkeys(formats, 0.0) for name in found}
-        for name, weight in model.matrices(layer):
-            matrix, importance = weight.detach(), columns[name]
-            outputs = float((matrix.square() * importance).sum())
-            for codec in formats:
-                packed = Packed(WEIGHTS[codec], *matrix.shape)
-                error = packed.dequantize(packed.encode(matrix, importance)) - matrix
-                squared = float((error.square() * importance).sum())
-                sums["importances"][codec] += squared
-                sums["importances, relative"][codec] += squared / outputs
-        for name, harms in sums.items():
-            found[name].append(harms)
-    return found
+    sums = [0.0, 0.0]
+    for name, matrix in exact.items():
+        squared, outputs = (float((x.square() * columns[name]).sum()) for x in (encoded[name] - matrix, matrix))
+        sums = [sums[0] + squared, sums[1] + squared / outputs]
+    return sums
