@@ -89,7 +89,8 @@ def layers(rows: int, tokens: int, formats: Sequence[str]) -> list[Record]:
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
         columns = engine.calibrator.importances.columns
         model = Layered(demo_model(), stretches(engine, rows, tokens))
-        measured = {codec: [_one(model, layer, codec, columns) for layer in range(len(model.layers))] for codec in formats}
+        every = range(len(model.layers))
+        measured = {codec: [_one(model, layer, codec, columns) for layer in every] for codec in formats}
         harms = harms_of(engine)
     records = []
     for codec, found in measured.items():

@@ -7,8 +7,9 @@ ERRORS = ("importances", "importances, relative")
 
 
 def weighted_errors(exact: Mapping[str, Any], encoded: Mapping[str, Any], columns: Mapping[str, Any]) -> list[float]:
-    """Return the harms of a layer by the measures in ERRORS. If the columns of the inputs are independent, these are the
-    squared errors of the outputs, summed over the matrices: as they are, and each relative to the squared outputs.
+    """Return the harms of a layer by the measures in ERRORS. If the columns of the inputs are independent, these are
+    the squared errors of the outputs, summed over the matrices: as they are, and each relative to the squared
+    outputs.
 
     Args:
         exact: matrices of the layer, [rows, columns], by parameter.
