@@ -87,7 +87,9 @@ def layers(rows: int, tokens: int, formats: Sequence[str]) -> list[Record]:
     from flexengine import Engine, Lossy
 
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
-        columns = engine.calibrator.importances.columns
+        importances = engine.calibrator.importances
+        assert importances is not None
+        columns = importances.columns
         model = Layered(demo_model(), stretches(engine, rows, tokens))
         every = range(len(model.layers))
         measured = {codec: [_one(model, layer, codec, columns) for layer in every] for codec in formats}

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def _bytes(sizes: Sequence[Any], low: str, high: str, count: int) -> int:
     return sum(layer[high if j < count else low] for j, layer in enumerate(sizes))
 
 
-def choices(bits: Any, harms: dict[str, Harms], averages: Sequence[float], seeds: int) -> Iterator[Choice]:
+def choices(bits: Any, harms: Mapping[str, Harms], averages: Sequence[float], seeds: int) -> Iterator[Choice]:
     """Yield the choices of each budget.
 
     Args:

@@ -150,8 +150,8 @@ def _logprobs(results: Sequence[Result]) -> list[float]:
 
 def step_ratio(codec: str) -> float:
     """Return the squared step of a format's codes relative to that of PROBE, for equal ranges."""
-    levels, own = (2**WEIGHTS[b].bits - 1 for b in (PROBE, codec))
-    return (levels / own) ** 2
+    levels, own = (2 ** WEIGHTS[b].bits - 1 for b in (PROBE, codec))
+    return float((levels / own) ** 2)
 
 
 def _bytes(opened: Opened, codec: Format) -> tuple[list[int], int]:
