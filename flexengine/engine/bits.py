@@ -59,7 +59,7 @@ class Bits:
         self.layers = [{b: sizes[j] for b, (sizes, _) in found.items()} for j in range(len(facts.layers))]
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
-        if self.budget < min(least, self.exact):
+        if self.budget < (min(least, self.exact) if None in found else least):
             raise InvalidInput(f"the budget is {_mb(self.budget)}, but the weights of {core.source.name} take at least"
                                f" {_mb(least)}, with all layers in {FORMATS[-1]} and embedding and output projection in"
                                " int8; raise the budget")  # fmt: skip
@@ -75,7 +75,7 @@ class Bits:
         """Return the switches with the chosen format of each layer, and report them. Calibrate, and measure harms,
         unless the cache has both. Exact weights are chosen if the budget holds them."""
         lossy = self.core.lossy
-        if self.budget >= self.exact and None in self._usable():
+        if self.budget >= self.exact and None in self.layers[0]:
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
         found = adabits(self.options(self.harms()), self.budget - self.rest)
@@ -99,33 +99,29 @@ class Bits:
 
         def build(directory: Path) -> None:
             try:
-                found = self._measure(text.rows[:: ROWS // PROBE_ROWS], importances)
-            except OSError as error:  # of the checkpoint or the offload directory, not of `directory`
+                self._measure(text.rows[:: ROWS // PROBE_ROWS], importances, directory / FILE)
+            except OSError as error:  # of the checkpoint or the offload directory, too
                 raise InvalidInput(f"measuring harms with {core.source.directory} failed: {error}") from error
-            (directory / FILE).write_text(json.dumps(found), encoding="utf-8")
 
         key = {"harms": VERSION, "importances": importances.digest, "format": PROBE, "dtype": str(core.dtype)}
         path = prepared(core.source.directory, core.opened.given, build, json.dumps(key), core.verifier, "harms") / FILE
-        try:
-            found: list[float] = json.loads(path.read_text(encoding="utf-8"))
-            if len(found) != core.skeleton.total:
-                raise ValueError(f"it has {len(found)} numbers for {core.skeleton.total} layers")
-        except (OSError, ValueError, TypeError) as error:
-            raise BadCheckpoint(f"{path} cannot be read: {error}; remove its directory to measure again") from error
+        if len(found := _read(path)) != core.skeleton.total:
+            raise BadCheckpoint(f"{path} does not hold the harms of {core.skeleton.total} layers; remove its directory"
+                                " to measure again")  # fmt: skip
         return found
 
-    def _measure(self, rows: Sequence[tuple[int, ...]], importances: Importances) -> list[float]:
-        """Return the harm of PROBE to each layer, by one job for every layer."""
+    def _measure(self, rows: Sequence[tuple[int, ...]], importances: Importances, file: Path) -> None:
+        """Write the harms of PROBE to a file, which holds those of the first layers after an interruption. One job of
+        the exact model's engine measures one layer."""
         core, total = self.core, self.core.skeleton.total
         source = core.source.directory, core.opened.given, core.opened.locations
         probe = encoded(*source, forms(core.skeleton, PROBE), importances, core.verifier)
+        plain: tuple[Format, ...] = (None,) * total
         tokens = sum(map(len, rows))
         text = f"measuring the harm of {PROBE} to {total} layers, once for this model and text: {tokens:,} tokens each"
-
         with activity("measuring", text, total, "layers", logging.INFO) as work, \
                 self.calibrator.exact_engine(lambda _: tick()) as engine:  # fmt: skip
             engine.planner.prefill_tokens = PIECE
-            plain: tuple[Format, ...] = (None,) * total
 
             def scores(formats: tuple[Format, ...]) -> list[float]:
                 engine.use(Lossy(weights=formats))
@@ -133,12 +129,29 @@ class Bits:
                 opened.origins = {**opened.locations, **{name: probe[name] for name in opened.forms}}
                 return _logprobs(engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows]))
 
-            exact, found = scores(plain), []
-            for layer in range(total):
+            exact, found = scores(plain), _read(file)
+            work.advance(len(found))
+            for layer in range(len(found), total):
                 changed = scores((*plain[:layer], PROBE, *plain[layer + 1 :]))
                 found.append(sum((a - b) ** 2 for a, b in zip(changed, exact, strict=True)) / (2 * len(exact)))
+                _write(file, found)
                 work.advance(1)
-        return found
+
+
+def _read(file: Path) -> list[float]:
+    """Return the harms in a file; none if it does not exist or holds something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(each, float) for each in found) else []
+
+
+def _write(file: Path, harms: list[float]) -> None:
+    """Write a file whole or not at all."""
+    part = file.with_suffix(".writing")
+    part.write_text(json.dumps(harms), encoding="utf-8")
+    part.rename(file)
 
 
 def _logprobs(results: Sequence[Result]) -> list[float]:
