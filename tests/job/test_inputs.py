@@ -231,7 +231,7 @@ def test_csv_as_the_csv_module_writes_it(tmp_path):
         (b'1,"\xff\nx",3', "UTF-8 at byte 3"),
         (b'1,"open,3', "invalid CSV"),
         (b'1,"a"b,3', "invalid CSV"),
-        (b"1,a\rb,3", "new-line character seen in unquoted field"),
+        (b"1,a\rb,3", "has a carriage return (CR) that ends no line"),
     ],
 )
 @pytest.mark.parametrize("after", [b"4,hello,6\n\n7,world,9", b'4,"hel""lo",6\n7,"wor\nld",9\n'])
