@@ -125,8 +125,8 @@ def _float(value: int) -> float:
 
 
 def _nested(node: yaml.Node) -> str:
-    """Return what a value holds if it is more than a scalar or a list of scalars, else "". Such a value is not built: by
-    aliases a short file can hold a list of any size, or one that holds itself."""
+    """Return what a value holds if it is more than a scalar or a list of scalars, else "". Such a value is not built:
+    by aliases a short file can hold a list of any size, or one that holds itself."""
     if isinstance(node, yaml.MappingNode):
         return _NODES[node.id]
     inner = node.value if isinstance(node, yaml.SequenceNode) else []

@@ -103,8 +103,8 @@ def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
     known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'different values')};"
-                           f" it must have 2 to {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}; it must"
+                           f" have 2 to {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
     more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
         for question in asked.questions:

@@ -206,6 +206,6 @@ def as_json(plan: Plan, report: Report, output: str) -> dict[str, Any]:
     spec = plan.spec
     return {
         "task": spec.task, "tables": list(spec.tables), "output": output, "rows": len(plan.asked.table.records),
-        "predicted": report.predicted, "failed": report.failed, "empty": report.empty, "cut": report.cut, "answers": report.answers,
-        "metrics": report.metrics,
+        "predicted": report.predicted, "failed": report.failed, "empty": report.empty, "cut": report.cut,
+        "answers": report.answers, "metrics": report.metrics,
     }  # fmt: skip
