@@ -133,7 +133,7 @@ def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     named = file.get("model_args") or {}
     given = (simple_parse_args_string(named) if isinstance(named, str) else named) | (args.model_args or {})
     chosen = model if model is not None else file.get("model")
-    if chosen in model_registry and not Path(chosen).exists():
+    if chosen is not None and chosen in model_registry and not Path(chosen).exists():
         name = given.get("pretrained", "MODEL")
         raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
                            f" and --model names the model: --model {name}")  # fmt: skip

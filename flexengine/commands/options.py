@@ -29,7 +29,7 @@ def named(text: str) -> str:
 def file_name(text: str) -> str:
     """Return the name of a file to write. Raise ArgumentTypeError if it is empty, or is "-"."""
     if text == "-":
-        raise argparse.ArgumentTypeError("- stands for a stream only as input and as --output; name a file")
+        raise argparse.ArgumentTypeError("- stands for a stream, but this option takes a file; name one")
     return named(text)
 
 

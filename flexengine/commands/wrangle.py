@@ -181,6 +181,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     summary = as_json(plan, report, args.output)
     if args.metrics:
         write(args.metrics, json.dumps(summary))
+    if report.failure is not None:
+        say(f"the first that failed: {report.failure}")
     print(json.dumps(summary) if args.json else "\n".join(_lines(plan, summary)))
     return SOME_FAILED if report.failed else DONE
 
@@ -214,6 +216,9 @@ def _lines(plan: "Plan", summary: dict[str, Any]) -> list[str]:
     failed = f", {summary['failed']} failed" if summary["failed"] else ""
     number = count(summary["predicted"], "answer", "answers")
     lines = [f"{number}{f' ({answers})' if answers else ''}{failed}: {summary['output']}"]
+    if summary["empty"] and not plan.labelled:
+        lines.append(f"{count(summary['empty'], 'answer is', 'answers are')} empty; more examples (--shots), or allowed"
+                     " answers (impute: --choice, --closed), prevent this")  # fmt: skip
     if summary["cut"] and not plan.spec.yes_no:
         cut = count(summary["cut"], "answer", "answers")
         lines.append(f"{cut} reached the most tokens; --max-tokens sets it")

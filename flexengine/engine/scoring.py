@@ -74,6 +74,10 @@ class _Reading:
             begin = checked_ids("context", context, self.vocabulary) if context else tuple(first_token(self.tokenizer))
             rest = checked_ids(name, continuation, self.vocabulary)
         size = f"context and {name} have {len(begin)} + {len(rest)} tokens"
+        if continuation and not rest:
+            raise InvalidInput(f"{name} is {shown(continuation)}, which has no token of its own: the tokenizer joins it"
+                               " with the end of the context, or takes it for the token that begins a sequence; move"
+                               " the last word of the context to it")  # fmt: skip
         if not begin or not rest:
             raise InvalidInput(f"{size}; each must have at least one")
         if len(begin) + len(rest) - 1 > self.context:

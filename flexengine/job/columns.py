@@ -169,7 +169,7 @@ def _cells(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _row(position: int, cells: dict[str, Any]) -> Row:
-    record = tables.record_of(0, {name: _python(cell) for name, cell in cells.items()}, "prompt")
+    record = tables.record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
     fields = {name: tables.whole_number(name, value) for name, value in record.fields.items() if value is not None}
     index = fields.pop(INDEX, position)
     if isinstance(index, float) and index.is_integer():

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import json
 import os
 import sys
 from array import array
@@ -15,11 +16,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from flexengine.activity import advance
+from flexengine.config import json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.documents import InvalidJson, elements, is_document
 from flexengine.job.lines import json_object, read_lines, too_long, utf8_fault
-from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import Source
 from flexengine.job.streams import STDIN
 
@@ -156,6 +158,9 @@ _Reader = Callable[[], Iterator[Row]]
 def _text(given: _Input) -> _Reader:
     if given.column is not None:
         raise InvalidInput(f"input {given.name} has one prompt per line and no columns; leave the prompt column out")
+    if given.score:
+        raise InvalidInput(f"input {given.name} has one prompt per line, and prompts are not scored: --score (score=True"
+                           " in Python) has no effect; give texts as .jsonl or .csv with the field text")  # fmt: skip
 
     def rows() -> Iterator[Row]:
         for row, raw in _lines(given):
@@ -170,7 +175,7 @@ def _json(given: _Input) -> _Reader:
 
     def rows(unreadable: str | None = None) -> Iterator[Row]:
         for row, raw in numbered(given):
-            read = _json_row(row, raw, given.column) if row.error is None else row
+            read = _json_row(row, raw, given) if row.error is None else row
             yield read if read.fields else replace(read, custom_id=unreadable)
 
     # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
@@ -185,12 +190,13 @@ def _csv(given: _Input) -> _Reader:
     with given.source.open() as file:
         columns, _ = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
     _check_columns(given, columns, given.wanted(("prompt",)))
+    convert = _scored_cell if given.score else tables.parsed_cell
 
     def rows() -> Iterator[Row]:
         with given.source.open() as file:
             _, records = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
             for index, record in enumerate(records):
-                yield _table_row(index, record, column, tables.parsed_cell)
+                yield _table_row(index, record, column, convert, given.score)
 
     return rows
 
@@ -199,10 +205,11 @@ def _arrow(given: _Input) -> _Reader:
     file, form = given.source.file, given.source.form
     columns = tables.arrow_columns(file, given.name, form)
     _check_columns(given, columns, given.wanted(PROMPT_KINDS))
+    texts = (given.column or "prompt", *((CONTEXT, *SCORED_KINDS) if given.score else ()))
 
     def rows() -> Iterator[Row]:
-        for index, record in enumerate(tables.arrow_records(file, given.name, form, given.column or "prompt")):
-            yield _table_row(index, record, given.column, tables.whole_number)
+        for index, record in enumerate(tables.arrow_records(file, given.name, form, texts)):
+            yield _table_row(index, record, given.column, tables.whole_number, given.score)
 
     return rows
 
@@ -254,44 +261,64 @@ def _text_row(row: Row, raw: bytes) -> Row:
     return Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
 
 
-def _json_row(row: Row, raw: bytes, column: str | None) -> Row:
+def _json_row(row: Row, raw: bytes, given: _Input) -> Row:
     try:
         fields = json_object(raw)
     except InvalidInput as error:
         return row.refused(str(error))
+    column = given.column
     batch = openai.is_batch_line(fields, (*PROMPT_KINDS, column))
     row = Row(row.index, row.line, fields, custom_id=openai.custom_id_of(fields) if batch else None)
     try:
-        return replace(row, request=openai.request_of(fields) if batch else _request(fields, column))
+        return replace(row, request=openai.request_of(fields) if batch else _request(fields, column, given.score))
     except InvalidInput as error:
         return row.refused(str(error))
     except RecursionError:
         return row.refused("nested too deeply")
 
 
-def _table_row(index: int, record: tables.Record, column: str | None, convert: Callable[[str, Any], Any]) -> Row:
+def _table_row(
+    index: int, record: tables.Record, column: str | None, convert: Callable[[str, Any], Any], score: bool
+) -> Row:  # fmt: skip
     row = Row(index, record.line, record.fields)
     if record.fault is not None:
         return row.refused(record.fault)
     try:
-        return replace(row, request={name: convert(name, v) for name, v in _request(record.fields, column).items()})
+        request = _request(record.fields, column, score)
+        return replace(row, request={name: convert(name, value) for name, value in request.items()})
     except InvalidInput as error:
         return row.refused(str(error))
 
 
-def _request(fields: dict[str, Any], column: str | None) -> dict[str, Any]:
+def _scored_cell(name: str, cell: str) -> Any:
+    """Return the value of a CSV cell of a row that is scored or generates: an empty cell is no value, and choices are a
+    JSON list. Other cells are as for `tables.parsed_cell`."""
+    if not cell and name in ("prompt", CONTEXT, *SCORED_KINDS):
+        return None
+    if name != "choices":
+        return tables.parsed_cell(name, cell)
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"choices is {shown(cell)}, which is no JSON list: {json_fault(error)}") from error
+
+
+def _request(fields: dict[str, Any], column: str | None, score: bool) -> dict[str, Any]:
     """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
 
     Args:
         column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
             fields.
+        score: a row without this field is scored.
 
     Raises:
-        InvalidInput: the row has no such field.
+        InvalidInput: the row has no such field, and is not scored.
     """
     if column is None:
         return fields
-    if fields.get(column) is None:
-        raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
     others = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
+    if fields.get(column) is None:
+        if score:
+            return others
+        raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
     return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}

@@ -8,6 +8,7 @@ from typing import Any
 from flexengine.config import json_kind
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+CONTEXT = "context"  # field that stands before a continuation or choices
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
 _PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 
@@ -57,7 +58,7 @@ class Row:
     def prompt(self) -> Any:
         """Return the row's prompt as it was given: text, messages or token ids; the context of a row that is scored.
         Return None if it has none."""
-        kinds = ("context",) if self.is_scored else PROMPT_KINDS
+        kinds = (CONTEXT,) if self.is_scored else PROMPT_KINDS
         return next((self.request[kind] for kind in kinds if self.request.get(kind) is not None), None)
 
     @property

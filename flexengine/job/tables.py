@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_type_hints
 
@@ -168,6 +168,8 @@ def _named(record: Cells, columns: list[str]) -> Record:
 
 def _csv_fault(message: str) -> str:
     """Return the csv module's message without its advice for programmers."""
+    if message.startswith("new-line character"):
+        return "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
     return message if message.startswith("is longer") else f"invalid CSV: {message.split(' - ')[0]}"
 
 
@@ -244,13 +246,13 @@ def arrow_columns(path: Path, name: Path, form: str) -> list[str]:
     return list(schema.names)
 
 
-def arrow_records(path: Path, name: Path, form: str, text_column: str) -> Iterator[Record]:
+def arrow_records(path: Path, name: Path, form: str, texts: Container[str] | None) -> Iterator[Record]:
     """Yield the rows, converted _BATCH_ROWS at a time, with values that JSON can hold (see `_plain`).
 
     Args:
         name: name of the file in messages.
         form: parquet or arrow.
-        text_column: bytes in this column are UTF-8 text. A row with other bytes has a fault.
+        texts: as for `record_of`.
 
     Raises:
         InvalidInput: the file is damaged.
@@ -263,7 +265,7 @@ def arrow_records(path: Path, name: Path, form: str, text_column: str) -> Iterat
             for first in range(0, batch.num_rows, _BATCH_ROWS):
                 for cells in rows_of(batch.slice(first, _BATCH_ROWS)):
                     line += 1
-                    yield record_of(line, cells, text_column)
+                    yield record_of(line, cells, texts)
     except (pa.ArrowException, OSError) as error:
         raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
 
@@ -307,13 +309,19 @@ def _cell(scalar: Any) -> Any:
             return error
 
 
-def record_of(line: int, cells: dict[str, Any], text_column: str) -> Record:
-    """Return the record of a row's cells. It has a fault if a cell is an exception, or the text is not UTF-8."""
+def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> Record:
+    """Return the record of a row's cells. It has a fault if a cell is an exception, or if bytes in one of the columns
+    `texts` are not UTF-8.
+
+    Args:
+        texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
+    """
     fault = next((f"column {n}: {_first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
-    text = cells.get(text_column)
-    if isinstance(text, bytes):
-        fault = fault or utf8_fault(text)
-        cells[text_column] = text if fault else text.decode("utf-8")
+    for name, value in cells.items():
+        if isinstance(value, bytes) and (texts is None or name in texts):
+            wrong = utf8_fault(value)
+            fault = fault or (wrong if texts is not None else None)
+            cells[name] = value if wrong else value.decode("utf-8")
     return Record(line, {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}, fault)
 
 

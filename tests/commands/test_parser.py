@@ -148,7 +148,7 @@ class TestTwins:
 
     @pytest.mark.parametrize("option", ["--trace", "--report"])
     def test_a_dash_is_no_file_to_write(self, option: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "- stands for a stream only as input and as --output" in refused(capsys, "p.jsonl", option, "-")
+        assert "- stands for a stream, but this option takes a file" in refused(capsys, "p.jsonl", option, "-")
 
     def test_no_option_takes_the_input(self) -> None:
         """Every option takes one value or none, so a positional may stand anywhere."""

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 import flexengine
 from flexengine import Engine, EngineOptions, InvalidInput, Links, Lossy, Policy, Result, SamplingParams
-from flexengine.engine.scoring import split
+from flexengine.engine.scoring import encode_scored, split
+from flexengine.job.rows import Row
 from flexengine.plan.workload import Workload
 from tests.helpers.families import NEW, reference
 from tests.helpers.speaker import make_speaker
@@ -242,6 +243,13 @@ def test_text_is_split_as_lm_eval_does(context: str, continuation: str, begins: 
         expected = [0 if begins else 1], tokenizer.encode(continuation_, add_special_tokens=False)
     assert split(tokenizer, context, continuation) == expected
     assert bool(expected[1]) == (context != "the ans")  # one token with the end of its context: nothing to score
+
+
+def test_a_continuation_without_a_token_of_its_own_is_named() -> None:
+    row = Row(0, 0, {"context": "", "continuation": "<s>"}, scored=True)
+    refused = encode_scored(row, merging_tokenizer(True), 9, SamplingParams(), 330)
+    assert isinstance(refused, Row)
+    assert "continuation is '<s>', which has no token of its own: the tokenizer joins it" in (refused.error or "")
 
 
 def test_an_empty_context_before_its_own_token() -> None:

@@ -231,7 +231,7 @@ def test_csv_as_the_csv_module_writes_it(tmp_path):
         (b'1,"\xff\nx",3', "UTF-8 at byte 3"),
         (b'1,"open,3', "invalid CSV"),
         (b'1,"a"b,3', "invalid CSV"),
-        (b"1,a\rb,3", "new-line character seen in unquoted field"),
+        (b"1,a\rb,3", "has a carriage return (CR) that ends no line"),
     ],
 )
 @pytest.mark.parametrize("after", [b"4,hello,6\n\n7,world,9", b'4,"hel""lo",6\n7,"wor\nld",9\n'])
@@ -325,3 +325,29 @@ def test_kinds_of_sampling_fields_are_known():
     assert {name: tables.parsed_cell(name, "") for name in SamplingParams.__dataclass_fields__} == dict.fromkeys(
         SamplingParams.__dataclass_fields__
     )
+
+
+# Rows that are scored.
+def test_rows_of_a_csv_file_are_scored(tmp_path):
+    """An empty cell is no value, and choices are a JSON list; a row with a prompt generates."""
+    data = b'context,continuation,choices,prompt\nx, y,,\n,,"["" a"", "" b""]",\nx,,,hi\nx,,[1,\n'
+    rows = rows_of(tmp_path, data, "in.csv", score=True)
+    assert [row.is_scored for row in rows[:3]] == [True, True, False]
+    assert {name: value for name, value in rows[0].request.items() if value is not None} == {
+        "context": "x", "continuation": " y"}  # fmt: skip
+    assert rows[1].request["choices"] == [" a", " b"]
+    assert rows[1].fields["choices"] == '[" a", " b"]'
+    assert rows[2].request["prompt"] == "hi"
+    assert rows[3].error.startswith("line 5: choices is '[1', which is no JSON list: Expecting ',' delimiter")
+    assert [row.is_scored for row in rows_of(tmp_path, b"text\nhello\n", "in.csv", score=True)] == [True]
+
+
+def test_rows_without_the_prompt_column_are_scored(tmp_path):
+    rows = rows_of(tmp_path, b'{"q": "hi"}\n{"text": "x", "prompt": "data"}\n{"a": 1}\n', prompt_column="q", score=True)
+    assert [row.is_scored for row in rows] == [False, True, True]
+    assert [row.error for row in rows] == [None, None, None]
+
+
+def test_lines_of_text_are_no_texts_to_score(tmp_path):
+    with pytest.raises(InvalidInput, match="prompts are not scored: --score"):
+        rows_of(tmp_path, b"hello\n", "in.txt", score=True)

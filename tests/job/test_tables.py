@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Rows
 from flexengine.job.prompts import Request, encode
+from flexengine.job.tables import arrow_records
 from tests.helpers.inputs import DEFAULTS, arrow_file, make_tokenizer, written
 from tests.helpers.strategies import flipped
 
@@ -144,3 +145,15 @@ def test_parquet_files_with_flipped_bits(tmp_path):
         assert [r.index for r in rows] == list(range(len(rows)))
 
     rows_or_an_error()
+
+
+def test_bytes_are_text_where_text_is_read(tmp_path):
+    """Some programs write text without marking it as such. A table of anything has bytes that are no text, too."""
+    pa = pytest.importorskip("pyarrow")
+    path = arrow_file(tmp_path / "t.parquet", pa.table({"text": [b"caf\xc3\xa9", b"\xff"], "b": [b"a", b"\xff"]}))
+    first, second = Rows(path, score=True)
+    assert (first.request, first.is_scored) == ({"text": "café", "b": "YQ=="}, True)
+    assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
+    found = list(arrow_records(path, path, "parquet", None))
+    assert [record.fields for record in found] == [{"text": "café", "b": "a"}, {"text": "/w==", "b": "/w=="}]
+    assert [record.fault for record in found] == [None, None]

@@ -46,7 +46,7 @@ def read_table(path: Path) -> Table:
             columns, rows = _csv(path, source)
         elif form in ("parquet", "arrow"):
             columns = tuple(tables.arrow_columns(source.file, path, form))
-            records = tables.arrow_records(source.file, path, form, "")
+            records = tables.arrow_records(source.file, path, form, None)
             rows = [_row(index, record) for index, record in enumerate(records)]
         else:
             rows = list(_lines(path, form))

@@ -11,6 +11,7 @@ from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFOR
 from flexengine.apps.wrangle.tables import Table
 from flexengine.errors import InvalidInput
 from flexengine.job.tables import Record
+from flexengine.plan.words import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
 _LABEL_WORDS = "Yes, No, true, false, 1 or 0"
@@ -102,8 +103,8 @@ def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
     known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {len(choices)} different values; it must have 2 to"
-                           f" {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}; it must"
+                           f" have 2 to {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
     more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
         for question in asked.questions:

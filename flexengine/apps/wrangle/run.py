@@ -25,6 +25,8 @@ class Report:
     Attributes:
         predicted: questions with an answer.
         failed: rows that cannot be read, and questions without an answer.
+        failure: the reason of the first of these; None if there is none.
+        empty: answers that are empty.
         cut: generated answers that reached the most tokens.
         answers: number of each Yes or No answer; empty for other tasks.
         metrics: metrics by name; None without labels.
@@ -32,6 +34,8 @@ class Report:
 
     predicted: int
     failed: int
+    failure: str | None
+    empty: int
     cut: int
     answers: dict[str, int]
     metrics: Metrics | None
@@ -154,10 +158,21 @@ def finish(plan: Plan, output: str) -> Report:
         if question.answer is not None
     ]
     return Report(
-        len(answers) - failed, failed + len(plan.asked.faults), sum(answer.cut for answer in answers),
+        len(answers) - failed, failed + len(plan.asked.faults), _first_failure(plan, answers),
+        sum(answer.text == "" for answer in answers), sum(answer.cut for answer in answers),
         dict(sorted(Counter(a.text for a in answers if a.text in ("Yes", "No")).items())) if plan.spec.yes_no else {},
         _metrics(plan, judged) if judged else None,
     )  # fmt: skip
+
+
+def _first_failure(plan: Plan, answers: Sequence[Answer]) -> str | None:
+    """Return why the first row of the table that failed has no answer; None if no row failed."""
+    failures = dict(plan.asked.faults)
+    table = plan.asked.table
+    for question, answer in zip(plan.questions, answers, strict=True):
+        if answer.failure is not None:
+            failures.setdefault(question.row, f"{table.place(question.row)}: {answer.failure}")
+    return failures[min(failures)] if failures else None
 
 
 def _answers(plan: Plan, output: str) -> list[Answer]:
@@ -191,6 +206,6 @@ def as_json(plan: Plan, report: Report, output: str) -> dict[str, Any]:
     spec = plan.spec
     return {
         "task": spec.task, "tables": list(spec.tables), "output": output, "rows": len(plan.asked.table.records),
-        "predicted": report.predicted, "failed": report.failed, "cut": report.cut, "answers": report.answers,
-        "metrics": report.metrics,
+        "predicted": report.predicted, "failed": report.failed, "empty": report.empty, "cut": report.cut,
+        "answers": report.answers, "metrics": report.metrics,
     }  # fmt: skip

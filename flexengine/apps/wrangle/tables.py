@@ -107,25 +107,31 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Tabl
     """
     form = form_of(name, what)
     with closing(Source(Path(name), form)) as source:
-        table = _read_text(source, limit) if form in tables.DELIMITERS else _read_arrow(source, limit)
-    if double := sorted({c for c in table.columns if table.columns.count(c) > 1}):
-        raise InvalidInput(f"{what} {name} has several columns named {double[0]!r}; rename them")
-    if "" in table.columns:
-        raise InvalidInput(f"{what} {name} has a column without a name; name it")
+        table = (_read_text if form in tables.DELIMITERS else _read_arrow)(source, limit, what)
     if not table.records:
         raise InvalidInput(f"{what} {name} has no rows; give a table with at least one")
     return table
 
 
-def _read_text(source: Source, limit: int | None) -> Table:
+def _check_columns(columns: Sequence[str], source: Source, what: str) -> None:
+    """Raise InvalidInput if a column has no name, or several have the same."""
+    if double := sorted({c for c in columns if columns.count(c) > 1}):
+        raise InvalidInput(f"{what} {source.name} has several columns named {double[0]!r}; rename them")
+    if "" in columns:
+        raise InvalidInput(f"{what} {source.name} has a column without a name, number {columns.index('') + 1}; name it")
+
+
+def _read_text(source: Source, limit: int | None, what: str) -> Table:
     with source.open() as file:
         columns, records = tables.csv_table(file, source.name, source.form, MAX_LINE_BYTES)
+        _check_columns(columns, source, what)
         return Table(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
 
 
-def _read_arrow(source: Source, limit: int | None) -> Table:
+def _read_arrow(source: Source, limit: int | None, what: str) -> Table:
     columns = tables.arrow_columns(source.file, source.name, source.form)
-    rows = tuple(islice(tables.arrow_records(source.file, source.name, source.form, ""), limit))
+    _check_columns(columns, source, what)
+    rows = tuple(islice(tables.arrow_records(source.file, source.name, source.form, None), limit))
     return Table(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
 
 

@@ -45,6 +45,7 @@ def test_scored(tmp_path: Path) -> None:
                      ("Yes", "-0.5", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
     assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
     assert (report.predicted, report.failed, report.answers) == (4, 2, {"No": 2, "Yes": 2})
+    assert report.failure == f"{table}, line 5: is too long"
     assert report.metrics is not None
     assert (report.metrics["precision"], report.metrics["recall"], report.metrics["failed"]) == (1.0, 0.5, 1)
     summary = as_json(plan, report, "o.csv")
@@ -66,10 +67,10 @@ def test_generated_yes_no(tmp_path: Path) -> None:
 
 def test_imputed(tmp_path: Path) -> None:
     """Filled cells have no prediction, and the report has no metrics without labels."""
-    _, report = run(tmp_path / "o.csv", lambda row: f" city {row['row']}", "impute",
+    _, report = run(tmp_path / "o.csv", lambda row: f" city {row['row']}" if row["row"] == 3 else " ", "impute",
                     written(tmp_path, "t.csv", CITIES), column=["city"])  # fmt: skip
-    assert [r["city_prediction"] for r in rows_of(tmp_path / "o.csv")] == ["", "", "", "city 3", "city 4"]
-    assert report.metrics is None
+    assert [r["city_prediction"] for r in rows_of(tmp_path / "o.csv")] == ["", "", "", "city 3", ""]
+    assert (report.metrics, report.empty, report.failure) == (None, 1, None)
 
 
 def test_cells(tmp_path: Path) -> None:

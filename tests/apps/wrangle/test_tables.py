@@ -111,7 +111,17 @@ def test_output_of_another_format(name: str, form: str) -> None:
         check_output(name, form)
 
 
+def test_doubled_columns_of_a_parquet_file(tmp_path: Path) -> None:
+    arrow_file(tmp_path / "t.parquet", pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["x", "x"]))
+    with pytest.raises(InvalidInput, match="has several columns named 'x'; rename them"):
+        read_table(str(tmp_path / "t.parquet"))
+
+
 def test_columns_with_another_separator(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
+<<<<<<< HEAD
     with pytest.raises(InvalidInput, match="columns are name;city: they seem to be separated by ';'; save the file"):
+=======
+    with pytest.raises(InvalidInput, match="its columns are name;city: they seem to be separated by ';'"):
+>>>>>>> attack1
         table.check_has(["city"], "--column")
