@@ -105,14 +105,16 @@ def test_killed_at_each_point(tmp_path: Path) -> None:
 
     table = written(tmp_path, "t.csv", PAIRS)
     (whole := tmp_path / "whole").mkdir()
-    assert (child := start(0, whole)).wait(60) == 0, child.said()
+    child = start(0, whole)
+    assert child.wait(60) == 0, child.said()
     points = int(child.said())
     assert points >= 4
     assert set(contents(whole)) == {"o.csv", "o.csv.rows.jsonl", "o.csv.results.jsonl", "o.csv.results.jsonl.journal"}
     for point in range(1, points + 1):
         (folder := tmp_path / str(point)).mkdir()
         assert start(point, folder).wait(60) == -signal.SIGKILL
-        assert (child := start(0, folder)).wait(60) == 0, child.said()
+        child = start(0, folder)
+        assert child.wait(60) == 0, child.said()
         assert contents(folder) == contents(whole)
 
 
