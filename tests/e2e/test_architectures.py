@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import transformers
 
 from tests.helpers import architectures
 from tests.helpers.architectures import Finding, config_classes, documented, grouped, rendered
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "models.md"
@@ -27,9 +26,9 @@ _INTERNAL = re.compile(r"has no attribute|NoneType|\w+Error\b|meta tensor|regist
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
     """Run all architectures in a process that has not computed yet, as it forks. It uses the other tests' kernels."""
     scratch = tmp_path_factory.mktemp("architectures")
-    command = [sys.executable, "-m", architectures.__name__, "--json", str(scratch / "findings.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    code = f"from {architectures.__name__} import main; sys.exit(main(sys.argv[1:]))"
+    done = Forked(code, ["--json", str(scratch / "findings.json")], ROOT, scratch / "log")
+    assert done.wait(600) == 0, done.said()[-2000:]
     return [Finding(**entry) for entry in json.loads((scratch / "findings.json").read_text())]
 
 

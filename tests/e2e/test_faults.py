@@ -2,14 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from flexengine import kernels
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Path("/dev/shm")
@@ -23,13 +23,13 @@ BITS = {"model": 25, "encoded weights": 25, "found by the command": 2, "converte
 def test_survived(families: Any, parts: list[str], tmp_path: Path) -> None:
     """No row is lost or computed twice, every error has a message, and the next run's output is right."""
     kernels.load()  # a run that has to compile them first may count as hanging
-    room = {"TMPDIR": str(MEMORY)} if "protocol" in parts and os.access(MEMORY, os.W_OK) else {}
-    model = str(families("llama").directory)
-    out = str(tmp_path / "faults.jsonl")
-    command = [sys.executable, "-m", "bench.faults", model, "--quick", "--only", *parts, "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env={**os.environ, **room})
-    assert done.returncode == 0, done.stderr + done.stdout
-    records = [json.loads(line) for line in Path(out).read_text().splitlines()]
+    place = MEMORY if "protocol" in parts and os.access(MEMORY, os.W_OK) else tmp_path
+    words = [str(families("llama").directory), "--quick", "--only", *parts, "--out", str(tmp_path / "faults.jsonl")]
+    code = "from bench.faults.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    with TemporaryDirectory(dir=place) as work:
+        done = Forked(code, [*words, "--work", work], ROOT, tmp_path / "log")
+        assert done.wait(600) == 0, done.said()
+    records = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert {record["part"] for record in records} == set(parts)
     for record in records:
         assert record["tried"] == record["survived"] > 0

@@ -4,9 +4,8 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,13 +169,13 @@ def test_results_are_saved_first_and_a_lost_signal_is_raised_again() -> None:
 
 # kill -9. More of the same: python -m bench.faults.kills MODEL --kills 100
 @pytest.mark.slow
-def test_kills(families: Any) -> None:
+def test_kills(families: Any, tmp_path: Path) -> None:
     arguments = [str(families("llama").directory), "--kills", "10", "--rows", "24", "--seed", "1"]
     cases = ["--cases", "greedy", "sampled", "two samples", "offloaded"]
-    command = [sys.executable, "-m", "bench.faults.kills", *arguments, *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    tally = json.loads(done.stdout.splitlines()[-1])
+    code = "from bench.faults import kills; sys.exit(kills.main(sys.argv[1:]))"
+    done = Forked(code, [*arguments, *cases], ROOT, tmp_path / "log")
+    assert done.wait(300) == 0, done.said()
+    tally = json.loads(done.said().splitlines()[-1])
     assert tally["kills"] == 10
     assert tally["identical"] == tally["jobs"] >= 1
     assert tally["forced"] + tally["torn"] >= 1
