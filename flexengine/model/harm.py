@@ -51,7 +51,8 @@ def _relative(
     for number in range(count):
         columns = importances.of(name, number)
         errors, energy = dict.fromkeys(codecs, 0.0), 0.0
-        for part in matrix_pieces(origin, number * (origin.nbytes // count), form):
+        for rows in matrix_pieces(origin, number * (origin.nbytes // count), form):
+            part = rows.float()
             weights = 1.0 if columns is None else columns
             energy += float((part.square() * weights).sum(dtype=torch.float64))
             for codec in codecs:
