@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from bench.faults.failing import Failing, Fault
 from flexengine.activity import Activity, reporting
