@@ -173,8 +173,11 @@ class Strategy:
                 "decode_batch": self.decode_batch, "cohorts": self.cohorts, "stages": stages}  # fmt: skip
 
     def text(self) -> str:
-        """Return the text of a strategy file."""
-        return json.dumps(self.to_json(), indent=1)
+        """Return the text of a strategy file, with a line for each stage."""
+        fields = self.to_json()
+        stages = ",\n  ".join(json.dumps(stage) for stage in fields.pop("stages"))
+        head = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in fields.items())
+        return f'{{\n{head} "stages": [\n  {stages}\n ]\n}}'
 
     @staticmethod
     def from_json(values: dict[str, Any], what: str) -> "Strategy":

@@ -70,7 +70,7 @@ def omegas(model: Path, rows: Sequence[Sequence[int]]) -> dict[str, list[dict[st
 
     def omega(matrix: Any, bits: int, rounding: str) -> float:
         step = float(matrix.weight.max() - matrix.weight.min()) / (2**bits - 1)
-        return int(matrix.in_features) * step**2 * factor(seen[id(matrix)], rounding)
+        return float(matrix.in_features * step**2 * factor(seen[id(matrix)], rounding))
 
     return {
         rounding: [

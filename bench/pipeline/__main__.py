@@ -1,12 +1,13 @@
 """Pipelines of stages in processes of one machine, beside one process with the same memory per device.
 
-python -m bench.pipeline [--cases decode kills] [--turns 3] [--kills 40] [--out pipeline.jsonl]
+python -m bench.pipeline [--cases decode simulated kills] [--turns 3] [--kills 40] [--out pipeline.jsonl]
 
 decode: a model of eight layers on simulated accelerators that each hold a quarter of it, behind throttled links. One
 process streams three quarters of the weights in every sweep; four stages keep their layers. The record has decode
-tokens per second of both, which take turns. kills: `flexengine run --stages 3`, of which a random stage is killed by
-SIGKILL at a random moment and which is run again, until it has been killed so often; its output must be that of one
-process. Exit code: 1 if tokens or outputs differ.
+tokens per second of both, which take turns. simulated: three stages that stream all their weights through a throttled
+link, beside the same pipeline in virtual time, whose stages take bytes / rate. kills: `flexengine run --stages 3`, of
+which a stage is killed by SIGKILL at a random moment and which is run again, until it has been killed so often; its
+output must be that of one process. Exit code: 1 if tokens or outputs differ.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +27,8 @@ from typing import Any
 from bench import harness
 from bench.harness import Record
 
+CASES = ("decode", "simulated", "kills")
+VOCABULARY = 1000
 LAYERS, HIDDEN, ROWS, PROMPT, TOKENS = 8, 1024, 16, 16, 24
 LINK = 200e6  # bytes per second between host and device
 STAGES = 4
@@ -37,7 +41,7 @@ def make_model(directory: Path, layers: int, hidden: int) -> int:
 
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=256, initializer_range=0.1,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -57,13 +61,23 @@ def side(job: Record, directory: Path) -> Record:
     return found
 
 
+@dataclass
+class Case:
+    """A case without its fields, for the header."""
+
+
+def header(fields: Record) -> Record:
+    """Return the first fields of a record. fields: of the case."""
+    return {**harness.header("pipeline", Case(), [{"versions": harness.versions()}]), "case": fields}
+
+
 def decode(turns: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case decode, and whether tokens are equal."""
     layer = make_model(directory / "model", LAYERS, HIDDEN)
     rng = random.Random(1)
     policy: dict[str, Any] = {"gpu_batch_size": ROWS // STAGES, "num_gpu_batches": STAGES, "slots": 2}
     job = {"model": str(directory / "model"), "host": "4G", "links": {"h2d": LINK, "d2h": LINK}, "tokens": TOKENS,
-           "rows": [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(ROWS)]}  # fmt: skip
+           "rows": [[rng.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(ROWS)]}  # fmt: skip
     memory = (LAYERS // STAGES + 2) * layer + (64 << 20)  # two slots beside a quarter of the layers, KV and buffers
     job["memory"] = memory
     share = 1 / STAGES
@@ -80,10 +94,35 @@ def decode(turns: int, directory: Path) -> tuple[Record, bool]:
     same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
     case = {"name": "decode", "layers": LAYERS, "hidden": HIDDEN, "rows": ROWS,
                                          "stages": STAGES, "layer_bytes": layer, "device_bytes": memory, "h2d": LINK}
-    record = {**harness.header("pipeline", case, [{"versions": harness.versions()}])}
+    record = header(case)
     record |= {"decode_tok_s": rates, "ratio": rates["stages"] / rates["one process"], "same": same,
                "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in each]
                         for name, each in runs.items()}}  # fmt: skip
+    return record, same
+
+
+def simulated(turns: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case simulated, and whether tokens are those of one process."""
+    from flexengine.plan.cluster.events import Pipeline
+
+    stages, layers, hidden, link, new = 3, 6, 512, 100e6, 12
+    layer, rng = make_model(directory / "model", layers, hidden), random.Random(1)
+    head = 4 * VOCABULARY * hidden
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": stages, "slots": 2, "weights": [0, 1, 0]}
+    job = {"model": str(directory / "model"), "memory": "1G", "host": "1G", "links": {"h2d": link}, "tokens": new,
+           "rows": [[rng.randrange(VOCABULARY) for _ in range(4)] for _ in range(2 * stages)], "policy": policy,
+           "stages": stages}  # fmt: skip
+    runs = [side(job, directory) for _ in range(turns)]
+    alone = side({**job, "stages": 1}, directory)
+    each = [layers // stages * layer / link + (head / link if rank == stages - 1 else 0) for rank in range(stages)]
+    expected = Pipeline(each, each, cohorts=stages, steps=new - 1).simulate().seconds
+    seconds = median(run["prefill_seconds"] + run["decode_seconds"] for run in runs)
+    same = all(run["tokens"] == alone["tokens"] for run in runs)
+    case = {"name": "simulated", "layers": layers, "hidden": hidden, "stages": stages, "layer_bytes": layer,
+            "h2d": link, "tokens": new}  # fmt: skip
+    record = header(case)
+    record |= {"seconds": seconds, "simulated_seconds": expected, "ratio": seconds / expected, "same": same,
+               "all_seconds": [run["prefill_seconds"] + run["decode_seconds"] for run in runs]}  # fmt: skip
     return record, same
 
 
@@ -91,7 +130,7 @@ def kills(count: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case kills, and whether the output is that of one process."""
     make_model(directory / "model", 6, 64)
     rng = random.Random(2)
-    rows = [{"prompt_token_ids": [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]} for _ in range(400)]
+    rows = [{"prompt_token_ids": [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 60))]} for _ in range(400)]
     (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["run", "in.jsonl", "-m", "model", "--max-tokens", "40", "--ignore-eos", "--device-mem", "300M",
              "--temperature", "0.7", "--seed", "3"]  # fmt: skip
@@ -132,7 +171,7 @@ def kills(count: int, directory: Path) -> tuple[Record, bool]:
     subprocess.run([*command("out.jsonl", "--stages", "3"), "-q"], cwd=directory, env=environment, check=True)
     same = (directory / "out.jsonl").read_bytes() == (directory / "one.jsonl").read_bytes()
     case = {"name": "kills", "stages": 3, "rows": len(rows)}
-    record = {**harness.header("pipeline", case, [{"versions": harness.versions()}])}
+    record = header(case)
     record |= {"kills": len(made), "by_stage": [made.count(stage) for stage in range(3)], "jobs": done + 1,
                "slowest_end_seconds": max(noticed, default=0.0), "same": same}  # fmt: skip
     return record, same and len(made) == count
@@ -140,7 +179,7 @@ def kills(count: int, directory: Path) -> tuple[Record, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pipeline", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=("decode", "kills"), default=("decode", "kills"))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--out", metavar="FILE", default="pipeline.jsonl", help="also append to bench/results/FILE")
@@ -148,9 +187,8 @@ def main() -> int:
     right = True
     for name in args.cases:
         with tempfile.TemporaryDirectory() as folder:
-            record, equal = (
-                decode(args.turns, Path(folder)) if name == "decode" else kills(args.kills, Path(folder))
-            )
+            case = {"decode": decode, "simulated": simulated, "kills": kills}[name]
+            record, equal = case(args.kills if name == "kills" else args.turns, Path(folder))
         right = right and equal
         harness.emit(record, args.out)
     return 0 if right else 1

@@ -15,6 +15,7 @@ from flexengine.config import shown
 from flexengine.errors import InvalidInput
 from flexengine.job.overwrite import check_not_overwritten
 from flexengine.job.results import check_output
+from flexengine.job.streams import is_stream
 
 if TYPE_CHECKING:
     from flexengine.apps.helm.requests import Encoding
@@ -200,6 +201,8 @@ def _export(args: argparse.Namespace) -> int:
     if not args.files or args.output is None:
         raise InvalidInput("write flexengine helm export FOLDER --output ROWS.jsonl, with the folder of a suite")
     check_output(args.output)
+    if args.output == "-" or is_stream(args.output):
+        raise InvalidInput(f"--output is {args.output}; it must be a file, which flexengine run reads several times")
     states = States(args.files)
     check_not_overwritten({str(path): path for path in states.by_file}, {"--output": args.output})
     count = export(states, _encoding(args), Path(args.output))

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from flexengine.commands.exit_codes import DONE, exit_code, raised_in
@@ -84,39 +85,58 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
     import flexengine.apps.lm_eval.model  # noqa: F401  registers the model
 
     setup_logging()
-    harness, before = HarnessCLI(), sys.argv
-    sys.argv = [_PROGRAM, *words]
-    try:
-        args = harness.parse_args()
-    finally:
-        sys.argv = before
-    if getattr(args, "command", None) == "run":
-        _fill(args, model)
-    elif model is not None:
-        raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
+    harness = HarnessCLI()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        args = _parsed(harness, words)
+        if getattr(args, "command", None) == "run":
+            _make_folders(args, _fill(args, model))
+        elif model is not None:
+            raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
         harness.execute(args)
     except FlexError:
         raise
     except ValueError as error:
+        if "Sample larger than population" in str(error):  # of Python's random
+            raise InvalidInput("lm-eval: a task has fewer documents than examples are to be drawn; lower"
+                               " --num_fewshot") from error  # fmt: skip
         if not raised_in("lm_eval", error):
             raise
         raise InvalidInput(f"lm-eval: {error}") from error
 
 
-def _fill(args: argparse.Namespace, model: str | None) -> None:
-    """Set what lm-eval's options say about the model. They replace a --config file's, except single model_args.
+def _parsed(harness: Any, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of lm-eval."""
+    before = sys.argv
+    sys.argv = [_PROGRAM, *words]
+    try:
+        options: argparse.Namespace = harness.parse_args()
+        return options
+    finally:
+        sys.argv = before
+
+
+def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
+    """Set what lm-eval's options say about the model. They replace a --config file's, except single model_args. Return
+    the file's options.
 
     The defaults of the harness are cuda:0 and batches of one request. Here they are auto: the engine chooses.
     """
+    from lm_eval.api.registry import model_registry
     from lm_eval.config.evaluate_config import EvaluatorConfig
     from lm_eval.utils import simple_parse_args_string
 
-    file: dict[str, Any] = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    try:
+        file: dict[str, Any] = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    except OSError as error:
+        raise InvalidInput(f"lm-eval: {error}") from error
     named = file.get("model_args") or {}
     given = (simple_parse_args_string(named) if isinstance(named, str) else named) | (args.model_args or {})
     chosen = model if model is not None else file.get("model")
+    if chosen in model_registry and not Path(chosen).exists():
+        name = given.get("pretrained", "MODEL")
+        raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
+                           f" and --model names the model: --model {name}")  # fmt: skip
     if chosen is not None and (other := given.get("model", given.get("pretrained"))) not in (None, chosen):
         raise InvalidInput(f"--model is {chosen!r}, but model_args names {other!r}; leave one out")
     args.model = "flexengine"
@@ -125,3 +145,25 @@ def _fill(args: argparse.Namespace, model: str | None) -> None:
         args.device = file.get("device", "auto")
     if getattr(args, "batch_size", None) is None:
         args.batch_size = file.get("batch_size", "auto")
+    return file
+
+
+def _make_folders(args: argparse.Namespace, file: dict[str, Any]) -> None:
+    """Make the folders of --output_path and --use_cache before anything is computed: lm-eval only logs that results
+    cannot be written. Raise InvalidInput if a folder cannot be used.
+
+    Args:
+        file: options of a --config file.
+    """
+    for option in ("output_path", "use_cache"):
+        if (given := getattr(args, option, None) or file.get(option)) is None:
+            continue
+        path = Path(str(given))
+        folder = path if option == "output_path" and path.suffix != ".json" else path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(f"--{option} is {path}, but {folder} cannot be made: {error.strerror}; name another"
+                               " place") from error  # fmt: skip
+        if not os.access(folder, os.W_OK):
+            raise InvalidInput(f"--{option} is {path}, but {folder} is not writable; name another place")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo, which may name an interface, too
+_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def add_pipeline(group: Options) -> None:
@@ -53,6 +55,11 @@ def rank_of(args: argparse.Namespace) -> int:
     if args.interface is not None and size == 1:
         raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
                            " leave it out, or start this command by torchrun")  # fmt: skip
+    address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if not (size == 1 or here or args.interface or _INTERFACE in os.environ or address in _LOCAL):
+        raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
+                           " unless another one is named; name the interface that joins the machines by --interface,"
+                           " such as eth0")  # fmt: skip
     return rank
 
 

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.lossy:
         say(f"lossy: {args.lossy.described}")
     if args.dry_run:
-        for option in ("json", "trace", "report", "restart", "retry_errors", "stages"):
+        for option in ("json", "trace", "report", "restart", "retry_errors", "strategy", "stages"):
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)

@@ -1,26 +1,38 @@
 """Weights `mixed`: the format of every layer is chosen such that the weights fit a budget at the least harm.
 
-Harms are those of model/harm.py, weighted by importances of the calibration text; plan/bits.py chooses. Harms are
-stored in the cache by model and importances.
+The harm of a format to a layer is measured for PROBE: stretches of the calibration text are scored with this layer
+encoded and the others exact. With changes d of the tokens' log probabilities,
+
+    harm = mean(d^2) / 2        nats per token
+
+This estimates the divergence from the exact model's probabilities, and has less noise than mean(d). Harms of other
+formats follow from the squared steps of their codes. plan/bits.py chooses. Harms are stored in the cache.
 """
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flexengine.activity import activity, message
-from flexengine.engine.calibration import Calibrator
+from flexengine.activity import activity, message, tick
+from flexengine.codec.named import WEIGHTS
+from flexengine.config import Result
+from flexengine.engine.calibration import PIECE, ROWS, Calibrator
 from flexengine.engine.core import Core
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import Lossy, weights_text
-from flexengine.model import harm
-from flexengine.model.encoding import forms
+from flexengine.model.encoding import encoded, forms
+from flexengine.model.importance import Importances
 from flexengine.model.prepare import prepared
-from flexengine.plan.bits import Format, Option, adabits
+from flexengine.plan.bits import Format, Layer, Option, adabits
 from flexengine.worker.opened import Opened
 
+VERSION = 1  # part of the cache's key: raise it when the measured harms change
 FORMATS: tuple[Format, ...] = (None, "int8", "int4", "int3")  # formats that a layer may get
+PROBE = "int3"  # format whose harm is measured: of those that a layer may get, it has the least noise
+PROBE_ROWS = 4  # stretches of the calibration text that are scored
+CONTEXT = 8  # first tokens of a stretch, which are not scored
 FILE = "harms.json"
 
 
@@ -47,7 +59,7 @@ class Bits:
         self.layers = [{b: sizes[j] for b, (sizes, _) in found.items()} for j in range(len(facts.layers))]
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
-        if self.budget < min(least, self.exact):
+        if self.budget < (min(least, self.exact) if None in found else least):
             raise InvalidInput(f"the budget is {_mb(self.budget)}, but the weights of {core.source.name} take at least"
                                f" {_mb(least)}, with all layers in {FORMATS[-1]} and embedding and output projection in"
                                " int8; raise the budget")  # fmt: skip
@@ -63,42 +75,96 @@ class Bits:
         """Return the switches with the chosen format of each layer, and report them. Calibrate, and measure harms,
         unless the cache has both. Exact weights are chosen if the budget holds them."""
         lossy = self.core.lossy
-        if self.budget >= self.exact and None in self._usable():
+        if self.budget >= self.exact and None in self.layers[0]:
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
-        harms = self._harms()
-        options = [{b: Option(nbytes, harms[j].get(b or "", 0.0)) for b, nbytes in sizes.items()}
-                   for j, sizes in enumerate(self.layers)]  # fmt: skip
-        found = adabits(options, self.budget - self.rest)
+        found = adabits(self.options(self.harms()), self.budget - self.rest)
         assert found is not None  # the budget was compared before
         nbytes = self.rest + sum(self.layers[j][b] for j, b in enumerate(found))
         message(f"bits per layer: {weights_text(found)}, {_mb(nbytes)} of weights; the budget is {_mb(self.budget)}")
         return _with(lossy, found)
 
-    def _harms(self) -> list[dict[str, float]]:
-        """Return the harm of each encoded format, by layer."""
-        core, importances = self.core, self.calibrator.importances
+    def options(self, harms: Sequence[float]) -> list[Layer]:
+        """Return bytes and harm of each layer's formats. harms: of PROBE, by layer."""
+        return [
+            {b: Option(nbytes, harm * step_ratio(b) if b is not None else 0.0) for b, nbytes in sizes.items()}
+            for sizes, harm in zip(self.layers, harms, strict=True)
+        ]
+
+    def harms(self) -> list[float]:
+        """Return the harm of PROBE to each layer, measured unless the cache has it. Raise as a job of the model."""
+        core, importances, text = self.core, self.calibrator.importances, self.calibrator.text
         assert importances is not None
-        codecs = [b for b in FORMATS if b is not None]
-        layers = len(core.skeleton.layers)
+        assert text is not None
 
         def build(directory: Path) -> None:
-            text = f"measuring the harm of {', '.join(codecs)}, once for this model and text"
-            read = sum(t.stored_bytes for layer in core.facts.layers for t in layer) * len(codecs)
-            with activity("measuring", text, read, "B", logging.INFO):
-                found = harm.measure(core.skeleton, core.opened.locations, codecs, importances)
-            (directory / FILE).write_text(json.dumps(found), encoding="utf-8")
+            try:
+                self._measure(text.rows[:: ROWS // PROBE_ROWS], importances, directory / FILE)
+            except OSError as error:  # of the checkpoint or the offload directory, too
+                raise InvalidInput(f"measuring harms with {core.source.directory} failed: {error}") from error
 
-        what = json.dumps({"harms": harm.VERSION, "importances": importances.digest, "formats": codecs})
-        source, files = core.source.directory, core.opened.given
-        path = prepared(source, files, build, what, core.verifier, "harms") / FILE
-        try:
-            found: list[dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
-            if len(found) != layers or any(set(each) != set(codecs) for each in found):
-                raise ValueError(f"it must have {', '.join(codecs)} for {layers} layers")
-        except (OSError, ValueError, TypeError) as error:
-            raise BadCheckpoint(f"{path} cannot be read: {error}; remove its directory to measure again") from error
+        key = {"harms": VERSION, "importances": importances.digest, "format": PROBE, "dtype": str(core.dtype)}
+        path = prepared(core.source.directory, core.opened.given, build, json.dumps(key), core.verifier, "harms") / FILE
+        if len(found := _read(path)) != core.skeleton.total:
+            raise BadCheckpoint(f"{path} does not hold the harms of {core.skeleton.total} layers; remove its directory"
+                                " to measure again")  # fmt: skip
         return found
+
+    def _measure(self, rows: Sequence[tuple[int, ...]], importances: Importances, file: Path) -> None:
+        """Write the harms of PROBE to a file, which holds those of the first layers after an interruption. One job of
+        the exact model's engine measures one layer."""
+        core, total = self.core, self.core.skeleton.total
+        source = core.source.directory, core.opened.given, core.opened.locations
+        probe = encoded(*source, forms(core.skeleton, PROBE), importances, core.verifier)
+        plain: tuple[Format, ...] = (None,) * total
+        tokens = sum(map(len, rows))
+        text = f"measuring the harm of {PROBE} to {total} layers, once for this model and text: {tokens:,} tokens each"
+        with activity("measuring", text, total, "layers", logging.INFO) as work, \
+                self.calibrator.exact_engine(lambda _: tick()) as engine:  # fmt: skip
+            engine.planner.prefill_tokens = PIECE
+
+            def scores(formats: tuple[Format, ...]) -> list[float]:
+                engine.use(Lossy(weights=formats))
+                opened = engine.core.opened
+                opened.origins = {**opened.locations, **{name: probe[name] for name in opened.forms}}
+                return _logprobs(engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows]))
+
+            exact, found = scores(plain), _read(file)
+            work.advance(len(found))
+            for layer in range(len(found), total):
+                changed = scores((*plain[:layer], PROBE, *plain[layer + 1 :]))
+                found.append(sum((a - b) ** 2 for a, b in zip(changed, exact, strict=True)) / (2 * len(exact)))
+                _write(file, found)
+                work.advance(1)
+
+
+def _read(file: Path) -> list[float]:
+    """Return the harms in a file; none if it does not exist or holds something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(each, float) for each in found) else []
+
+
+def _write(file: Path, harms: list[float]) -> None:
+    """Write a file whole or not at all."""
+    part = file.with_suffix(".writing")
+    part.write_text(json.dumps(harms), encoding="utf-8")
+    part.rename(file)
+
+
+def _logprobs(results: Sequence[Result]) -> list[float]:
+    """Return the log probabilities of all forced tokens."""
+    if bad := next((r for r in results if r.error is not None), None):
+        raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
+    return [place["logprob"] for result in results for place in result.logprobs or ()]
+
+
+def step_ratio(codec: str) -> float:
+    """Return the squared step of a format's codes relative to that of PROBE, for equal ranges."""
+    levels, own = (2 ** WEIGHTS[b].bits - 1 for b in (PROBE, codec))
+    return float((levels / own) ** 2)
 
 
 def _bytes(opened: Opened, codec: Format) -> tuple[list[int], int]:

@@ -20,7 +20,7 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import GENERATING
 from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
-from flexengine.lossy import BUNDLED
+from flexengine.lossy import BUNDLED, Lossy
 from flexengine.model.importance import Importances, Recorder, load
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
@@ -150,10 +150,12 @@ class Calibrator:
 
 
 class ExactEngine(Protocol):
-    """The part of `Engine` that a Calibrator uses."""
+    """The part of `Engine` that measurements with the exact model use."""
 
     core: Core
     planner: Planner
+
+    def use(self, lossy: Lossy) -> None: ...
 
     def __enter__(self) -> "ExactEngine": ...
 

@@ -28,14 +28,16 @@ def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingPara
         row: `is_scored` holds for it.
         tokenizer: None if the checkpoint has none; only token ids are allowed then.
         context: most tokens that the model computes in one sequence.
-        defaults: `logprobs` says whether the result has those of each token.
+        defaults: `logprobs` says whether the result has those of each token, unless the row has a field of this name.
         vocabulary: token ids must be smaller.
     """
     try:
         choices = _Reading(tokenizer, context, vocabulary).choices(row.request)
+        own = row.request.get("logprobs")
+        own = defaults.logprobs if own is None or isinstance(own, list) else own  # a list is of an earlier job
+        sampling = SamplingParams(1, logprobs=own, ignore_eos=True)
     except InvalidInput as error:
         return row.refused(str(error))
-    sampling = SamplingParams(1, logprobs=defaults.logprobs, ignore_eos=True)
     return Request(row.index, choices[0][0].context, sampling, row.line, choices=choices, prompt=row.prompt)
 
 

@@ -3,7 +3,6 @@
 import difflib
 import hashlib
 import os
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -220,11 +219,8 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
     if set(wanted) & set(columns):
         return
     lacks = f"input {given.name} has no column {' or '.join(wanted)}; its columns are {columns}"
-    other = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and given.source.form in tables.DELIMITERS else None
-    if other:
-        tabs = other[0] == "\t"
-        raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
-                           f" {_AS_TSV if tabs else 'save the file with commas'}")  # fmt: skip
+    if seems := tables.other_separator(columns, given.source.form, _AS_TSV):
+        raise InvalidInput(f"{lacks}: {seems}")
     name = next(iter(difflib.get_close_matches(wanted[0], columns, 1)), "NAME")
     raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r}"
                        " in Python)")  # fmt: skip

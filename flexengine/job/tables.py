@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_type_hints
 
@@ -113,6 +113,22 @@ def csv_table(file: BinaryIO, name: Path, form: str, most: int) -> tuple[list[st
         fault = f"line {header.line} {header.fault}" if header else "it is empty"
         raise InvalidInput(f"input {name} has no header line that names the columns: {fault}")
     return header.cells, (_named(record, header.cells) for record in records)
+
+
+def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
+    """Return, for a message, the character that seems to separate the columns, and what to do; "" if there is none.
+
+    Args:
+        columns: names of the columns. With another separator there is one, which holds all names.
+        form: format of the file; only csv and tsv have separators.
+        as_tsv: what to do if tabs separate the columns.
+    """
+    found = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and form in DELIMITERS else None
+    if found is None:
+        return ""
+    tabs = found[0] == "\t"
+    return (f"they seem to be separated by {'tabs' if tabs else repr(found[0])};"
+            f" {as_tsv if tabs else 'save the file with commas'}")  # fmt: skip
 
 
 def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:

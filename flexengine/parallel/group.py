@@ -22,7 +22,6 @@ LOOPBACK = "lo"
 STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
 JOIN_SECONDS = 300.0  # until all processes must have joined
 _LONG = timedelta(days=1000)  # channels wait for as long as a sweep takes; heartbeats notice lost processes
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 _CPU = torch.device("cpu")
 
@@ -51,7 +50,7 @@ class Group:
             interface: name of the network interface; None for the loopback interface, on one machine.
 
         Raises:
-            InvalidInput: another machine is named without an interface, or not all processes joined in time.
+            InvalidInput: not all processes joined in time.
         """
         self.rank, self.size = ranks()
         self.local_size, self.local_rank = (int(os.environ.get(n, d)) for n, d in _LOCAL_VARIABLES)
@@ -121,12 +120,6 @@ class Group:
 
 
 def _choose(interface: str | None) -> None:
-    """Set the network interface of gloo. Raise InvalidInput if another machine is named without an interface."""
-    if interface is not None:
-        os.environ[INTERFACE] = interface
-    elif INTERFACE not in os.environ:
-        if (address := os.environ.get("MASTER_ADDR", "")) not in _LOCAL:
-            raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
-                               " unless another one is named; name the interface that joins the machines by"
-                               " --interface, such as eth0")  # fmt: skip
-        os.environ[INTERFACE] = LOOPBACK
+    """Set the network interface of gloo."""
+    if interface is not None or INTERFACE not in os.environ:
+        os.environ[INTERFACE] = interface or LOOPBACK

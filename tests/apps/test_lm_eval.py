@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from flexengine.apps.lm_eval import sampling  # noqa: E402
 from flexengine.apps.lm_eval.arguments import OWN, engine_device, engine_options, joined, unused  # noqa: E402
+from flexengine.apps.lm_eval.cache import RECORD  # noqa: E402
 from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
 from flexengine.commands.lm_eval import split  # noqa: E402
 from flexengine.commands.main import main  # noqa: E402
@@ -208,6 +209,7 @@ def test_continued_from_the_cache(
     ours.cache_hook.dbdict.close()
     first, kept, limit = kept, [], 99
     resumed = evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))
+    assert RECORD in ours.cache_hook.dbdict
     ours.cache_hook.dbdict.close()
     ours.set_cache_hook(CacheHook(None))
     assert len(first) == 2
@@ -235,7 +237,8 @@ def test_sampling_parameters(given: dict[str, Any], field: str, value: Any) -> N
     ({"num_beams": 4}, "gen_kwargs has num_beams 4, which is not supported; num_beams must be 1;"),
     ({"typical_p": 0.5}, "gen_kwargs has typical_p 0.5, which is not supported; it may have until, do_sample, max_gen"),
     ({"do_sample": True}, "do_sample true and no temperature; set a temperature above 0"),
-    ({"until": ["x"] * 40 + [5]}, "stop holds 5"), ({"until": ["x"] * 20 + [""]}, "stop holds ''"),
+    ({"until": ["x"] * 40 + [5]}, "until 5; it must be text"), ({"until": ["x"] * 20 + [""]}, "until ''; it must"),
+    ({"max_gen_toks": 0}, "gen_kwargs has max_gen_toks 0; at least 1"),
     ({"temperature": "hot"}, "a value is no number"), ({"top_p": 2, "temperature": 1.0}, "top_p is 2"),
 ])  # fmt: skip
 def test_refused_generation_arguments(given: dict[str, Any], message: str) -> None:
@@ -329,6 +332,11 @@ def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.Capture
     ([], "no task is given; write flexengine lm-eval --model MODEL --tasks TASK"),
     (["--tasks", "t", "--model", "m", "--model_args", "model=n"], "--model is 'm', but model_args names 'n'"),
     (["ls", "tasks", "--model", "m"], "lm-eval ls uses no model; leave it out"),
+    (["--tasks", "t", "--model", "hf", "--model_args", "pretrained=m"], "another engine of lm-eval; here this engine"),
+    (["--tasks", "t", "--config", "/nowhere/c.yaml"], "flexengine: lm-eval: Config file not found: /nowhere/c.yaml"),
+    (["--tasks", "t", "--model_args", "{bad"], "flexengine: lm-eval: Invalid JSON: {bad"),
+    (["--tasks", "t", "--output_path", "/proc/x/y"], "--output_path is /proc/x/y, but /proc/x/y cannot be made"),
+    (["--tasks", "t", "--use_cache", "/proc/x/y"], "--use_cache is /proc/x/y, but /proc/x cannot be made"),
     (["--tasks", "t", "-v", "DEBUG"], "-v is --verbose here, which takes no value; write --verbosity DEBUG"),
 ])  # fmt: skip
 def test_refused_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +362,8 @@ def test_a_missing_task_and_a_missing_chat_template(
     words = ["lm-eval", "--include_path", str(tasks), "--model_args", "device_mem=64M"]
     assert main([*words, "--tasks", "nonesuch", "-m", model]) == 2
     assert "flexengine: lm-eval: Tasks not found: nonesuch\n" in capsys.readouterr().err
+    assert main([*words, "--tasks", "tiny_choice", "--num_fewshot", "50", "-m", model]) == 2
+    assert "a task has fewer documents than examples are to be drawn; lower --num_fewshot" in capsys.readouterr().err
     make_byte_llama(tmp_path, len(byte_tokenizer(tmp_path)), seed=3, width=32, context=CONTEXT, spread=0.3)
     assert main([*words, "--tasks", "tiny_choice", "--apply_chat_template", "-m", str(tmp_path)]) == 2
     assert "flexengine: the model has no chat template; leave out --apply_chat_template" in capsys.readouterr().err

@@ -158,6 +158,17 @@ def test_tables_and_log_probabilities_of_tokens(job: Job, tmp_path: Path) -> Non
     assert sum(e["logprob"] for e in row["logprobs"]) == pytest.approx(row["scores"][0]["logprob"])
 
 
+def test_rows_may_request_their_log_probabilities(job: Job) -> None:
+    pair = {"context": [5, 6], "continuation": [7, 8]}
+    job.write([pair, {**pair, "logprobs": 2}, {**pair, "logprobs": "many"}, {**pair, "logprobs": [{"logprob": -1}]}])
+    assert job("--score") == 1
+    plain, own, wrong, again = job.rows
+    assert ["logprobs" in row for row in (plain, own, again)] == [False, True, False]
+    assert [entry["token_id"] for entry in own["logprobs"]] == own["token_ids"] == [7, 8]
+    assert plain["scores"] == own["scores"] == again["scores"]
+    assert "logprobs is 'many'" in wrong["error"]
+
+
 def test_the_job_is_continued_only_by_one_that_scores(job: Job) -> None:
     job.write([{"context": [5, 6], "continuation": [7, 8]}])
     assert job("--score") == 0

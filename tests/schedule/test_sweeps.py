@@ -89,7 +89,7 @@ class Watched:
         if self.policy.schedule in ("row", "diagonal"):
             assert len(entered) <= size
         per_tier = Counter(s.home for s in self.sweeps.live.values())
-        assert all(per_tier[t] <= self.sweeps.places[t] for t in per_tier)
+        assert all(per_tier[t] <= self.sweeps.places[0][t] for t in per_tier)
 
     def check_pages(self) -> None:
         for tier, (pool,) in self.pools.items():
@@ -177,3 +177,55 @@ def test_admission_is_not_worst_case_reservation() -> None:
     sweeps.add(Sequence(1, 1, 10))
     sweeps.begin(lambda sequence, pages: None)
     assert set(sweeps.live) == {0}
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "diagonal", "continuous"])
+@given(data=st.data(), seed=SEEDS, cohorts=st.integers(2, 4))
+def test_cohorts_in_turn(schedule: str, data: Any, seed: int, cohorts: int) -> None:
+    """As in a pipeline: the sweep of a cohort ends only when the sweeps of the other cohorts have begun. Pages in use
+    never exceed the pools, a sequence stays in its cohort, and each gets its tokens once, in order."""
+    policy, pools, rows = data.draw(workloads(schedule))
+    rng, held, done, home = random.Random(seed), dict[int, int](), dict[int, int](), dict[int, int]()
+    sweeps = Sweeps(policy, pools, cohorts)
+    assert sum(cohort.block_size for cohort in sweeps.cohorts) == policy.block_size
+    for s, (prompt, new) in enumerate(rows):
+        sweeps.add(Sequence(s, prompt, new))
+    begun: list[list[Batch]] = [[] for _ in sweeps.cohorts]
+
+    def claim(sequence: Sequence, tokens: int) -> None:
+        held[sequence.id] = pages_for(tokens, pools[sequence.home][0].page_tokens)
+
+    def release(sequence: Sequence) -> None:
+        del held[sequence.id]
+
+    for turn in range(3000):
+        number = turn % len(begun)
+        if begun[number]:
+            pieces = [piece for batch in begun[number] for piece in batch.pieces]
+            ended = {p.sequence for p in pieces if rng.random() < 0.05}
+            sweeps.advance(begun[number], ended, release)
+        begun[number] = batches = [] if sweeps.idle else sweeps.begin(claim, release, number)
+        for batch in batches:
+            for piece in batch.pieces:
+                assert piece.start == done.get(piece.sequence, 0)
+                done[piece.sequence] = piece.start + piece.count
+                assert home.setdefault(piece.sequence, number) == number
+        for tier, (pool,) in pools.items():
+            assert sum(held[s.id] for s in sweeps.live.values() if s.home == tier) <= pool.pages
+        if sweeps.idle and not any(begun):
+            break
+    assert not held
+    assert set(done) == set(range(len(rows)))
+
+
+def test_cohorts_share_the_block_evenly() -> None:
+    """Five gpu_batches in three cohorts, and few sequences in as many."""
+    sweeps = Sweeps(Policy(2, 5), {"device": (Pool(100, 16),)}, 3)
+    assert [cohort.num_gpu_batches for cohort in sweeps.cohorts] == [2, 2, 1]
+    for i in range(5):
+        sweeps.add(Sequence(i, 5, 3))
+    for number in range(3):
+        sweeps.begin(lambda sequence, pages: None, cohort=number)
+    assert [s.cohort for s in sweeps.live.values()] == [0, 0, 1, 1, 2]
+    assert len(Sweeps(Policy(2, 5, schedule="row"), {"device": (Pool(100, 16),)}, 3).cohorts) == 1
+    assert len(Sweeps(Policy(7, 1), {"device": (Pool(100, 16),)}, 4).cohorts) == 1

@@ -14,6 +14,7 @@ from flexengine.apps.evaluate.templates import columns_of, filled, text_of
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Row
+from flexengine.job.tables import other_separator
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     needed += [("label.column", label.column)] if label else []
     for place, column in needed:
         if column not in table.columns:
+            seems = other_separator(table.columns, table.form)
             raise scenario.origin.fault(place, f"{place} names the column {shown(column)}, which {table.path} does not"
-                                        f" have; choose from {', '.join(table.columns)}")  # fmt: skip
+                                        f" have; choose from {', '.join(table.columns)}"
+                                        f"{seems and f': {seems}'}")  # fmt: skip
     for column in perturbed.columns if perturbed else ():
         if column not in columns:
             raise scenario.origin.fault("perturbations.columns", f"perturbations.columns names {shown(column)}, which"

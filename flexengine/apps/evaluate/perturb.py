@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from flexengine.config import shown
+
 ORIGINAL = "original"
+MAX_SPACES = 1000  # that one space becomes
 _ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # of a keyboard; each row lies half a key further right than the last
 
 
@@ -37,8 +40,8 @@ class Perturbations:
         """Return why the values cannot be used; None if they can."""
         if self.typos is not None and not 0 < self.typos <= 1:
             return f"typos is {self.typos}; it must be a probability above 0 and at most 1"
-        if self.extra_space is not None and self.extra_space < 2:
-            return f"extra_space is {self.extra_space}; it must be at least 2"
+        if self.extra_space is not None and not 2 <= self.extra_space <= MAX_SPACES:
+            return f"extra_space is {shown(self.extra_space)}; it must be at least 2 and at most {MAX_SPACES}"
         return None if self.named() else "none is on; set typos, lower_case, extra_space or contractions"
 
     def named(self) -> dict[str, Callable[[str, Random], str]]:

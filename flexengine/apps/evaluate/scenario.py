@@ -168,6 +168,7 @@ def _load(path: Path) -> Scenario:
     _check_groups(scenario)
     _check_numbers(scenario)
     _check_texts(scenario)
+    _check_lists(scenario)
     labelled = scenario.label is not None
     metrics = scenario.metrics or DEFAULT[scenario.kind, labelled or scenario.kind == PERPLEXITY]
     _check_metrics(scenario, metrics)
@@ -194,6 +195,8 @@ def _check_groups(scenario: Scenario) -> None:
     for name in ("values", "columns"):
         if ways == [name] and len(given := getattr(choices, name)) < 2:
             raise origin.fault(f"choices.{name}", f"choices.{name} has {len(given)} entry; give at least 2")
+    if not all(choices.values):
+        raise origin.fault("choices.values", "choices.values holds an empty text, which no token stands for; remove it")
     if len(set(choices.values)) < len(choices.values):
         raise origin.fault("choices.values", "choices.values holds a text twice; remove one")
     if scenario.few_shot is not None and scenario.label is None:
@@ -206,7 +209,7 @@ def _check_numbers(scenario: Scenario) -> None:
         least.append(("few_shot.count", scenario.few_shot.count, 1))
     for name, value, low in least:
         if value is not None and value < low:
-            raise scenario.origin.fault(name, f"{name} is {value}; it must be at least {low}")
+            raise scenario.origin.fault(name, f"{name} is {shown(value)}; it must be at least {low}")
     try:
         SamplingParams(max_tokens=scenario.generation.max_tokens, stop=scenario.generation.stop)
     except InvalidInput as error:
@@ -230,6 +233,14 @@ def _check_texts(scenario: Scenario) -> None:
     if label is not None and label.form not in forms:
         raise origin.fault("label.form", f"label.form is {shown(label.form)}; in a scenario of kind {scenario.kind} it"
                            f" must be {' or '.join(forms)}")  # fmt: skip
+
+
+def _check_lists(scenario: Scenario) -> None:
+    """Raise InvalidInput if a list is empty, which would otherwise mean the same as no list."""
+    perturbed = scenario.perturbations.columns if scenario.perturbations else ()
+    for name, given in (("metrics", scenario.metrics), ("perturbations.columns", perturbed)):
+        if name in scenario.origin.lines and not given:
+            raise scenario.origin.fault(name, f"{name} is an empty list; name at least one, or remove it")
 
 
 def _check_metrics(scenario: Scenario, metrics: Sequence[str]) -> None:

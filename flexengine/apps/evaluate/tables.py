@@ -18,12 +18,14 @@ class Table:
 
     Attributes:
         path: the file.
+        form: its format, one of `source.FORMATS`.
         columns: all columns, in the order in which they appear.
         rows: the rows, in the order of the file.
         digest: SHA-256 of the file.
     """
 
     path: Path
+    form: str
     columns: tuple[str, ...]
     rows: list[Row]
     digest: str
@@ -53,7 +55,7 @@ def read_table(path: Path) -> Table:
         source.close()
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
-    return Table(path, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
+    return Table(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _csv(path: Path, source: Source) -> tuple[tuple[str, ...], list[Row]]:

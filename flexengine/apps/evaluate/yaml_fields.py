@@ -1,6 +1,7 @@
 """Dataclasses from YAML files. Every fault names the file and the line."""
 
 import dataclasses
+import math
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from flexengine.errors import InvalidInput
 
 T = TypeVar("T")
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_NODES = {"mapping": "fields", "sequence": "a list"}  # kinds of nodes, in words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,11 @@ def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
 def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> Any:
     hints, values = get_type_hints(kind), dict[str, Any]()
     for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise InvalidInput(f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are"
+                               f" {', '.join(_names(kind))}")  # fmt: skip
+        name = str(key.value)
         full = f"{prefix}{name}"
         double = full in origin.lines
         origin.lines[full] = line
@@ -85,6 +91,8 @@ def _value(node: yaml.Node, hint: Any, name: str, origin: Origin) -> Any:
         if not isinstance(node, yaml.MappingNode):
             raise origin.fault(name, f"{name} must hold fields: {', '.join(_names(record))}")
         return _record(node, record, f"{name}.", origin)
+    if nested := _nested(node):
+        raise origin.fault(name, f"{name} holds {nested}; it must be {_allowed(kinds)}")
     try:
         value = yaml.constructor.SafeConstructor().construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
@@ -100,12 +108,34 @@ def _checked(value: Any, kinds: Sequence[Any], name: str, origin: Origin) -> Any
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return tuple(items)
         elif kind is float and type(value) is int:
-            return float(value)
+            return _float(value)
         elif type(value) is kind:
             return value
-    allowed = [_KINDS.get(kind, "a list of texts") for kind in kinds if kind is not type(None)]
-    quoted = "; put quotes around a text that YAML reads as another value" if "text" in allowed[0] else ""
-    raise origin.fault(name, f"{name} is {shown(value)}; it must be {' or '.join(allowed)}{quoted}")
+    allowed = _allowed(kinds)
+    quoted = "; put quotes around a text that YAML reads as another value" if "text" in allowed else ""
+    raise origin.fault(name, f"{name} is {shown(value)}; it must be {allowed}{quoted}")
+
+
+def _float(value: int) -> float:
+    """Return a whole number as a float, infinity if it is beyond the range of floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _nested(node: yaml.Node) -> str:
+    """Return what a value holds if it is more than a scalar or a list of scalars, else "". Such a value is not built:
+    by aliases a short file can hold a list of any size, or one that holds itself."""
+    if isinstance(node, yaml.MappingNode):
+        return _NODES[node.id]
+    inner = node.value if isinstance(node, yaml.SequenceNode) else []
+    return next((f"{_NODES[item.id]} in a list" for item in inner if not isinstance(item, yaml.ScalarNode)), "")
+
+
+def _allowed(kinds: Sequence[Any]) -> str:
+    """Return the values that a field of some types can have, in words."""
+    return " or ".join(_KINDS.get(kind, "a list of texts") for kind in kinds if kind is not type(None))
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -123,4 +153,6 @@ def _place(error: Exception) -> str:
 
 
 def _problem(error: Exception) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]
+    context, problem = getattr(error, "context", None), getattr(error, "problem", None) or str(error)
+    text = f"{context} {problem}" if context and problem.startswith("but ") else problem
+    return text.splitlines()[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
-from flexengine.config import SamplingParams, shown
+from flexengine.config import SamplingParams, json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
@@ -73,13 +73,23 @@ def read_output(path: Path) -> dict[str, Row]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                row = json.loads(line)
+                row = _loaded(line, f"{path}, line {number}")
+                if row is None:
+                    continue
                 if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
                     raise InvalidInput(f"{path}, line {number}: there is no field {ID} or error; name the output of"
                                        " flexengine run with rows of flexengine helm export")  # fmt: skip
                 found[row[ID]] = row
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidInput(f"{path} is not JSON lines: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 text: {error}") from error
     return found
+
+
+def _loaded(line: str, place: str) -> Any:
+    """Return the JSON value of a line; None for a blank line."""
+    try:
+        return json.loads(line) if line.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{place} is not JSON ({json_fault(error)}); name the output of flexengine run") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.helm.batch import Row, read_output, rows_of
-from flexengine.apps.helm.requests import STATE, Encoding, digest_of
+from flexengine.apps.helm.requests import STATE, Encoding, digest_of, row_of
 from flexengine.apps.helm.results import result_of
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
@@ -85,7 +85,8 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
         encoding: that of the export.
 
     Raises:
-        InvalidInput: a request has no result, or none with log probabilities; no file is changed then.
+        InvalidInput: a request has no result, one without log probabilities, or that of another row; no file is changed
+            then.
     """
     output, failed, done = read_output(results), 0, 0
     for path, state in states.by_file.items():
@@ -106,6 +107,24 @@ def _result(
         raise InvalidInput(f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in"
                            f" {results}; export its suite again, and run the rows")  # fmt: skip
     try:
+        if row["error"] is None:
+            _check_row(row, row_of(request, encoding))
         return result_of(request, row, encoding)
     except InvalidInput as error:
         raise InvalidInput(f"{results}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # an edited row
+        raise InvalidInput(f"{results}: the row of the prompt {shown(request.get('prompt'))} is no output of flexengine"
+                           f" run ({type(error).__name__}: {error}); run the rows again") from error  # fmt: skip
+
+
+def _check_row(row: Row, own: Row) -> None:
+    """Raise InvalidInput if a row of the output is not that of a request.
+
+    Args:
+        row: row of the output.
+        own: the row of the request, as `export` writes it.
+    """
+    for name, value in own.items():
+        if row.get(name) != value:
+            raise InvalidInput(f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give"
+                               " import the model, the options and the files of the export")  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams, shown
 from flexengine.errors import InvalidInput
+from flexengine.job.prompts import check_text
 
 STATE = "scenario_state.json"  # HELM's file of requests and results, in the folder of a run
 ID = "request"  # field of a row: the digest of its request
@@ -137,11 +138,25 @@ def _check(request: Mapping[str, Any]) -> None:
         if name not in (*_USED, *_UNUSED):
             raise InvalidInput(f"the request has {name} {shown(request[name])}, which this version of flexengine does"
                                " not know")  # fmt: skip
+    _check_kinds(given)
     if given.get("prompt") and given.get("messages"):
         raise InvalidInput("the request has both prompt and messages; it must have one of them")
+    if request.get("max_tokens") is None:
+        raise InvalidInput("the request has no max_tokens; it must be one of HELM 0.5")
     if request.get("max_tokens") == 0 and (not is_scored(request) or request.get("num_completions", 1) != 1):
         raise InvalidInput("the request has max_tokens 0; this is allowed with echo_prompt and one completion only,"
                            " which gives the log probabilities of the prompt")  # fmt: skip
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if texts of a request are none. SamplingParams checks its numbers."""
+    for name in ("prompt", "random"):
+        if not isinstance(text := given.get(name, ""), str):
+            raise InvalidInput(f"the request has {name} {shown(text)}; it must be text")
+        check_text(name, text)
+    for name, kind, what in (("messages", dict, "objects"), ("stop_sequences", str, "texts")):
+        if not isinstance(value := given.get(name, []), list) or not all(isinstance(each, kind) for each in value):
+            raise InvalidInput(f"the request has {name} {shown(value)}; it must be an array of {what}")
 
 
 def _stops(texts: list[str], tokenizer: Any) -> tuple[list[str], list[int]]:

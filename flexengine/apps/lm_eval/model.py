@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Any, Self
 
 import jinja2
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text, resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
@@ -22,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
+from flexengine.apps.lm_eval.cache import check_cache
 from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, Generation, generation_of
 from flexengine.config import Result, shown
 from flexengine.engine.engine import Engine
@@ -104,6 +105,13 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def close(self) -> None:
         """Close the engine. Further calls do nothing."""
         self._closing()
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Store responses in a cache. Raise InvalidInput if it has those of another model."""
+        super().set_cache_hook(cache_hook)
+        if cache_hook.dbdict is not None:
+            options = {"max_length": self.max_length, "think_end_token": self._think_end_token, **self._thinking}
+            check_cache(cache_hook.dbdict, self.engine, options)
 
     # Tokens.
 

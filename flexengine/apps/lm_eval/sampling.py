@@ -48,13 +48,16 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
         normal: dict[str, Any] = dict(normalize_gen_kwargs(some, MAX_GEN_TOKS))
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"gen_kwargs is {shown(dict(given))}; a value is no number ({error})") from error
+    if normal["max_gen_toks"] < 1:
+        raise InvalidInput(f"gen_kwargs has max_gen_toks {normal['max_gen_toks']}; at least 1 token must be generated")
     temperature = float(normal.get("temperature", 0.0))
     if normal["do_sample"] and temperature == 0:
         raise InvalidInput("gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample"
                            " false")  # fmt: skip
     until = list(normal["until"])
-    for first in range(MAX_STOPS, len(until), MAX_STOPS):
-        SamplingParams(stop=tuple(until[first : first + MAX_STOPS]))  # raises if one of these is no text
+    if wrong := [text for text in until if not isinstance(text, str) or not text]:
+        raise InvalidInput(f"gen_kwargs has until {shown(wrong[0])}; it must be text of at least one character, or a"
+                           " list of such texts")  # fmt: skip
     sampling = {name: normal[name] for name in _SAMPLING if name in normal} | {"temperature": temperature}
     ends = () if end_token is None else (end_token,)
     params = SamplingParams(normal["max_gen_toks"], stop=tuple(until[:MAX_STOPS]), stop_token_ids=ends, **sampling)

@@ -153,6 +153,9 @@ def _check_columns(spec: Spec) -> None:
     if len(spec.column) > most or (spec.task in (IMPUTE, TRANSFORM) and not spec.column):
         raise InvalidInput(f"{spec.task} has {len(spec.column)} options --column; it takes one, the column to"
                            f" {spec.task}")  # fmt: skip
+    for option, names in (("--column", spec.column), ("--show", spec.show)):
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidInput(f"{option} {double!r} is given twice; give it once")
     if spec.alone and not spec.column:
         raise InvalidInput("--alone shows single cells, but no --column is given; name the columns to check")
     if spec.alone and spec.show:

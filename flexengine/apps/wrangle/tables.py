@@ -67,8 +67,9 @@ class Table:
         """
         for column in columns:
             if column not in self.columns:
+                seems = tables.other_separator(self.columns, self.form)
                 raise InvalidInput(f"{option} {column!r} is no column of {self.name}; its columns are"
-                                   f" {', '.join(self.columns)}")  # fmt: skip
+                                   f" {', '.join(self.columns)}{seems and f': {seems}'}")  # fmt: skip
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells of text tables become strings."""

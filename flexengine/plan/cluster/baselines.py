@@ -17,7 +17,7 @@ Partition = Callable[[Numbers, int], Sequence[int] | None]
 def uniform(task: Task, batch: int | None = None) -> Plan | None:
     """Return the plan with equally many layers on each device, in the order of the file, or None if none fits.
 
-    The format is the most exact one that fits, and the batch is divided evenly over the stages.
+    As many rows as possible are alive, divided evenly over the stages, in the most exact format that fits.
     """
     return _one_format(task, [task.cluster.devices], lambda numbers, choice: even(numbers.units, numbers.stages), batch)
 
@@ -25,18 +25,18 @@ def uniform(task: Task, batch: int | None = None) -> Plan | None:
 def pipe_edge(task: Task, batch: int | None = None) -> Plan | None:
     """Return the plan of PipeEdge's partition (Hu et al. 2021), or None if none fits.
 
-    The partition has the least slowest stage in prefill, as PipeEdge was made for models without decode steps. The
-    format is the most exact one that fits; all orders of device types are tried.
+    The partition has the least slowest stage in prefill, as PipeEdge was made for models without decode steps. As many
+    rows as possible are alive, in the most exact format that fits; all orders of device types are tried.
     """
     return _one_format(task, orders(task.cluster), balanced, batch)
 
 
 def _one_format(task: Task, tried: Sequence[Order], partition: Partition, batch: int | None) -> Plan | None:
     costs = Costs(task)
-    for choice, picked in enumerate(task.choices):
-        if picked.host:
-            continue
-        for size in [batch] if batch else batches(task.job.rows):
+    for size in [batch] if batch else batches(task.job.rows):
+        for choice, picked in enumerate(task.choices):
+            if picked.host:
+                continue
             plans = []
             for order in tried:
                 micro = math.ceil(size / len(order))

@@ -1,6 +1,6 @@
 """Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.cluster.booked import cohort_policy, fixed_bytes
 from flexengine.plan.cluster.devices import Cluster, Device
 from flexengine.plan.cluster.harm import Harm
 from flexengine.plan.cluster.job import Job, Shape
@@ -16,6 +17,7 @@ from flexengine.plan.cluster.model import Format, Model
 from flexengine.plan.cluster.numbers import EXACT, Array, Choice, Numbers
 
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
+MOST_PERMUTED = 4  # types whose orders are all tried: 64 of them
 TOKEN_BYTES = 4  # of a token's number on its way back to the first stage
 
 Order = tuple[Device, ...]
@@ -83,6 +85,7 @@ class Costs:
 
     task: Task
     _seconds: dict[tuple[int, str, int, Format, str, int], float] = field(default_factory=dict)
+    _bytes: dict[tuple[str, int, int, tuple[bool, bool]], int] = field(default_factory=dict)
 
     def numbers(self, order: Order, shape: Shape) -> Numbers:
         """Return the costs of a case.
@@ -147,14 +150,28 @@ class Costs:
     def _fixed_memory(self, order: Order, shape: Shape) -> Array:
         """Return the bytes besides layers, by stage: temporary tensors, embedding and head."""
         tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
-        fixed = np.zeros(len(order))
-        for j, device in enumerate(order):
-            model = self.task.models[device.kind]
-            first, last = j == 0, j == len(order) - 1
-            fixed[j] = model.workspace(tokens, shape.decode, last)
-            fixed[j] += model.embedding_bytes if first else 0
-            fixed[j] += model.head_bytes if last and not (first and model.tied) else 0
-        return fixed
+        last = len(order) - 1
+        made = [self._booked(device, tokens, shape.decode, (j == 0, j == last)) for j, device in enumerate(order)]
+        return np.array(made, dtype=float)
+
+    def _booked(self, device: Device, tokens: int, rows: int, ends: tuple[bool, bool]) -> int:
+        """Return the bytes of a stage besides layers: with facts of the model those of its layout, else an estimate.
+
+        Args:
+            device: the stage's device.
+            tokens: tokens that are computed together.
+            rows: sequences of a cohort.
+            ends: whether the stage has the first and the last layer of the model.
+        """
+        model, (first, last) = self.task.models[device.kind], ends
+        if not model.facts:
+            edges = model.embedding_bytes * first + model.head_bytes * (last and not (first and model.tied))
+            return model.workspace(tokens, rows, last) + edges
+        key = (device.kind, tokens, rows, ends)
+        if key not in self._bytes:
+            policy, shared = cohort_policy(rows, tokens), device.kind == "cpu"
+            self._bytes[key] = fixed_bytes(model.facts[None], self.task.job.workload, policy, shared, ends)
+        return self._bytes[key]
 
     def _hops(self, order: Order, tokens: int) -> Array:
         hops = np.zeros((len(order), len(order)))
@@ -169,17 +186,32 @@ class Costs:
 def orders(cluster: Cluster) -> list[Order]:
     """Return the device orders to try: devices of one type stay neighbours, types are permuted.
 
-    Inner stages may stay empty, so orders of fewer types, and single devices, cover every set of devices.
+    Inner stages may stay empty, so orders of fewer types, and single devices, cover every set of devices. With more
+    than MOST_PERMUTED types, only orders by memory and that of the file are tried, both ways, also without their first
+    types.
     """
     found: dict[tuple[str, ...], Order] = {}
-    for length in range(len(cluster.types), 0, -1):
-        for types in permutations(cluster.types, length):
-            order = tuple(device for name in types for device in cluster.of_type(name))
-            found.setdefault(tuple(d.name for d in order), order)
+    for types in _type_orders(cluster):
+        order = tuple(device for name in types for device in cluster.of_type(name))
+        found.setdefault(tuple(d.name for d in order), order)
     for name in cluster.types:
         device = cluster.of_type(name)[0]
         found.setdefault((device.name,), (device,))
     return list(found.values())
+
+
+def _type_orders(cluster: Cluster) -> Iterator[Sequence[str]]:
+    """Yield the orders of types, those of all types first."""
+    types = cluster.types
+    if len(types) <= MOST_PERMUTED:
+        for length in range(len(types), 0, -1):
+            yield from permutations(types, length)
+        return
+    by_memory = sorted(types, key=lambda name: cluster.of_type(name)[0].memory)
+    for dropped in range(len(types)):
+        for kept in (types[dropped:], by_memory[dropped:]):
+            yield kept
+            yield kept[::-1]
 
 
 def check(task: Task) -> None:

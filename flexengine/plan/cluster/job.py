@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.sizes import aligned
 from flexengine.plan.workload import Workload
 
 MAX_BATCH = 4096  # most sequences alive at once
@@ -17,7 +19,8 @@ class Job:
         prompt: mean prompt tokens.
         output: mean generated tokens.
         longest_prompt: tokens of the longest prompt.
-        ends: (prompt and generated tokens, number of rows), falling.
+        ends: (tokens of the KV pages of a row at its end, number of rows), falling.
+        workload: the rows.
     """
 
     rows: int
@@ -25,6 +28,7 @@ class Job:
     output: int
     longest_prompt: int
     ends: tuple[tuple[int, int], ...]
+    workload: Workload
 
     @staticmethod
     def of(workload: Workload) -> "Job":
@@ -34,10 +38,11 @@ class Job:
         output = sum(n * times for (_, n), times in workload.sizes.items()) / rows
         ends: dict[int, int] = {}
         for (p, n), times in workload.sizes.items():
-            ends[p + n] = ends.get(p + n, 0) + times
+            held = aligned(p + n - 1, PAGE_TOKENS)  # the last generated token is never cached
+            ends[held] = ends.get(held, 0) + times
         longest = max(p for p, _ in workload.sizes)
         falling = tuple(sorted(ends.items(), reverse=True))
-        return Job(rows, max(1, round(prompt)), max(1, round(output)), longest, falling)
+        return Job(rows, max(1, round(prompt)), max(1, round(output)), longest, falling, workload)
 
     @staticmethod
     def uniform(rows: int, prompt: int, output: int) -> "Job":
@@ -50,7 +55,7 @@ class Job:
         return self.prompt + self.output / 2
 
     def cached(self, batch: int) -> int:
-        """Return the tokens that the KV cache of the `batch` longest rows holds at the end."""
+        """Return the tokens of all KV pages of the `batch` longest rows at their end."""
         tokens, left = 0, batch
         for length, times in self.ends:
             tokens += length * min(left, times)

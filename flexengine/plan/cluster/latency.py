@@ -126,16 +126,16 @@ class Machine:
         facts = rates.model
         window = facts.windows[layer] if facts.windows else None
         attention = rates.attention[window]
-        seen = min(tokens, window) if window else tokens
+        seen, overhead = min(tokens, window) if window else tokens, attention.call + self.hardware.task_seconds
         if phase == PREFILL:
             pairs = tokens * (tokens + 1) / 2 - (tokens - seen) * (tokens - seen + 1) / 2
             attending = float(attention.prompt(batch * pairs, tokens))
-            return rates.one_layer(layer, batch * tokens) + attending + attention.call
-        return rates.one_layer(layer, batch) + float(attention.decode(batch * seen, seen)) + attention.call
+            return rates.one_layer(layer, batch * tokens) + attending + overhead
+        return rates.one_layer(layer, batch) + float(attention.decode(batch * seen, seen)) + overhead
 
     def head(self, model: Model, rows: int) -> float:
         """Return the seconds of the logits and tokens of some sequences."""
-        return float(self._of(model, None).head(rows))
+        return float(self._of(model, None).head(rows)) + self.hardware.task_seconds
 
     def fixed(self, rows: int) -> float:
         """Return the seconds of bookkeeping of a sweep over one micro-batch."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.sizes import aligned
 from flexengine.strategy import BITS
 
 Format = str | None  # format of a layer's matrices, from strategy.FORMATS
@@ -114,7 +115,7 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     exact = facts[None]
     layers = []
     for j, tensors in enumerate(exact.layers):
-        nbytes = {form: sum(t.held_bytes for t in made.layers[j]) for form, made in facts.items()}
+        nbytes = {form: sum(aligned(t.held_bytes) for t in made.layers[j]) for form, made in facts.items()}
         active = sum(_active(t, exact.active) for t in tensors if t.matrix)
         layers.append(Layer(nbytes, active, 4.0 * exact.heads * exact.head_dim, exact.kv_token))
     embedding = exact.embedding.held_bytes if exact.embedding else 0

@@ -1,15 +1,16 @@
 """A plan of a cluster: a case with its stages, formats and price, and the strategy that runs it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from flexengine.plan.cluster.booked import cohort_policy
 from flexengine.plan.cluster.costs import Order, Task
 from flexengine.plan.cluster.devices import Device
 from flexengine.plan.cluster.job import Shape
 from flexengine.plan.cluster.model import Format
 from flexengine.plan.cluster.numbers import Choice, Numbers, Priced, price
-from flexengine.policy import Policy, thousandths
+from flexengine.policy import thousandths
 from flexengine.strategy import StagePlan, Strategy
 
 
@@ -84,10 +85,8 @@ class Plan:
         stages = []
         for k, (device, (first, end)) in enumerate(zip(self.devices, self.layers, strict=True)):
             host = self.host_share(k)
-            policy = Policy(
-                gpu_batch_size=self.shape.decode, num_gpu_batches=1, weights=thousandths((1 - host, host, 0.0)),
-                prefill_tokens=max(self.shape.prefill * self.task.job.longest_prompt, self.shape.decode),
-            )  # fmt: skip
+            tokens = max(self.shape.prefill * self.task.job.longest_prompt, self.shape.decode)
+            policy = replace(cohort_policy(self.shape.decode, tokens), weights=thousandths((1 - host, host, 0.0)))
             stages.append(StagePlan(device.name, (first, end), self.formats[first:end], policy))
         return Strategy(self.task.model.name, len(self.task.model.layers), tuple(stages), self.shape.prefill,
                         self.shape.decode, self.shape.cohorts)  # fmt: skip

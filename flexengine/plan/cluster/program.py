@@ -60,7 +60,8 @@ class _Program:
 
     Attributes:
         numbers: the case.
-        relaxed: whether all variables are real and harm is that of the least harmful units: a lower bound.
+        relaxed: whether all variables are real, units are in no order, and only links of neighbours count: a lower
+            bound.
         quality: whether only harm counts, not seconds.
     """
 
@@ -165,7 +166,7 @@ class _Program:
         hops = []
         for j in range(1, self.numbers.stages):
             hop = self._variable(f"hop_{name}_{j}", None, whole=False)
-            for k in range(j):
+            for k in range(j - 1 if self.relaxed else 0, j):
                 between = sum((self._used(x) for x in range(k + 1, j)), Expression())
                 passing = self._used(k) + self._used(j) - 1.0 - between
                 self.add(passing * float(table[k, j]) - hop, -1, 0.0, f"hop_{name}_{k}_{j}")
@@ -212,7 +213,9 @@ class _Program:
 
     def _harm(self) -> Expression:
         m = self.numbers
-        if not self.by_unit or self.relaxed:
+        if self.relaxed and self.by_unit:
+            return self._harm_anywhere()
+        if not self.by_unit:
             least = np.array([m.harm[np.array(m.classes) == k].min(axis=0) for k in range(len(self.per_class))])
             return Expression([(n, float(least[k, c])) for (_, k, c), n in self.n.items() if least[k, c]])
         z: dict[tuple[int, int, int], pulp.LpVariable] = {}
@@ -227,6 +230,18 @@ class _Program:
             same = [(z[i, j, c], 1.0) for i in range(m.units) if m.classes[i] == k]
             self.add([*same, (n, -1.0)], 0, 0.0, f"number_{j}_{k}_{c}")
         return Expression([(v, float(m.harm[i, c])) for (i, _, c), v in z.items() if m.harm[i, c]])
+
+    def _harm_anywhere(self) -> Expression:
+        """Return the harm if every unit could have the choice of any stage: a lower bound."""
+        m = self.numbers
+        z = {(i, c): self._variable(f"z_{i}_{c}", 1) for i, c in product(range(m.units), range(len(m.choices)))}
+        for i in range(m.units):
+            self.add([(z[i, c], 1.0) for c in range(len(m.choices))], 0, 1.0, f"one_choice_{i}")
+        for k, c in product(range(len(self.per_class)), range(len(m.choices))):
+            chosen = [(z[i, c], 1.0) for i in range(m.units) if m.classes[i] == k]
+            number = [(n, -1.0) for (_, kind, choice), n in self.n.items() if (kind, choice) == (k, c)]
+            self.add([*chosen, *number], 0, 0.0, f"number_{k}_{c}")
+        return Expression([(v, float(m.harm[i, c])) for (i, c), v in z.items() if m.harm[i, c]])
 
 
 def solve(

@@ -133,11 +133,10 @@ class _Search:
     def _solve(self, order: Order, shape: Shape, bound: float) -> None:
         self.solved += 1
         numbers = self.costs.numbers(order, shape)
-        if self.best is None or not self.program:  # a cost to beat
+        if not self.program:
             self._take(transfer(numbers), order, shape, numbers)
-            if not self.program:
-                self.floor = min(self.floor, bound)
-                return
+            self.floor = min(self.floor, bound)
+            return
         left = max(1.0, self.limits.seconds - (time.monotonic() - self.began))
         below = self.best.priced.cost * (1 - self.limits.gap) if self.best else None
         answer = solve(numbers, self.limits.gap, left, below)
@@ -160,15 +159,15 @@ class _Search:
         """Return the error of a cluster that is too small."""
         devices, batch = self.task.cluster.devices, self.limits.batch or 1
         least = min_bytes(self.costs.numbers(self.orders[0], Shape(batch, 1, 1)))
-        have = sum(d.memory + d.host_memory * d.offloads for d in devices)
+        have, hosts = sum(d.memory for d in devices), sum(d.host_memory for d in devices if d.offloads)
         names = ", ".join(form or "exact" for form in self.task.formats)
         rows = "one sequence at a time" if batch == 1 else f"{batch:,} sequences at once (--batch)"
         error = OutOfMemory("device", "stages", least, 0, have)
         error.args = (
             f"no stages fit: with layers in {names} and {rows}, the model needs at least {least:,} bytes, and the"
-            f" {len(devices)} devices have {have:,} bytes together, of which each must hold whole layers; raise memory"
-            " in the cluster file, add devices or host_memory, lower --batch, or allow fewer bits with --allow"
-            " int8-weights,int4-weights,int3-weights",
+            f" {len(devices)} devices have {have:,} bytes, their hosts {hosts:,}, and each must hold whole layers with"
+            " their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or allow"
+            " fewer bits with --allow int8-weights,int4-weights,int3-weights",
         )  # fmt: skip
         return error
 

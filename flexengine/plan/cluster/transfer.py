@@ -5,24 +5,29 @@ It starts from the least harmful formats that fit ("adabits"), and changes two s
 takes back one layer of another choice. So 4-bit layers leave it, and a 16-bit layer of equal bytes comes. The boundary
 between the two stages moves by number - 1 layers, and all stages between them shift. A rule whose two choices are equal
 moves layers only. Beyond the paper, one stage may also change the choice of some of its layers. Inside a stage, layers
-get the stage's choices with the least harm. The first change that lowers the cost is taken, until none does. The
-paper's listing accepts changes that raise the cost; that is taken as a misprint.
+get the stage's choices with the least harm. Of the changes that look best, the first that lowers the cost is taken,
+until none does. The paper's listing accepts changes that raise the cost; that is taken as a misprint. A second start
+has all layers in their fastest format, divided by the speeds of the devices; the better end counts.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.numbers import Numbers, Priced, price
+from flexengine.plan.cluster.numbers import Array, Numbers, Priced, price
 from flexengine.plan.cluster.program import Answer, solve
 
 MOVED = (1, 2, 4, 8)  # units that change at once
 START_SECONDS = 10.0  # most seconds of the program that finds the start
 MIN_GAIN = 1e-9  # relative; smaller gains are rounding errors
 MOST_CHANGES = 1000
+STRAGGLERS, PIONEERS = 8, 8  # stages with most and with least work that exchange units
+TRIED = 60  # changes that are priced, those with the least estimates
+FIT = 0.02  # share by which an estimate may exceed a memory: classes differ in bytes
 
 Counts = NDArray[np.int64]  # [stages, choices] units
 
@@ -32,14 +37,44 @@ def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
 
     Args:
         numbers: the case.
-        start: assignment to start from; None starts from the least harmful one that fits.
+        start: assignment to start from; None starts from the least harmful one that fits, and from the fastest one.
     """
-    start = start or solve(numbers, gap=1e-2, seconds=START_SECONDS, quality=True)
-    if start is None:
+    if start is not None:
+        return _descended(numbers, _counted(numbers, start))
+    careful = solve(flattened(numbers), gap=1e-2, seconds=START_SECONDS, quality=True)
+    if careful is None:
         return None
+    ends = [_descended(numbers, _counted(numbers, careful)), _descended(numbers, fastest(numbers))]
+    found = [answer for answer in ends if answer is not None]
+    return min(found, key=lambda answer: price(numbers, answer.stage_of, answer.choice_of).cost, default=None)
+
+
+def _counted(numbers: Numbers, answer: Answer) -> Counts:
+    """Return the numbers of units by stage and choice."""
     counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
-    np.add.at(counts, (np.array(start.stage_of), np.array(start.choice_of)), 1)
-    best, priced = (start.stage_of, start.choice_of), price(numbers, start.stage_of, start.choice_of)
+    np.add.at(counts, (np.array(answer.stage_of), np.array(answer.choice_of)), 1)
+    return counts
+
+
+def fastest(numbers: Numbers) -> Counts:
+    """Return numbers of units in each stage's fastest choice, in proportion to the stages' speeds."""
+    share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1])
+    seconds = np.tensordot(share, np.maximum(numbers.decode, numbers.load), axes=(0, 1))  # [stages, choices]
+    speed = 1 / np.maximum(seconds.min(axis=1), 1e-300)
+    ends = np.rint(np.cumsum(speed) / speed.sum() * numbers.units).astype(np.int64)
+    sizes = np.diff(np.minimum(np.maximum(ends, 1), numbers.units - 1), prepend=0)
+    sizes[-1] += numbers.units - sizes.sum()
+    counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
+    counts[np.arange(numbers.stages), seconds.argmin(axis=1)] = sizes
+    return counts
+
+
+def _descended(numbers: Numbers, counts: Counts) -> Answer | None:
+    """Return the assignment at which no change lowers the cost; None if it does not fit."""
+    best = assigned(numbers, counts)
+    if best is None:
+        return None
+    priced = price(numbers, *best)
     for _ in range(MOST_CHANGES):
         step = _first_better(numbers, counts, priced)
         if step is None:
@@ -48,18 +83,66 @@ def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
     return Answer(*best, -np.inf) if priced.fits else None
 
 
+def flattened(numbers: Numbers) -> Numbers:
+    """Return the case with the mean harm of its class for each unit. Its program is small, and has the same numbers of
+    units by stage and choice if harm is proportional to a factor of the unit."""
+    kinds = np.array(numbers.classes)
+    means = np.array([numbers.harm[kinds == k].mean(axis=0) for k in range(kinds.max() + 1)])
+    return replace(numbers, harm=means[kinds])
+
+
 def _first_better(
     numbers: Numbers, counts: Counts, priced: Priced
 ) -> tuple[Counts, tuple[tuple[int, ...], tuple[int, ...]], Priced] | None:
-    """Return the first change that lowers the cost, with its price."""
-    for changed in _changes(numbers, counts, priced):
-        placed = assigned(numbers, changed)
+    """Return a change that lowers the cost, with its price: the first of those that look best."""
+    changes = np.array(list(_changes(numbers, counts, priced)))
+    if not len(changes):
+        return None
+    guess = estimates(numbers, changes)
+    for k in np.argsort(guess, kind="stable")[:TRIED]:
+        placed = assigned(numbers, changes[k]) if np.isfinite(guess[k]) else None
         if placed is None:
             continue
         found = price(numbers, *placed)
-        if found.fits and found.cost < priced.cost * (1 - MIN_GAIN) - 1e-300:
-            return changed, placed, found
+        better = found.cost < priced.cost * (1 - MIN_GAIN) - 1e-300
+        if found.fits and (better or not priced.fits):
+            return changes[k], placed, found
     return None
+
+
+def estimates(numbers: Numbers, changes: Counts) -> Array:
+    """Return about the cost of each change, infinite if it clearly does not fit.
+
+    Layers count as their mean over classes, and harm of a choice as its mean over units. For units of one class and
+    equal harm this is the cost, but for links past empty stages.
+
+    Args:
+        numbers: the case.
+        changes: [M, stages, choices] numbers of units.
+    """
+    share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1]) / numbers.units
+
+    def total(table: Array) -> Array:
+        mean = np.tensordot(share, np.where(np.isfinite(table), table, 1e30), axes=(0, 1))  # [stages, choices]
+        summed: Array = (changes * mean).sum(axis=2)
+        return summed
+
+    used = changes.sum(axis=2) > 0
+    load = total(numbers.load)
+    pre = np.where(used, np.maximum(total(numbers.prefill) + numbers.fixed_prefill, load), 0.0)
+    dec = np.where(used, np.maximum(total(numbers.decode) + numbers.fixed_decode, load), 0.0)
+    memory = total(numbers.memory) + used * numbers.fixed_memory
+    fits = np.all(memory <= numbers.capacity * (1 + FIT), axis=1) & used[:, 0] & used[:, -1]
+    fits &= np.all(total(numbers.host) <= numbers.host_capacity * (1 + FIT), axis=1)
+    after = np.arange(numbers.stages - 1)
+    hops = [float(hop[after, after + 1].max(initial=0.0)) for hop in (numbers.hop_prefill, numbers.hop_decode)]
+    passed = used.sum(axis=1) - 1
+    slow = [np.maximum(times.max(axis=1), hop * (passed > 0)) for times, hop in ((pre, hops[0]), (dec, hops[1]))]
+    step = np.maximum(numbers.cohorts * slow[1], dec.sum(axis=1) + passed * hops[1] + numbers.back * (passed > 0))
+    seconds = (numbers.prefills - 1) * slow[0] + pre.sum(axis=1) + passed * hops[0] + numbers.steps * step
+    harm = changes.sum(axis=1) @ numbers.harm.mean(axis=0)
+    guess: Array = np.where(fits, numbers.rounds * seconds + numbers.theta * harm, np.inf)
+    return guess
 
 
 def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Counts]:
@@ -69,8 +152,8 @@ def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Count
         busy[j] = pre * max(1, numbers.prefills - 1) + dec * numbers.steps * numbers.cohorts
     by_load = sorted(range(numbers.stages), key=lambda j: busy[j])
     kinds = range(len(numbers.choices))
-    for slow in reversed(by_load):
-        for pioneer in by_load:
+    for slow in by_load[: -STRAGGLERS - 1 : -1]:
+        for pioneer in by_load[:PIONEERS]:
             if pioneer == slow:
                 continue
             for number, given in product(MOVED, kinds):

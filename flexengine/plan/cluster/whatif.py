@@ -16,6 +16,7 @@ from flexengine.plan.cluster.search import Found, Limits, search
 SECONDS = 4.0  # most seconds to plan one change
 GAP = 1e-2
 MIN_SPEEDUP = 1.03
+MOST_TYPES = 3  # types that are tried at twice the speed
 FULL = 0.8  # share of a device's memory from which more memory is tried
 
 
@@ -70,7 +71,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Task]]:
     task, cluster, priced = plan.task, plan.task.cluster, plan.priced
     slow = max(range(len(plan.devices)), key=lambda k: priced.decode[k] * plan.numbers.cohorts + priced.prefill[k])
     kind = plan.devices[slow].type
-    yield f"{kind} twice as fast", replace(task, cluster=_each(cluster, kind, _faster))
+    for name in dict.fromkeys((kind, *cluster.types[:MOST_TYPES])):
+        yield f"{name} twice as fast", replace(task, cluster=_each(cluster, name, _faster))
     yield f"one more {kind}", replace(task, cluster=_one_more(cluster, plan.devices[slow]))
     full = max(range(len(plan.devices)), key=lambda k: priced.memory[k] / plan.devices[k].memory)
     if priced.memory[full] >= FULL * plan.devices[full].memory:

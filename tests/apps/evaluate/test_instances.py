@@ -181,3 +181,9 @@ def test_perturbed_copies_follow_their_original(tmp_path: Path) -> None:
     assert all(each.choices == ("Yes", "No") and each.gold == 0 for each in made[:3])
     assert [each.variant for each in made[3:]] == ["original", "lower_case", "contractions"]
     assert all(each.error and each.error.startswith("line 2: ") for each in made[3:])
+
+
+def test_columns_with_another_separator_are_named(tmp_path: Path) -> None:
+    rows = "q\toptions\ta\n1\t2\t3\n"
+    message = refusal(tmp_path, YAML.replace("rows.jsonl", "rows.csv"), name="rows.csv", rows=rows)
+    assert message.endswith("choose from q\toptions\ta: they seem to be separated by tabs; name it .tsv")

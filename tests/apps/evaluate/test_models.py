@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,7 @@ from flexengine.commands import evaluate
 from flexengine.config import Result
 from flexengine.job import whole_file
 from flexengine.job.journal import Journal
-from tests.helpers.pages import ROOT
-from tests.helpers.slow_command import slow_command
+from tests.helpers.forked import SlowCommand
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -234,18 +229,23 @@ def test_rows_with_errors_give_code_1(given: list[str], tiny: Tiny, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_ends_with_the_same_files(given: list[str], tiny: Tiny, tmp_path: Path) -> None:
+def test_an_evaluation_killed_ten_times_ends_with_the_same_files(
+    given: list[str], tiny: Tiny, tmp_path: Path
+) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "out"
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
-    command = slow_command(["evaluate", *arguments(given, tiny, folder, "-q")], 0.1)
-    child = subprocess.Popen([sys.executable, *command], cwd=ROOT)
-    journal, deadline = folder / "jobs" / "exact.results.jsonl.journal", time.monotonic() + 120
-    while time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b'"index"') > 3):
-        time.sleep(0.02)
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    journal = "jobs/exact.results.jsonl.journal"
+    words = ["evaluate", *arguments(given, tiny, folder, "-q")]
+    command, rng, done = SlowCommand(words, 0.1, tmp_path, folder / journal), random.Random(1), [0]
+    for _ in range(10):
+        command.start_and_kill(rng, rows=3)
+        done.append(command.rows_done())
+    rows = (whole / journal).read_bytes().count(b'"index"')
+    assert done[-1] < rows
+    assert len(set(done)) > 5
     assert not (folder / "results.json").exists()
     assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
+    assert command.rows_done() == rows
     assert contents(folder) == contents(whole)
 
 

@@ -69,6 +69,17 @@ def test_metrics_that_are_chosen_if_none_is_named(tmp_path: Path) -> None:
         ("label:", "metrics: [ece, ece]\nlabel:", 6, "metrics names a metric twice"),
         ("label:", "perturbations: {typos: 2}\nlabel:", 6, "typos is 2.0; it must be a probability above 0"),
         ("label:", "perturbations: {seed: 2}\nlabel:", 6, "none is on; set typos"),
+        ('["yes", "no"]', '["", "no"]', 5, "choices.values holds an empty text, which no token stands for; remove it"),
+        ("label:", "perturbations: {extra_space: 1000000000}\nlabel:", 6, "extra_space is 1000000000; it must"),
+        ("label:", "---\nlabel:", 6, "invalid YAML: expected a single document in the stream but found another doc"),
+        ("label:", "metrics: []\nlabel:", 6, "metrics is an empty list; name at least one, or remove it"),
+        ("label:", "perturbations: {typos: 0.1, columns: []}\nlabel:", 6, "perturbations.columns is an empty list"),
+        ("label:", f"perturbations: {{typos: {10**400}}}\nlabel:", 6, "typos is inf; it must be a probability"),
+        ("label:", f"few_shot: {{count: {hex(-(16**6000))}}}\nlabel:", 6, "few_shot.count is a number too long to pr"),
+        ("choice\ndata", "{a: b}\ndata", 1, "kind holds fields; it must be text"),
+        ('["yes", "no"]', "[a, [b]]", 5, "choices.values holds a list in a list; it must be a list of texts"),
+        ('["yes", "no"]', "&a [b, *a]", 5, "choices.values holds a list in a list"),
+        ("label:", "[a, b]: c\nlabel:", 6, "a field's name is a list; allowed are kind, data"),
         ("label:", 'name: ""\nname2: x\nlabel:', 7, "there is no field 'name2'"),
     ],
 )  # fmt: skip
@@ -113,3 +124,10 @@ def test_two_scenarios_of_one_name(tmp_path: Path) -> None:
         (tmp_path / folder / "s.yaml").write_text(CHOICE)
     with pytest.raises(InvalidInput, match=r"b/s\.yaml, line 1: the name 's' is that of .*a/s\.yaml, too"):
         load([str(tmp_path / "a" / "s.yaml"), str(tmp_path / "b" / "s.yaml")])
+
+
+def test_aliases_that_would_grow_are_refused_at_once(tmp_path: Path) -> None:
+    """A list of 2**40 texts in 40 lines must not be built, also not for the message."""
+    levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 41))
+    with pytest.raises(InvalidInput, match="metrics holds a list in a list"):
+        load_text(tmp_path, CHOICE + "metrics:\n  - &l0 [a, b]\n" + levels)

@@ -145,6 +145,31 @@ def test_missing_results_change_no_file(
     assert states(suite) == before
 
 
+def test_results_of_other_rows_are_refused(
+    suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Edited rows, and rows of an export with other options. No file is changed."""
+    results = exported_and_run(suite / "score", tmp_path, model, PARAMS)
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    before = states(suite)
+    changes = [({"context": [9]}, "a row has context [9] where export writes [0]; give import the model, the options"),
+               ({"continuation": [5]}, "a row has continuation [5] where export writes ["),
+               ({"token_ids": None}, "is no output of flexengine run (TypeError"),
+               ({"token_ids": [5]}, "is no output of flexengine run (ValueError"),
+               ({"logprobs": [{}]}, "is no output of flexengine run (KeyError")]  # fmt: skip
+    for change, message in changes:
+        results.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], **change}, *rows[1:]]))
+        assert main(["helm", "import", str(results), str(suite / "score"), "--model", model]) == 2
+        assert f"{results}: " in (said := capsys.readouterr().err)
+        assert message in said
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["helm", "import", str(results), str(suite / "score"), "--model", model]
+    assert main([*words, "--chat-template", "no"]) == 2
+    assert "a row has continuation [" in capsys.readouterr().err
+    assert states(suite) == before
+    assert main(words) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -161,8 +186,10 @@ def test_missing_results_change_no_file(
         (["export", "{suite}", "--output", "{rows}", "--name", "x"],
          "--name has no effect with export; give it to flexengine helm run"),
         (["import", "{rows}", "{suite}", "--output", "{rows}"], "--output has no effect with import"),
-        (["import", "{wrong}", "{suite}"], "is not JSON lines"),
-        (["import", "{one}", "{suite}"], "there is no field request or error"),
+        (["import", "{wrong}", "{suite}"], "wrong, line 1 is not JSON ("),
+        (["export", "{suite}", "--output", "-"], "--output is -; it must be a file"),
+        (["export", "{suite}", "--output", "/dev/null"], "--output is /dev/null; it must be a file"),
+        (["import", "{one}", "{suite}"], "one, line 1: there is no field request or error"),
         (["export", "{state}", "--output", "{state}"], "give each a file of its own"),
         (["run", "--output", "x"], "--output has no effect with run"),
         (["measure"], "choose from"),

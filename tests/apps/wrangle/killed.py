@@ -1,13 +1,11 @@
-"""A run that is killed at a point: python -m tests.apps.wrangle.killed POINT TABLE OUTPUT (POINT 0 is never reached).
+"""A run that is killed at a point, for a process of its own.
 
 Points are the calls that change files, in their order. The job's own resuming has tests of its own.
 """
 
 import os
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from flexengine.apps.wrangle.plan import make_plan
@@ -17,7 +15,7 @@ from tests.apps.wrangle.helpers import answer_rows
 
 
 def main(point: int, table: str, output: str) -> None:
-    """Run, and count calls of os.fsync and os.replace."""
+    """Run, and print the number of calls of os.fsync and os.replace. Before call number `point`, from 1, be killed."""
     reached = 0
 
     def dying(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +37,3 @@ def main(point: int, table: str, output: str) -> None:
         answer_rows(rows, results, lambda row: [-len(row["context"]), -70.0 * (row["row"] + 3)])
     finish(plan, output)
     print(reached)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), str(Path(sys.argv[2])), sys.argv[3])

@@ -1,12 +1,7 @@
 """flexengine wrangle with a random model, interrupted and killed with SIGKILL: the same command ends with the same
 files."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +10,7 @@ from flexengine.commands.main import main
 from flexengine.config import Result
 from flexengine.job.journal import Journal
 from tests.apps.wrangle.helpers import PAIRS, written
-from tests.helpers.pages import ROOT
-from tests.helpers.slow_command import slow_command
+from tests.helpers.forked import SlowCommand
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -80,27 +74,6 @@ def test_an_interrupted_restart_is_continued_without_it(
     assert contents(other) == contents(whole)
 
 
-def rows_done(folder: Path) -> int:
-    """Number of records of rows in the journal."""
-    journal = folder / "o.csv.results.jsonl.journal"
-    return journal.read_bytes().count(b'"index"') if journal.exists() else 0
-
-
-def kill(command: list[str], folder: Path, rng: random.Random) -> None:
-    """Start the command, and kill it a random time after its start, or after further rows are done."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([sys.executable, *slow_command(command, 0.05)], cwd=folder, env=environment)
-    if rng.random() < 0.3:
-        time.sleep(rng.uniform(0, 3))
-    else:
-        wanted, deadline = rows_done(folder) + rng.randrange(1, 5), time.monotonic() + 120
-        while rows_done(folder) < wanted and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.1))
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_killed_ten_times_ends_with_the_same_files(
@@ -111,14 +84,15 @@ def test_a_run_killed_ten_times_ends_with_the_same_files(
     given = words(written(whole, "t.csv", header + "".join(rows[i % 4] for i in range(ROWS))), model, "-q")
     monkeypatch.chdir(whole)
     assert main(given) == 0
+    command = SlowCommand(given, 0.05, other, other / "o.csv.results.jsonl.journal")
     rng, done = random.Random(1), [0]
     for _ in range(KILLS):
-        kill(given, other, rng)
-        done.append(rows_done(other))
+        command.start_and_kill(rng, rows=4)
+        done.append(command.rows_done())
     assert done[-1] < ROWS - 1  # one row is the example
     assert len(set(done)) > KILLS // 2
     assert not (other / "o.csv").exists()
     monkeypatch.chdir(other)
     assert main(given) == 0
-    assert rows_done(other) == ROWS - 1
+    assert command.rows_done() == ROWS - 1
     assert contents(other) == contents(whole)

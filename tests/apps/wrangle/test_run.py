@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,10 @@ from flexengine.apps.wrangle.run import Report, as_json, check, finish, prepare,
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import CITIES, PAIRS, answer_rows, written
+from tests.helpers.forked import Forked
 from tests.helpers.inputs import arrow_file
 
 Give = Callable[[Mapping[str, Any]], Any]
-ROOT = Path(__file__).parents[3]
 
 
 def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[Plan, Report]:
@@ -95,27 +92,29 @@ def test_arrow(tmp_path: Path) -> None:
     assert report.metrics["precision"] == 0.5
 
 
-@pytest.mark.slow
 def test_killed_at_each_point(tmp_path: Path) -> None:
     """The same command then writes the same files."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = "from tests.apps.wrangle import killed; killed.main(int(sys.argv[1]), *sys.argv[2:])"
 
-    def start(point: int, output: Path) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "tests.apps.wrangle.killed", str(point), table, str(output)]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    def start(point: int, folder: Path) -> Forked:
+        log = tmp_path / f"{folder.name}, {point}.log"
+        return Forked(code, [str(point), table, str(folder / "o.csv")], tmp_path, log)
 
     def contents(folder: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     table = written(tmp_path, "t.csv", PAIRS)
     (whole := tmp_path / "whole").mkdir()
-    points = int(start(0, whole / "o.csv").stdout)
+    child = start(0, whole)
+    assert child.wait(60) == 0, child.said()
+    points = int(child.said())
     assert points >= 4
     assert set(contents(whole)) == {"o.csv", "o.csv.rows.jsonl", "o.csv.results.jsonl", "o.csv.results.jsonl.journal"}
     for point in range(1, points + 1):
         (folder := tmp_path / str(point)).mkdir()
-        assert start(point, folder / "o.csv").returncode == -signal.SIGKILL
-        assert start(0, folder / "o.csv").returncode == 0
+        assert start(point, folder).wait(60) == -signal.SIGKILL
+        child = start(0, folder)
+        assert child.wait(60) == 0, child.said()
         assert contents(folder) == contents(whole)
 
 

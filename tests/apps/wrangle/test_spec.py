@@ -48,6 +48,8 @@ REFUSED: list[tuple[str | None, int, dict[str, Any], str]] = [
     ("match", 1, {"noun": "Product", "evaluate": True}, "--evaluate has no effect on match"),
     ("transform", 1, {"column": ["a"], "missing": "x"}, "--missing has no effect on transform"),
     ("impute", 1, {"column": ["a"], "generate": True}, "--generate has no effect on impute"),
+    ("detect", 1, {"column": ["a", "a"]}, "--column 'a' is given twice; give it once"),
+    ("match", 1, {"show": ["a", "b", "a"]}, "--show 'a' is given twice"),
     ("detect", 1, {"alone": True}, "--alone shows single cells, but no --column"),
     ("detect", 1, {"alone": True, "column": ["a"], "show": ["b"]}, "--alone hides the row"),
     ("impute", 1, {"column": ["a"], "choice": ["x", "y"], "closed": True}, "--choice lists the answers, and --closed"),

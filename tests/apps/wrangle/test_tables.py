@@ -109,3 +109,9 @@ def test_refused(tmp_path: Path, name: str, text: str | None, message: str) -> N
 def test_output_of_another_format(name: str, form: str) -> None:
     with pytest.raises(InvalidInput, match="the output has the format of the table"):
         check_output(name, form)
+
+
+def test_columns_with_another_separator(tmp_path: Path) -> None:
+    table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
+    with pytest.raises(InvalidInput, match="columns are name;city: they seem to be separated by ';'; save the file"):
+        table.check_has(["city"], "--column")

@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from flexengine.engine import generating
 from flexengine.engine.generating import JobRows
 from flexengine.engine.summary import JobCounts
 from tests.helpers.families import NEW
+from tests.helpers.forked import Forked
 from tests.helpers.job import Job
 from tests.helpers.listening import Heard
 from tests.helpers.resuming import ROOT, SAMPLED, Watch, journal_of, rows_done, state
@@ -245,7 +245,7 @@ def test_refused_while_another_job_runs(job: Job) -> None:
 
 # A process of its own.
 SLOW = """
-import sys, time
+import time
 from flexengine import Engine, SamplingParams
 def on_sweep(progress):
     if progress.rows > 1:
@@ -260,12 +260,13 @@ with Engine(model, device="cpu", on_sweep=on_sweep) as engine:
 @pytest.mark.slow
 def test_killed(job: Job, whole: Any) -> None:
     expected = whole()
-    command = [sys.executable, "-c", SLOW, str(job.family.directory), str(job.input), str(job.output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
-        assert child.stdout
-        assert child.stdout.readline() == "now\n", child.stderr and child.stderr.read()
-        child.kill()
-        child.wait(timeout=100)
+    words = [str(job.family.directory), str(job.input), str(job.output)]
+    child = Forked(SLOW, words, ROOT, job.folder / "log")
+    while "now\n" not in child.said():
+        assert child.poll() is None, child.said()
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(100) == -signal.SIGKILL
     assert not job.output.exists()
     assert journal_of(job).exists()
     assert job() == 0, job.err

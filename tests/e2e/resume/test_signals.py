@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.forked import Forked
 from tests.helpers.job import Job
 from tests.helpers.resuming import ROOT, Watch, journal_of, rows_done
 
@@ -67,7 +68,7 @@ def test_an_input_that_changes_while_the_job_runs(job: Job, watch: Watch) -> Non
 
 # Signals.
 SLOW = """
-import sys, time
+import time
 from pathlib import Path
 from flexengine.runtime.execute import Executor
 real, journal = Executor._work, Path(sys.argv[1])
@@ -81,24 +82,23 @@ sys.exit(run.main(sys.argv[2:]))
 """
 
 
-def start_slow(job: Job, *more: str) -> "subprocess.Popen[str]":
+def start_slow(job: Job, *more: str) -> Forked:
     """Start the job in a process of its own, and wait until it is in an endless sweep after some rows."""
     weights = [0, 1, 0] if "sim" in more else [1, 0, 0]
     (job.folder / "p.json").write_text(json.dumps({"gpu_batch_size": 2, "num_gpu_batches": 2, "weights": weights}))
-    command = [sys.executable, "-c", SLOW, str(journal_of(job)), *job.arguments("--policy", str(job.folder / "p.json"))]
-    child = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    words = [str(journal_of(job)), *job.arguments("--policy", str(job.folder / "p.json")), *more]
+    child = Forked(SLOW, words, ROOT, job.folder / "log")
     while not journal_of(job).exists() or len(rows_done(job)) < 2:
-        assert child.poll() is None, child.stderr and child.stderr.read()
+        assert child.poll() is None, child.said()
         time.sleep(0.02)
     time.sleep(0.3)
     return child
 
 
-def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes) -> str:
-    """Return the output of `child` after its end, and check that the same command finishes the job."""
+def goes_on(job: Job, child: Forked, code: int, expected: bytes) -> None:
+    """Wait for the end of `child`, and check that the same command finishes the job."""
     assert child.wait(timeout=200) == code  # while the sweep takes 1000 s
-    assert child.stderr
-    said = child.stderr.read()
+    said = child.said()
     assert "Traceback" not in said
     standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to continue"
     standing += "; rows that were under way begin anew\n"
@@ -106,7 +106,6 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
     assert not job.output.exists()
     assert job() == 0, job.err
     assert job.output.read_bytes() == expected
-    return said
 
 
 @pytest.mark.slow

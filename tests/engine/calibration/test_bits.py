@@ -1,6 +1,5 @@
 """Weights `mixed`: the bits fit the budget at the least harm, and a job keeps them."""
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -8,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flexengine import Engine, Lossy, SamplingParams
 from flexengine.commands import plan, quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
+from flexengine.engine.bits import CONTEXT, PROBE_ROWS, Bits
+from flexengine.engine.calibration import ROWS
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
 from tests.helpers.calibrated import SPREAD
@@ -21,7 +23,7 @@ from tests.helpers.listening import Heard
 from tests.helpers.rounded import rounded
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
-ROWS = [{"prompt_token_ids": prompt} for prompt in prompts_of(601)]
+PROMPTS = [{"prompt_token_ids": prompt} for prompt in prompts_of(601)]
 FORMATS = (None, "int8", "int4", "int3")
 
 
@@ -48,24 +50,45 @@ def mixed(budget: int) -> Lossy:
 
 
 @pytest.mark.parametrize("held", [("int8", "int4", "int3", "int3"), (None, "int8", "int4", "int3")])
-def test_the_least_harm_within_the_budget(model: Path, sizes: Any, own_cache: Path, held: Any) -> None:
+def test_the_least_harm_within_the_budget(model: Path, sizes: Any, held: Any) -> None:
     """Of all 256 choices; and the tokens of transformers with these weights, from several tiers."""
     budget = sizes.rest + sum(sizes.layer[b] for b in held)
     with Engine(model, policy=SPREAD, device="sim", lossy=mixed(budget)) as engine:
-        found = [r.token_ids for r in engine.generate(ROWS, GREEDY)]
+        harms = Bits(engine.core, engine.calibrator).harms()
+        found = [r.token_ids for r in engine.generate(PROMPTS, GREEDY)]
         bits, importances = engine.lossy.weights, engine.calibrator.importances
         assert sum(t.held_bytes for t in engine.facts.tensors) <= budget
     assert isinstance(bits, tuple)
     columns = importances.columns if importances is not None else None  # None if no format is fitted
-    (file,) = own_cache.glob("prepared/*/harms.json")
-    harms = [{None: 0.0, **harm} for harm in json.loads(file.read_text())]
+    squared_steps = {None: 0.0, "int8": (7 / 255) ** 2, "int4": (7 / 15) ** 2, "int3": 1.0}
+    assert min(harms) > 0
 
     def harm(choice: Any) -> float:
-        return float(sum(harms[j][b] for j, b in enumerate(choice)))
+        return float(sum(harms[j] * squared_steps[b] for j, b in enumerate(choice)))
 
     fitting = [c for c in product(FORMATS, repeat=4) if sizes.rest + sum(sizes.layer[b] for b in c) <= budget]
     assert harm(bits) == pytest.approx(min(map(harm, fitting)), rel=1e-3)
     assert found == reference(rounded(model, bits, columns), prompts_of(601))
+
+
+def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
+    """By transformers: half the mean square of the changes of log probabilities, with embedding and head in 8 bits."""
+    with Engine(model, device="sim", lossy=mixed(10**6)) as engine:
+        found = Bits(engine.core, engine.calibrator).harms()
+        assert engine.calibrator.importances is not None
+        assert engine.calibrator.text is not None
+        columns, rows = engine.calibrator.importances.columns, engine.calibrator.text.rows[:: ROWS // PROBE_ROWS]
+
+    def logprobs(*codecs: str | None) -> torch.Tensor:
+        changed, ids = rounded(model, codecs, columns), torch.tensor(rows)
+        with torch.no_grad():
+            scores = changed(ids).logits[:, CONTEXT - 1 : -1].double().log_softmax(-1)
+        return scores.gather(2, ids[:, CONTEXT:, None])
+
+    exact = logprobs(None, None, None, None)
+    for layer, harm in enumerate(found):
+        changed = logprobs(*("int3" if j == layer else None for j in range(4)))
+        assert harm == pytest.approx(float((changed - exact).square().mean() / 2), rel=1e-3)
 
 
 def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: Any, families: Any) -> None:
@@ -74,7 +97,7 @@ def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: 
         Engine(model, device="sim", lossy=mixed(least - 1))
     heard = Heard()
     with Engine(model, device="sim", lossy=mixed(sizes.exact), progress=heard) as engine:
-        assert [r.token_ids for r in engine.generate(ROWS, GREEDY)] == families("llama-tied").expected
+        assert [r.token_ids for r in engine.generate(PROMPTS, GREEDY)] == families("llama-tied").expected
         assert engine.lossy == Lossy()
     assert [line for line in heard.messages if "weights stay exact: they take" in line]
     with Engine(model, device="sim", lossy=mixed(least)) as engine:
@@ -93,6 +116,7 @@ def test_a_model_without_a_tokenizer(families: Any) -> None:
         Engine(families("llama-tied").directory, device="sim", lossy=mixed(10**6))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_its_bits(model: Path, sizes: Any, own_cache: Path, tmp_path: Path, capsys: Any) -> None:
     """With the same budget, also after the cache was emptied; or with the file of its bits; not with other bits."""
     source, bits = tmp_path / "in.jsonl", tmp_path / "bits.json"

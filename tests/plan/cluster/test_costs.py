@@ -1,0 +1,73 @@
+"""Costs of stages against the layout and the cost model of single machines."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.cluster import harm, model
+from flexengine.plan.cluster.booked import MOST_READING, cohort_policy, stage_facts
+from flexengine.plan.cluster.costs import Costs, Task
+from flexengine.plan.cluster.devices import Cluster, Device, Link
+from flexengine.plan.cluster.job import Job, Shape
+from flexengine.plan.cluster.latency import Machine
+from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cost import Cost
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
+from tests.helpers.plans import machine_of, opt
+
+TINY = opt(6, 512, 8)
+
+
+def untied(facts: ModelFacts) -> ModelFacts:
+    assert facts.embedding is not None
+    return replace(facts, head=replace(facts.embedding, name="head"))
+
+
+def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape, kind: str) -> Plan:
+    """The stages between the cuts, on equal machines."""
+    hardware = replace(machine_of(random.Random(1), kind), task_seconds=1e-4)
+    devices = tuple(Device(f"d{k}", "d", 10**12, Machine(hardware), kind) for k in range(len(cuts) - 1))
+    made = model.of_facts({None: facts})
+    task = Task(Cluster("c", devices, Link(1e9), Link(1e9)), {kind: made}, Job.of(workload), (None,),
+                harm.assumed(made, (None,)))  # fmt: skip
+    stages = [k for k in range(len(cuts) - 1) for _ in range(cuts[k + 1] - cuts[k])]
+    numbers = Costs(task).numbers(devices, shape)
+    return Plan.of(task, devices, shape, numbers, stages, [0] * len(stages))
+
+
+@pytest.mark.parametrize("facts", [TINY, untied(TINY)], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("cuts", [[0, 6], [0, 2, 6], [0, 1, 4, 6]])
+def test_bytes_are_those_of_the_layout(facts: ModelFacts, kind: str, cuts: list[int]) -> None:
+    """To the byte for one cohort: weights, KV pages, ports, workspace, embedding and head of each stage."""
+    workload, facts = Workload({(100, 20): 6, (37, 9): 2}), replace(facts, gpu=kind == "cuda")
+    plan = planned(facts, cuts, workload, Shape(8, 8, 4), kind)
+    policy = cohort_policy(8, 400)
+    for k, (first, end) in enumerate(itertools.pairwise(cuts)):
+        capacity = Capacity(None, None, None, kind == "cpu", kind != "cpu")
+        layout = lay_out(stage_facts(facts, first, end), policy, workload, capacity)
+        read = layout.account["device"].get("read buffers", MOST_READING)  # in RAM they are booked at their largest
+        assert plan.priced.memory[k] - MOST_READING == layout.total("device") - read
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_seconds_are_those_of_the_cost_model(kind: str) -> None:
+    """One stage and one cohort are a single machine's job."""
+    workload, facts = Workload({(128, 40): 8}), replace(TINY, gpu=kind == "cuda")
+    plan = planned(facts, [0, 6], workload, Shape(8, 8, 8), kind)
+    hardware = plan.devices[0].latency.hardware  # type: ignore[attr-defined]
+    layout = lay_out(facts, cohort_policy(8, 8 * 128), workload, hardware.capacity)
+    predicted = Cost(facts, hardware, workload).predict(layout)
+    assert plan.priced.decode[0] == pytest.approx(predicted.sweep_seconds["decode"], rel=1e-6)
+    assert plan.priced.seconds == pytest.approx(predicted.seconds, rel=1e-3)
+
+
+def test_names_of_shapes() -> None:
+    assert model.shape_name(TINY) == "model, 6 layers of 512, 8 heads of 64, vocabulary 50272"
+    grouped = replace(TINY, kv_heads=2, kind="llama")
+    assert model.shape_name(grouped) == "llama, 6 layers of 512, 8/2 heads of 64, vocabulary 50272"
