@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,16 +22,19 @@ from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.linear import FastLinear
 from flexengine.model.loading import ByteRange, Origin
+from flexengine.model.overlap import overlap
 from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.products import FastConv1D, is_experts
-from flexengine.model.shards import check_room, save
+from flexengine.model.shards import check_room
 from flexengine.model.skeleton import ParamRef, Skeleton
+from flexengine.model.tensor_files import TensorFiles, TensorPart
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
+DEPTH = 32  # pieces that wait between reading and encoding, and between encoding and writing
 
 
 def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
@@ -88,7 +92,14 @@ def encoded(
 ) -> dict[str, Origin]:  # fmt: skip
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
 
-    At most about one parameter is in memory. An interrupted run continues with the first file that is missing.
+    Reading, encoding and writing overlap: a thread reads pieces of the parameters, the caller's thread encodes them, a
+    thread writes the encoded bytes. A piece has at most max(CHUNK, ROWS x columns) elements. In memory are at most
+
+        (DEPTH + 2) x (bytes of a stored piece + bytes of an encoded piece) + scratch memory of one piece
+
+    and, as a matrix that the checkpoint stores transposed is read whole, two such matrices. For matrices of 16 MB and
+    more, this is less than DEPTH x the largest parameter by far. An interrupted run continues with the first file that
+    is missing.
 
     Args:
         source: the model directory.
@@ -156,9 +167,10 @@ def _write(
     read = sum(stored[name].nbytes for name in missing)
     text = (f"encoding {len(missing)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
             f" {total / 1e9:.2f} GB)")  # fmt: skip
-    with activity("encoding", text, read, "B", logging.INFO):
-        for name in missing:
-            _save(name, _encoded(name, stored[name], chosen[name], importances), final[name])
+    pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
+    shapes = {name: chosen[name].shape for name in missing}
+    with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
+        overlap(pieces, lambda piece: _encoded(piece, importances), out.write, DEPTH)
 
 
 def _linked(file: Path) -> bool:
@@ -175,46 +187,57 @@ def _linked(file: Path) -> bool:
     return False
 
 
+class Piece(NamedTuple):
+    """Rows of a matrix to encode.
 
-def _save(name: str, data: Tensor, final: Path) -> None:
-    writing = final.with_suffix(".writing")
-    save({name: data}, writing)
-    with writing.open("rb") as file:
-        os.fsync(file.fileno())
-    writing.rename(final)
+    Attributes:
+        name: of the parameter.
+        number: of the expert; 0 if there are no experts.
+        form: format of the parameter.
+        rows: [rows, columns], in the stored dtype.
+    """
+
+    name: str
+    number: int
+    form: WeightFormat
+    rows: Tensor
 
 
-def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importances | None) -> Tensor:
-    out = torch.empty(max(1, form.count), form.packed.nbytes, dtype=torch.uint8)
-    each = origin.nbytes // len(out)
-    for number, target in enumerate(out):
-        offset, importance = 0, importances.of(name, number) if importances is not None else None
-        for part in matrix_pieces(origin, number * each, form):
-            if not bool(torch.isfinite(part).all()):
-                raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
-            try:
-                data = Packed(form.packed.codec, *part.shape).encode(part, importance)
-            except InvalidInput as error:
-                raise BadCheckpoint(f"tensor {name}: {error}") from error
-            advance(part.numel() * origin.dtype.itemsize)
-            target[offset : offset + len(data)] = data
-            offset += len(data)
-    return out.view(form.shape)
+def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[Piece]:
+    """Yield a parameter in pieces, in the order of its encoded bytes."""
+    count = max(1, form.count)
+    for number in range(count):
+        for rows in matrix_pieces(origin, number * (origin.nbytes // count), form):
+            yield Piece(name, number, form, rows)
+
+
+def _encoded(piece: Piece, importances: Importances | None) -> TensorPart:
+    """Return the encoded bytes of a piece. Raise BadCheckpoint if the codec cannot hold one of its numbers."""
+    part, codec = piece.rows.float(), piece.form.packed.codec
+    importance = importances.of(piece.name, piece.number) if importances is not None else None
+    if not bool(torch.isfinite(part).all()):
+        raise BadCheckpoint(f"tensor {piece.name} holds NaN or infinite values")
+    try:
+        data = Packed(codec, *part.shape).encode(part, importance)
+    except InvalidInput as error:
+        raise BadCheckpoint(f"tensor {piece.name}: {error}") from error
+    advance(piece.rows.nbytes)
+    return TensorPart(piece.name, data)
 
 
 def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
-    """Yield one matrix, whose bytes start at `start`, in fp32 pieces of whole blocks of rows."""
+    """Yield one matrix, whose bytes start at `start`, in pieces of whole blocks of rows, in the stored dtype."""
     rows, columns = form.packed.rows, form.packed.columns
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)
     size = origin.dtype.itemsize
     if form.transposed:
         whole = _read(origin, start, rows * columns * size).view(columns, rows)
         for low in range(0, rows, step):
-            yield whole[:, low : low + step].t().float()
+            yield whole[:, low : low + step].t()
         return
     for low in range(0, rows, step):
         count = min(step, rows - low)
-        yield _read(origin, start + low * columns * size, count * columns * size).view(count, columns).float()
+        yield _read(origin, start + low * columns * size, count * columns * size).view(count, columns)
 
 
 def _read(origin: Origin, start: int, nbytes: int) -> Tensor:

@@ -170,11 +170,14 @@ class TestEncoding:
         known = families("opt")
         real, made = encoding._encoded, []
 
-        def failing(name: str, *args: Any) -> Any:
+        def noting(piece: Any, *args: Any) -> Any:
+            made.append(piece.name)
+            return real(piece, *args)
+
+        def failing(piece: Any, *args: Any) -> Any:
             if len(made) == 5:
                 raise KeyboardInterrupt
-            made.append(name)
-            return real(name, *args)
+            return noting(piece, *args)
 
         monkeypatch.setattr(encoding, "_encoded", failing)
         lossy = Lossy(weights="int4")
@@ -182,7 +185,7 @@ class TestEncoding:
             engine.prepare()
         first = list(made)
         made.clear()
-        monkeypatch.setattr(encoding, "_encoded", lambda name, *args: (made.append(name), real(name, *args))[1])
+        monkeypatch.setattr(encoding, "_encoded", noting)
         with Engine(known.directory, policy=WHOLE, lossy=Lossy(weights="int4")) as engine:
             engine.prepare()
             assert set(first) | set(made) == set(engine.core.opened.forms)

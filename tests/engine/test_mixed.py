@@ -113,9 +113,9 @@ def prepare(families: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Returns a function that encodes formats by layer, and returns the layers of which it encoded something."""
     directory, made, real = families("llama-tied").directory, list[str](), encoding._encoded
 
-    def noting(name: str, *args: Any) -> Any:
-        made.append(name)
-        return real(name, *args)
+    def noting(piece: Any, *args: Any) -> Any:
+        made.append(piece.name)
+        return real(piece, *args)
 
     monkeypatch.setattr(encoding, "_encoded", noting)
 

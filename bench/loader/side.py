@@ -1,0 +1,106 @@
+"""Side process of bench.loader: encodes the weights of a model once, in one of two ways.
+
+Reads {"model", "weights", "way", "out"} as JSON on stdin; prints one JSON line.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.harness import Record, peak_rss, restart_peak, rss
+
+WARM_UP = 4  # pieces encoded before memory and time count, so that libraries and threads are there
+T = TypeVar("T")
+
+
+class Encoding:
+    """The steps of flexengine.model.encoding for all encoded parameters of a model.
+
+    Attributes:
+        facts: bytes and counts of the work.
+    """
+
+    def __init__(self, model: str, weights: str, out: Path) -> None:
+        from flexengine.lossy import Lossy
+        from flexengine.model import encoding, tensor_files
+        from flexengine.worker.opened import open_model
+
+        opened = open_model(model, None, "cpu", lossy=Lossy(weights=weights))
+        self.encoding, self.forms, self.locations = encoding, opened.forms, opened.locations
+        paths = {name: out / f"{number}.safetensors" for number, name in enumerate(self.forms)}
+        self.files = tensor_files.TensorFiles(paths, {name: form.shape for name, form in self.forms.items()})
+        stored = {name: self.locations[name].nbytes for name in self.forms}
+        self.facts = {
+            "parameters": len(stored), "read_bytes": sum(stored.values()), "largest_bytes": max(stored.values()),
+            "largest_encoded_bytes": max(form.nbytes for form in self.forms.values()),
+            "written_bytes": sum(form.nbytes for form in self.forms.values()), "depth": encoding.DEPTH,
+        }  # fmt: skip
+
+    def pieces(self) -> Iterator[Any]:
+        """Yield the pieces of all parameters."""
+        for name, form in self.forms.items():
+            yield from self.encoding._pieces(name, self.locations[name], form)
+
+    def encoded(self, piece: Any) -> Any:
+        """Return a piece's encoded bytes."""
+        return self.encoding._encoded(piece, None)
+
+    def in_turn(self) -> Record:
+        """Read, encode and write piece by piece in this thread. Return the seconds of each step."""
+        steps: Counter[str] = Counter()
+
+        def timed(step: str, work: Callable[[], T]) -> T:
+            began = time.perf_counter()
+            done = work()
+            steps[step] += time.perf_counter() - began  # type: ignore[assignment]
+            return done
+
+        pieces = self.pieces()
+        while (piece := timed("read", lambda: next(pieces, None))) is not None:
+            part = timed("encode", lambda piece=piece: self.encoded(piece))
+            timed("write", lambda part=part: self.files.write(part))
+        return {"steps": dict(steps)}
+
+    def overlapped(self) -> Record:
+        """Read, encode and write as the engine does."""
+        from flexengine.model.overlap import overlap
+
+        overlap(self.pieces(), self.encoded, self.files.write, self.encoding.DEPTH)
+        return {}
+
+
+def digest_of(folder: Path) -> str:
+    """Return a hash of the files in a directory."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def main() -> None:
+    """Run the setting on stdin."""
+    setting = json.load(sys.stdin)
+    out = Path(setting["out"])
+    work = Encoding(setting["model"], setting["weights"], out)
+    first = next(work.pieces())
+    for _ in range(WARM_UP):
+        work.encoded(first)
+    del first
+    base, cpu, began = rss(), time.process_time(), time.perf_counter()
+    restart_peak()
+    with work.files:
+        found = work.in_turn() if setting["way"] == "in turn" else work.overlapped()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    peak = peak_rss() - base
+    line = {"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "facts": work.facts, **found}
+    print(json.dumps({**line, "digest": digest_of(out)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
