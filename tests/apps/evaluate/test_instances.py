@@ -184,11 +184,6 @@ def test_perturbed_copies_follow_their_original(tmp_path: Path) -> None:
 
 
 def test_columns_with_another_separator_are_named(tmp_path: Path) -> None:
-<<<<<<< HEAD
-    rows = "q\toptions\ta\n1\t2\t3\n"
-    message = refusal(tmp_path, YAML.replace("rows.jsonl", "rows.csv"), name="rows.csv", rows=rows)
-=======
     yaml = YAML.replace("rows.jsonl", "rows.csv")
     message = refusal(tmp_path, yaml, name="rows.csv", rows="q\toptions\ta\n1\t2\t3\n")
->>>>>>> attack1
     assert message.endswith("choose from q\toptions\ta: they seem to be separated by tabs; name it .tsv")

@@ -70,11 +70,7 @@ def test_metrics_that_are_chosen_if_none_is_named(tmp_path: Path) -> None:
         ("label:", "perturbations: {typos: 2}\nlabel:", 6, "typos is 2.0; it must be a probability above 0"),
         ("label:", "perturbations: {seed: 2}\nlabel:", 6, "none is on; set typos"),
         ('["yes", "no"]', '["", "no"]', 5, "choices.values holds an empty text, which no token stands for; remove it"),
-<<<<<<< HEAD
-        ("label:", "perturbations: {extra_space: 1000000000}\nlabel:", 6, "extra_space is 1000000000; it must"),
-=======
         ("label:", "perturbations: {extra_space: 1000000000}\nlabel:", 6, "extra_space is 1000000000; it must be"),
->>>>>>> attack1
         ("label:", "---\nlabel:", 6, "invalid YAML: expected a single document in the stream but found another doc"),
         ("label:", "metrics: []\nlabel:", 6, "metrics is an empty list; name at least one, or remove it"),
         ("label:", "perturbations: {typos: 0.1, columns: []}\nlabel:", 6, "perturbations.columns is an empty list"),

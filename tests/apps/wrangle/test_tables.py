@@ -119,9 +119,5 @@ def test_doubled_columns_of_a_parquet_file(tmp_path: Path) -> None:
 
 def test_columns_with_another_separator(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
-<<<<<<< HEAD
-    with pytest.raises(InvalidInput, match="columns are name;city: they seem to be separated by ';'; save the file"):
-=======
     with pytest.raises(InvalidInput, match="its columns are name;city: they seem to be separated by ';'"):
->>>>>>> attack1
         table.check_has(["city"], "--column")
