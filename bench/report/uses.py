@@ -9,6 +9,8 @@ from bench.report.lines import RESULTS, records, short, table
 Row = tuple[str, str, str, str, str, str, str]  # job, seconds, other side, its seconds, ratio, results, day
 COMMANDS = ("python -m bench.prefix --out prefix.jsonl", "bench/lm_eval.sh", "bench/helm.sh", "bench/wrangle.sh")
 
+BUSY = 2.0  # load per core above which a record says that other programs ran
+
 
 def uses_block(folder: Path = RESULTS) -> str:
     """Return the table of jobs with their other sides, and the commands under it."""
@@ -67,6 +69,8 @@ def _wrangle(folder: Path) -> Iterator[Row]:
         metrics = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items()
                             if name in ("f1", "accuracy"))  # fmt: skip
         results = f"{line['equal']} of {line['questions']} answers equal; {metrics}"
+        if line["machine"]["load"] > BUSY * line["machine"]["cores"]:
+            results += "; other programs used the processor meanwhile"
         yield _row(f"wrangle: {line['case']['task']}, {line['case']['name']}, {line['case']['shots']} shots",
                    line["seconds"], "transformers, one prompt at a time", line["reference_seconds"], results,
                    line["time"])  # fmt: skip

@@ -93,6 +93,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), restarted if args.restart else None)
     write_files(done, folder)
     print(text(done))
+    for line in failures(done):
+        say(line)
     say(f"results are in {folder / 'results.html'}, results.json, results.csv and instances.jsonl")
     return SOME_FAILED if any(figure.errors for figure in done.figures) else DONE
 
@@ -144,6 +146,17 @@ def text(evaluation: "Evaluation") -> str:
             metric = first.metric if first.variant == ORIGINAL else f"{first.metric}, {WORST}"
             lines.append([first.scenario, metric, _value(first), *(c for f in others for c in (_value(f), _more(f)))])
     return table(lines, range(2, len(head)))
+
+
+def failures(evaluation: "Evaluation") -> list[str]:
+    """Return a line for each scenario and run with errors, as the table counts such rows without a mark."""
+    return [
+        f"{built.scenario.name}: {len(errors)} of {len(answers)} instances of run {run.name} have an error; the first:"
+        f" {errors[0]}"
+        for run, of_run in zip(evaluation.runs, evaluation.answers, strict=True)
+        for built, answers in zip(evaluation.scenarios, of_run, strict=True)
+        if (errors := [answer.error for answer in answers if answer.error is not None])
+    ]
 
 
 def _value(figure: "Figure") -> str:

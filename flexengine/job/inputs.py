@@ -159,9 +159,8 @@ def _text(given: _Input) -> _Reader:
     if given.column is not None:
         raise InvalidInput(f"input {given.name} has one prompt per line and no columns; leave the prompt column out")
     if given.score:
-        raise InvalidInput(f"input {given.name} has one prompt per line, and prompts are not scored: --score"
-                           " (score=True in Python) has no effect; give texts as .jsonl or .csv with the field"
-                           " text")  # fmt: skip
+        raise InvalidInput(f"input {given.name} has one prompt per line, and --score (score=True in Python) scores no"
+                           " prompts; give texts as .jsonl or .csv with the field text")  # fmt: skip
 
     def rows() -> Iterator[Row]:
         for row, raw in _lines(given):

@@ -6,6 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from flexengine.job.room import full_disk
+
 
 def part_path(output: str | os.PathLike[str]) -> Path:
     """Return the temporary path at which an output file is written before it is renamed."""
@@ -32,9 +34,20 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     sync_directory(target.parent)
 
 
+@contextmanager
+def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in an OSError of the block, which writes it, and what to free if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        full = full_disk(error, Path(path).resolve().parent)
+        reason = f"{error.strerror}: {full}; the same command then continues" if full else error.strerror
+        raise OSError(error.errno, f"the file cannot be written: {reason}", str(path)) from error
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file that appears complete or not at all."""
-    with whole_file(path) as file:
+    """Write a file that appears complete or not at all. Raise OSError as `explained` does."""
+    with explained(path), whole_file(path) as file:
         file.write(data)
 
 

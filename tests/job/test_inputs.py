@@ -349,5 +349,5 @@ def test_rows_without_the_prompt_column_are_scored(tmp_path):
 
 
 def test_lines_of_text_are_no_texts_to_score(tmp_path):
-    with pytest.raises(InvalidInput, match="prompts are not scored: --score"):
+    with pytest.raises(InvalidInput, match=r"--score \(score=True in Python\) scores no prompts; give texts"):
         rows_of(tmp_path, b"hello\n", "in.txt", score=True)

@@ -15,6 +15,7 @@ from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "dtype")
 PLAIN = "exact"  # the run without options
+_MOST_BYTES = 200  # of a run's name; a file's name has at most 255
 _JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 
 
@@ -104,6 +105,9 @@ def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
             runs += [replace(spec, model=model, name=_name(spec, model, len(models) > 1)) for model in models]
     seen: dict[str, Run] = {}
     for run in runs:
+        if (size := len(run.stem.encode())) > _MOST_BYTES:
+            raise InvalidInput(f"the name of the run {shown(run.name)} has {size} bytes; it must have at most"
+                               f" {_MOST_BYTES}, as files are named by it; give a shorter name")  # fmt: skip
         if (first := seen.setdefault(run.stem, run)) is not run:
             raise InvalidInput(f"two runs are named {first.name} and {run.name}; give --run names of their own, as in"
                                " NAME:OPTION=VALUE")  # fmt: skip

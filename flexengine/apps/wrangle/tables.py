@@ -16,7 +16,7 @@ from flexengine.job.inputs import MAX_LINE_BYTES
 from flexengine.job.results import encode_fields
 from flexengine.job.source import Source
 from flexengine.job.tables import Record
-from flexengine.job.whole_file import whole_file
+from flexengine.job.whole_file import explained, whole_file
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with .gz or .zst)"
@@ -174,7 +174,7 @@ def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
         name: output file. `.jsonl` is JSON lines; else the format is that of the table.
         added: the further columns.
     """
-    with whole_file(name) as file:
+    with explained(name), whole_file(name) as file:
         _write(file, name, table, added)
 
 

@@ -39,6 +39,7 @@ def test_each_specification_is_run_with_each_model() -> None:
         (["a:sparse-attention=2"], "--run a: sparse_attention is 2.0; it must be a share"),
         (["a:calibrate=bundled"], "--run a: calibrate is 'bundled', but it is for weights that are fitted"),
         (["a b:weights=int4", "a_b:weights=int8"], "two runs are named a b and a_b"),
+        (["n" * 201 + ":weights=int4"], "has 201 bytes; it must have at most 200, as files are named by it"),
         (["exact", "exact"], "two runs are named exact and exact"),
     ],
 )

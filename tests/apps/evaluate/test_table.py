@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+from flexengine.apps.evaluate.answers import Answer
 from flexengine.apps.evaluate.figures import Draws, Figure
+from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.report import Evaluation
 from flexengine.apps.evaluate.runs import Run
-from flexengine.commands.evaluate import text
+from flexengine.apps.evaluate.scenario import Data, Prompt, Scenario
+from flexengine.commands.evaluate import failures, text
 
 ONE = Figure("s", "choice", "exact", "original", "accuracy", 0.5, 0.25, 0.75, 4, 0, "as 0", True)
 
@@ -19,4 +22,15 @@ def test_table() -> None:
         ["scenario", "metric", "exact", "4bit", "difference"],
         ["s", "accuracy", "0.5000 [0.2500, 0.7500]", "0.5000 [0.2500, 0.7500]", "-0.2500 [-0.5000, -]"],
         ["s", "accuracy, worst", "-", "-", "-"],
+    ]
+
+
+def test_errors_are_named() -> None:
+    built = [Built(Scenario("choice", Data("f"), Prompt("{q}"), name=name), (), (), {}) for name in ("s", "t")]
+    good, bad = Answer(text="x"), Answer(error="line 4: column q is null")
+    answers = [[[good, bad, bad], [good]], [[good] * 3, [bad]]]
+    done = Evaluation("1", [Run("exact"), Run("4bit")], built, answers, [], Draws())
+    assert failures(done) == [
+        "s: 2 of 3 instances of run exact have an error; the first: line 4: column q is null",
+        "t: 1 of 1 instances of run 4bit have an error; the first: line 4: column q is null",
     ]

@@ -223,7 +223,7 @@ REFUSED: list[tuple[str, str, str | None, dict[str, Any], str]] = [
     ("impute", "a,city\nx,y\n", None, {"column": ["city"]}, "column 'city' has no empty cell; --evaluate predicts"),
     ("impute", CITIES, None, {"column": ["city"], "choice": ["los angeles", "rome"]},
      "line 2: the answer is 'studio city'; allowed are los angeles, rome"),
-    ("impute", "a,city\nx,y\nz,\n", None, {"column": ["city"], "closed": True}, "'city' has 1 different values; it"),
+    ("impute", "a,city\nx,y\nz,\n", None, {"column": ["city"], "closed": True}, "'city' has 1 value; it must have 2"),
     ("detect", CITIES, None, {"column": ["x"]}, "--column 'x' is no column of"),
     ("detect", CITIES, None, {"column": ["city"], "label": "bad"}, "--label 'city_bad' is no column of"),
     ("schema", "a,b\nx,y\n", None, {}, "has no descriptions of attributes: it must have the columns left and right"),
