@@ -45,7 +45,7 @@ class TensorFiles:
             self._path = self._files[part.name].with_suffix(".writing")
             self._open = self._path.open("wb", buffering=0)
             self._append(memoryview(start))
-        self._append(memoryview(part.data.numpy()))
+        self._append(part.data.numpy().data)
         self._left -= part.data.nbytes
         if not self._left:
             self._finish(self._files[part.name])
