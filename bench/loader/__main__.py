@@ -58,7 +58,7 @@ def measure(model: Path, case: Case, turns: int, folder: Path) -> tuple[Record, 
     seconds, slowest = median(r["seconds"] for r in other), max(steps, key=lambda step: steps[step])
     facts = one[0]["facts"]
     peak, limit = max(r["peak"] for r in other), int(MORE * PARAMETERS * facts["largest_bytes"])
-    line = {
+    line: Record = {
         **facts, "files_equal": len({r["digest"] for r in (*one, *other)}) == 1,
         "steps": steps, "sum": sum(steps.values()), "slowest": slowest,
         "in_turn": median(r["seconds"] for r in one), "overlapped": seconds, "ratio": seconds / steps[slowest],

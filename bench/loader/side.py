@@ -7,15 +7,13 @@ import hashlib
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bench.harness import Record, peak_rss, restart_peak, rss
 
 WARM_UP = 4  # pieces encoded before memory and time count, so that libraries and threads are there
-T = TypeVar("T")
 
 
 class Encoding:
@@ -52,19 +50,19 @@ class Encoding:
 
     def in_turn(self) -> Record:
         """Read, encode and write piece by piece in this thread. Return the seconds of each step."""
-        steps: Counter[str] = Counter()
+        steps = dict.fromkeys(("read", "encode", "write"), 0.0)
 
-        def timed(step: str, work: Callable[[], T]) -> T:
+        def timed(step: str, work: Callable[..., Any], *args: Any) -> Any:
             began = time.perf_counter()
-            done = work()
-            steps[step] += time.perf_counter() - began  # type: ignore[assignment]
+            done = work(*args)
+            steps[step] += time.perf_counter() - began
             return done
 
         pieces = self.pieces()
-        while (piece := timed("read", lambda: next(pieces, None))) is not None:
-            part = timed("encode", lambda piece=piece: self.encoded(piece))
-            timed("write", lambda part=part: self.files.write(part))
-        return {"steps": dict(steps)}
+        while (piece := timed("read", next, pieces, None)) is not None:
+            part = timed("encode", self.encoded, piece)
+            timed("write", self.files.write, part)
+        return {"steps": steps}
 
     def overlapped(self) -> Record:
         """Read, encode and write as the engine does."""

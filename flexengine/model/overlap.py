@@ -123,4 +123,7 @@ def overlap(make: Iterable[A], change: Callable[[A], B], consume: Callable[[B], 
             if thread.ident is not None:  # it was started
                 thread.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else the error holds this frame, which holds the error

@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class TensorFiles:
 
     def __init__(self, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._files, self._shapes = files, shapes
-        self._open: BinaryIO | None = None
+        self._open: FileIO | None = None
         self._path, self._left = Path(), 0
 
     def write(self, part: TensorPart) -> None:
@@ -44,7 +45,7 @@ class TensorFiles:
             self._path = self._files[part.name].with_suffix(".writing")
             self._open = self._path.open("wb", buffering=0)
             self._append(memoryview(start))
-        self._append(memoryview(part.data.numpy()))
+        self._append(part.data.numpy().data)
         self._left -= part.data.nbytes
         if not self._left:
             self._finish(self._files[part.name])

@@ -15,6 +15,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model import encoding
+from flexengine.model.loading import Origin
 from flexengine.worker.opened import Opened, open_model
 
 INT4 = Lossy(weights="int4")
@@ -167,7 +168,7 @@ def test_a_file_that_ends_early(families: Any, tmp_path: Path) -> None:
     name = next(iter(model.forms))
     (run,) = model.locations[name].runs
     (short := tmp_path / "short").write_bytes(run.path.read_bytes()[: run.start + run.nbytes - 1])
-    model.locations[name] = encoding.Origin((run._replace(path=short),), torch.float32, model.locations[name].shape)
+    model.locations[name] = Origin((run._replace(path=short),), torch.float32, model.locations[name].shape)
     with pytest.raises(BadCheckpoint, match=rf"short ends before byte {run.start + run.nbytes}"):
         assert model.origins
 

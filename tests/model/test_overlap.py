@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -137,7 +137,7 @@ def test_an_interrupt_while_the_caller_waits(idle: str) -> None:
     def consume(n: int) -> None:
         found.append(lasting(n) if idle == "consume" else n)
 
-    make = map(lasting, range(100)) if idle == "make" else range(100)
+    make: Iterable[int] = map(lasting, range(100)) if idle == "make" else range(100)
     helper = threading.Thread(target=interrupting)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
