@@ -334,7 +334,7 @@ def stub_command(arguments: list[str]) -> int:
     from flexengine.commands import run, run_job
     from flexengine.job import journal
 
-    setattr(run_job, "open_engine", lambda args, on_sweep: Stub(on_sweep))  # noqa: B010
+    setattr(run_job, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
     journal.SYNC_SECONDS = 0.0
     return run.main(arguments)
 

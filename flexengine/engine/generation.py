@@ -122,9 +122,10 @@ class Generation:
         begun, progress = self._begun[cohort], self.progress
         assert begun is not None
         self._begun[cohort] = None
-        ended = self._guarded(self._record, begun)
+        ended, each = self._guarded(self._record, begun)
         now = time.perf_counter()
         seconds, self._ended = now - max(begun.began, self._ended), now
+        self._note(begun, each, seconds)
         progress.sweeps += 1
         if begun.prompt_tokens:
             progress.prefill_seconds += seconds
@@ -215,11 +216,11 @@ class Generation:
             stage.start(sweep, self._texts)
         self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)
 
-    def _record(self, begun: Begun) -> list[Sequence]:
-        """Wait for a sweep's results and record them. Return the sequences that leave."""
+    def _record(self, begun: Begun) -> tuple[list[Sequence], list[float]]:
+        """Wait for a sweep's results and record them. Return the sequences that leave, and the seconds of each
+        stage."""
         resources, progress = self.resources, self.progress
         results = [stage.result() for stage in resources.stages]
-        came = time.perf_counter()
         sampled, scored = results[-1].sampled, results[-1].scored
         stopped = {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
         for sequence, tokens in scored.items():
@@ -229,20 +230,19 @@ class Generation:
         progress.scored_tokens += sum(map(len, scored.values()))
         progress.computed_prompt_tokens += begun.prompt_tokens
         ended = resources.sweeps.advance(begun.batches, stopped, resources.release)
-        self._note(begun, [result.seconds for result in results], time.perf_counter() - came)
-        return ended
+        return ended, [result.seconds for result in results]
 
-    def _note(self, begun: Begun, seconds: list[float], rest: float) -> None:
+    def _note(self, begun: Begun, seconds: list[float], whole: float) -> None:
         """Give the watch of each stage of this process its seconds. Seconds outside of stages are divided evenly.
 
         Args:
             begun: the sweep.
             seconds: of each stage.
-            rest: seconds after the sweep was computed.
+            whole: of the sweep. With stages in other processes, those in which this process waited are left out.
         """
         own = [(stage, s) for stage, s in zip(self.resources.stages, seconds, strict=True)
                if isinstance(stage, LocalStage)]  # fmt: skip
-        rest += begun.busy - sum(s for _, s in own)
+        rest = (whole if len(own) == len(seconds) else begun.busy) - sum(s for _, s in own)
         for stage, s in own:
             stage.watch.note(begun.batches, s + rest / len(own), stage.executor.busy)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from flexengine.errors import StageLost
 
 HEADER = 4  # int64 words
+LAST = -1  # kind of the frame after which a channel ends
 HEADER_BYTES = 8 * HEADER
 MOST_BODY = 1 << 40  # bytes; a larger number in a header is damage
 
@@ -96,16 +97,28 @@ class Channel:
     """
 
     def __init__(
-        self, step: Callable[["Channel"], None], lost: Callable[[Exception], StageLost], most: int | None
+        self, step: Callable[["Channel"], int], lost: Callable[[Exception], StageLost], most: int | None
     ) -> None:
-        """Start the thread that calls `step` until it fails. lost: returns the error of the other process."""
-        self.queue, self.nbytes, self._lost = Queue(most), 0, lost
-        threading.Thread(target=self._loop, args=(step,), name="flexengine-channel", daemon=True).start()
+        """Start the thread that calls `step`, which returns the kind of a frame, until it is LAST or `step` fails.
 
-    def _loop(self, step: Callable[["Channel"], None]) -> None:
-        while True:
+        Args:
+            step: sends or receives a frame.
+            lost: returns the error of the other process.
+            most: most frames that wait; None for no limit.
+        """
+        self.queue, self.nbytes, self._lost = Queue(most), 0, lost
+        self._thread = threading.Thread(target=self._loop, args=(step,), name="flexengine-channel", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the thread has ended: after frame LAST, or an error."""
+        self._thread.join(seconds)
+
+    def _loop(self, step: Callable[["Channel"], int]) -> None:
+        kind = 0
+        while kind != LAST:
             try:
-                step(self)
+                kind = step(self)
             except StageLost:
                 return
             except Exception as error:
@@ -124,12 +137,13 @@ def sender(process_group: Any, to: int, tag: int, lost: Callable[[Exception], St
         most: most frames that wait.
     """
 
-    def step(channel: Channel) -> None:
+    def step(channel: Channel) -> int:
         kind, first, second, body = channel.queue.get()
         process_group.send([torch.tensor([kind, first, second, len(body)])], to, tag).wait()
         if len(body):
             process_group.send([body], to, tag).wait()
         channel.nbytes += HEADER_BYTES + len(body)
+        return kind
 
     return Channel(step, lost, most)
 
@@ -147,7 +161,7 @@ def receiver(
         seen: called with every frame when it arrives, from the channel's thread.
     """
 
-    def step(channel: Channel) -> None:
+    def step(channel: Channel) -> int:
         header = torch.empty(HEADER, dtype=torch.int64)
         process_group.recv([header], of, tag).wait()
         kind, first, second, nbytes = header.tolist()
@@ -160,5 +174,6 @@ def receiver(
         frame = Frame(kind, first, second, body)
         channel.queue.put(frame)
         seen(frame)
+        return kind
 
     return Channel(step, lost, None)

@@ -3,6 +3,7 @@ the job."""
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from flexengine.errors import InvalidInput, StageLost
-from flexengine.parallel.frames import Channel, Frame, receiver, sender
+from flexengine.parallel.frames import LAST, Channel, Frame, receiver, sender
 from flexengine.parallel.heartbeat import Heartbeat
 
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
@@ -21,6 +22,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo
 LOOPBACK = "lo"
 STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
 JOIN_SECONDS = 300.0  # until all processes must have joined
+LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
 _LONG = timedelta(days=1000)  # channels wait for as long as a sweep takes; heartbeats notice lost processes
 _LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 _CPU = torch.device("cpu")
@@ -54,6 +56,7 @@ class Group:
         """
         self.rank, self.size = ranks()
         self.local_size, self.local_rank = (int(os.environ.get(n, d)) for n, d in _LOCAL_VARIABLES)
+        self._interface = os.environ.get(INTERFACE)  # before this group
         _choose(interface)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
@@ -70,6 +73,7 @@ class Group:
         self._store, self._beats = store, PrefixStore("beats", store)
         self._groups = {tag: dist.new_group(backend="gloo", timeout=_LONG) for tag in (ORDERS, RESULTS, HIDDENS)}
         self._channels: list[Channel] = []
+        self._senders: list[Channel] = []
         self._lost: StageLost | None = None
         self.names = self.exchange("name", f"{os.uname().nodename}, process {os.getpid()}")
         watched = range(1, self.size) if self.rank == 0 else (0,)
@@ -84,7 +88,8 @@ class Group:
 
     def send(self, rank: int, tag: int, most: int = 2) -> Channel:
         """Return a channel of frames to a process. most: most frames that wait."""
-        return self._added(sender(self._backend(tag), rank, tag, self._lost_by(rank), most))
+        self._senders.append(self._added(sender(self._backend(tag), rank, tag, self._lost_by(rank), most)))
+        return self._senders[-1]
 
     def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> Channel:
         """Return a channel of frames from a process. seen: as for `frames.receiver`."""
@@ -113,8 +118,18 @@ class Group:
             channel.queue.fail(self._lost)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Wait for a moment until the other processes leave, too."""
         self._heartbeat.end()
+        with contextlib.suppress(StageLost):
+            for channel in self._senders:
+                channel.queue.put(Frame(LAST, 0, 0, torch.empty(0, dtype=torch.uint8)))
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for channel in self._channels:
+            channel.wait(max(0.0, deadline - time.monotonic()))
+        if self._interface is None:
+            os.environ.pop(INTERFACE, None)
+        else:
+            os.environ[INTERFACE] = self._interface
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 

@@ -138,7 +138,8 @@ def some_prompts(rng: random.Random) -> list[tuple[int, ...]]:
 
 def check_order(sweeps: Sweeps, batches: list[Batch]) -> None:
     """All tokens that a piece reads, and that are not cached, are computed in earlier gpu_batches."""
-    ends = {i: s.cached for i, s in sweeps.live.items()} | {t.id: t.cached for t in sweeps.trunks.values()}
+    ends = {i: s.cached for i, s in sweeps.live.items()}
+    ends |= {t.id: stem.start if t.id in sweeps.stems else t.cached for (stem, _), t in sweeps.trunks.items()}
     found = {**sweeps.live, **{t.id: t for t in sweeps.trunks.values()}}
     for batch in batches:
         for piece in batch.pieces:

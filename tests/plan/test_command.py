@@ -173,7 +173,8 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
     elsewhere = {"--output", "--restart", "--retry-errors", "--trace", "--report", "--temperature",
                  "--seed", "--top-k",
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
-                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run"}  # fmt: skip
+                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
+                     "--stages", "--strategy", "--interface"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere
 
 

@@ -23,7 +23,7 @@ from flexengine.engine.pipeline.remote import (
 )
 from flexengine.engine.stages import LocalStage
 from flexengine.lossy import Lossy
-from flexengine.parallel.frames import Ended, Frame
+from flexengine.parallel.frames import LAST, Ended, Frame
 from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
 from flexengine.parallel.ports import SendingPort, TakingPort
 from flexengine.plan.layout import Layout
@@ -59,7 +59,7 @@ class Server:
     def run(self) -> None:
         """Carry out orders. Raise StageLost if the driver or a neighbour is lost."""
         try:
-            while (frame := self.orders.queue.get()).kind != LEAVE:
+            while (frame := self.orders.queue.get()).kind not in (LEAVE, LAST):
                 try:
                     with torch.no_grad():
                         self._do(frame)

@@ -1,7 +1,7 @@
 """Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 
@@ -126,6 +126,18 @@ class Costs:
             harm=harm, theta=task.theta, prefills=shape.prefills, cohorts=shape.cohorts, steps=job.output - 1,
             rounds=shape.rounds(job.rows), form=task.form,
         )  # fmt: skip
+
+    def unordered(self, shape: Shape) -> Numbers:
+        """Return costs that are not above those of any order of any of the devices: without links, embedding and
+        head."""
+        order = self.task.cluster.devices
+        numbers, hops = self.numbers(order, shape), np.zeros((len(order), len(order)))
+        tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
+        inner = [self._booked(device, tokens, shape.decode, (False, False)) for device in order]
+        kept = np.minimum(np.array(inner, dtype=float), numbers.fixed_memory)
+        prefill, decode = ([d.latency.fixed(rows) for d in order] for rows in (shape.prefill, shape.decode))
+        return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0, fixed_memory=kept,
+                       fixed_prefill=np.array(prefill), fixed_decode=np.array(decode))  # fmt: skip
 
     def _units(self, device: Device, layers: Sequence[int], choice: Choice, phase: str, shape: Shape) -> float:
         """Return the seconds of a unit on a device, without loads."""

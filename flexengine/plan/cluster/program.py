@@ -63,11 +63,13 @@ class _Program:
         relaxed: whether all variables are real, units are in no order, and only links of neighbours count: a lower
             bound.
         quality: whether only harm counts, not seconds.
+        anywhere: whether the first and the last stage may be empty, too.
     """
 
     numbers: Numbers
     relaxed: bool = False
     quality: bool = False
+    anywhere: bool = False
     lp: pulp.LpProblem = field(default_factory=lambda: pulp.LpProblem("stages"))
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class _Program:
         self.allowed = np.isfinite(m.prefill) & np.isfinite(m.decode)
         whole = [(j, k, c) for j, k, c in product(*map(range, m.prefill.shape)) if self.allowed[j, k, c]]
         self.n = {key: self._variable("n_{}_{}_{}".format(*key), float(self.per_class[key[1]])) for key in whole}
-        inner = range(1, m.stages - 1)
+        inner = range(m.stages) if self.anywhere else range(1, m.stages - 1)
         self.w = {j: self._variable(f"w_{j}", 1) for j in inner}
         self._units()
         stages = self._stages()
@@ -277,10 +279,14 @@ def solve(
     return Answer(stage_of, spread(numbers, stage_of, counts), bound)
 
 
-def lower_bound(numbers: Numbers) -> float:
-    """Return a lower bound of the cost of a case: the program without whole numbers, infinite if that has no
-    solution."""
-    program = _Program(numbers, relaxed=True)
+def lower_bound(numbers: Numbers, anywhere: bool = False) -> float:
+    """Return a lower bound of the cost of a case: the program without whole numbers, infinite if that has no solution.
+
+    Args:
+        numbers: the case.
+        anywhere: whether the first and the last stage may be empty, too.
+    """
+    program = _Program(numbers, relaxed=True, anywhere=anywhere)
     status = _run(program.lp, pulp.HiGHS(msg=False))
     return math.inf if status == "Infeasible" else float(pulp.value(program.lp.objective) or 0.0)
 

@@ -1,8 +1,10 @@
 """Search the best plan: every order of device types and every shape of micro-batches, pruned by lower bounds.
 
-Cases are taken in the order of their bounds. The first bound of a shape ignores memory, order and links; the second
-bound of a case is its program without whole numbers. A case whose turn comes after both is solved, by the program or by
-the bit transfer. The search ends when the least bound of the other cases is not below the best cost.
+Cases are taken in the order of their bounds. The first bound of a shape ignores memory, order and links. The second is
+the program without whole numbers, order and links; the third, of each order, the program without whole numbers. A case
+whose turn comes after all bounds is solved, by the program or by the bit transfer. The first shape that may fit is
+solved at once, so that a search that ends early has a plan. The search ends when the least bound of the other cases is
+not below the best cost.
 """
 
 import heapq
@@ -25,6 +27,7 @@ from flexengine.plan.cluster.transfer import transfer
 PROGRAM, TRANSFER, AUTO = "program", "transfer", "auto"
 METHODS = (AUTO, PROGRAM, TRANSFER)
 LARGE = 8000  # units * stages * choices from which AUTO takes the bit transfer
+FIRST, SECOND, THIRD = range(3)  # levels of the heap's entries: which bound they have
 TRANSFERS = 8  # cases that the bit transfer improves, those with the least bounds
 
 
@@ -54,7 +57,7 @@ class Found:
         bound: proven lower bound of the cost of all plans.
         seconds: seconds that the search took.
         solved: number of cases that were solved.
-        bounded: number of cases whose second bound was computed.
+        bounded: number of programs without whole numbers.
         method: PROGRAM or TRANSFER.
     """
 
@@ -100,13 +103,17 @@ class _Search:
         sizes = [self.limits.batch] if self.limits.batch else batches(self.task.job.rows)
         for batch in sizes:
             for shape in shapes(min(batch, self.task.job.rows), len(self.task.cluster.devices)):
-                self._push(quick_bound(self.costs.numbers(devices, shape)), 0, (None, shape))
+                self._push(quick_bound(self.costs.numbers(devices, shape)), FIRST, (None, shape))
         while self.heap and not self._done():
-            bound, _level, _, (order, shape) = heapq.heappop(self.heap)
-            if order is None:
-                for each in self.orders:
-                    if len(each) <= len(self.task.groups):
-                        self._bound(each, shape, bound)
+            bound, level, _, (order, shape) = heapq.heappop(self.heap)
+            if level == FIRST:
+                self.bounded += 1
+                found = lower_bound(self.costs.unordered(shape), anywhere=True)
+                self._push(max(bound, found), SECOND, (None, shape))
+                if self.best is None and math.isfinite(found):
+                    self._dive(shape)
+            elif order is None:
+                self._branch(shape, bound)
             else:
                 self._solve(order, shape, bound)
         if self.best is None:
@@ -125,10 +132,19 @@ class _Search:
         if math.isfinite(bound):
             heapq.heappush(self.heap, (bound, level, next(self.ties), case))
 
-    def _bound(self, order: Order, shape: Shape, bound: float) -> None:
-        self.bounded += 1
-        found = lower_bound(self.costs.numbers(order, shape))
-        self._push(max(bound, found), 1, (order, shape))
+    def _branch(self, shape: Shape, bound: float) -> None:
+        """Add the cases of all orders of a shape."""
+        for order in self.orders:
+            if len(order) <= len(self.task.groups):
+                self.bounded += 1
+                found = lower_bound(self.costs.numbers(order, shape))
+                self._push(max(bound, found), THIRD, (order, shape))
+
+    def _dive(self, shape: Shape) -> None:
+        """Find a first plan: improve the first order of a shape by bit transfer."""
+        order = next(order for order in self.orders if len(order) <= len(self.task.groups))
+        numbers = self.costs.numbers(order, shape)
+        self._take(transfer(numbers), order, shape, numbers)
 
     def _solve(self, order: Order, shape: Shape, bound: float) -> None:
         self.solved += 1
