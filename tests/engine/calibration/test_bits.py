@@ -115,7 +115,7 @@ def test_an_interrupted_measurement_continues(
 
 def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: Any, families: Any) -> None:
     least = sizes.rest + 4 * sizes.layer["int3"]
-    with pytest.raises(InvalidInput, match=f"{least - 1:,} bytes, but the weights of llama-tied take at least {least:,}"):
+    with pytest.raises(InvalidInput, match=f"{least - 1:,} bytes, but the weights of llama-tied take at least"):
         Engine(model, device="sim", lossy=mixed(least - 1))
     heard = Heard()
     with Engine(model, device="sim", lossy=mixed(sizes.exact), progress=heard) as engine:
