@@ -142,6 +142,8 @@ class Lossy:
 
     def __str__(self) -> str:
         texts = self.enabled | ({"weights": weights_text(self.weights)} if self.weights else {})
+        if isinstance(self.budget, int):
+            texts["budget"] = f"{self.budget / 1e6:g} MB"
         return ", ".join(f"{name} {value}" for name, value in texts.items()) or "exact"
 
     @property

@@ -6,8 +6,8 @@ layers  One layer at a time gets encoded weights (calibrated, as jobs encode the
         is the increase of the negative log-likelihood of the sample text, in nats per token, and the divergence from
         the exact model's probabilities, which has the same meaning and less noise. One JSON line per format: costs,
         harms as the engine measures them, errors weighted by importances, LLM-PQ's indicator with both roundings,
-        Spearman's rank correlation of each with the costs, and that of random orders. Harms and costs are of different
-        texts.
+        Spearman's rank correlation of each with the costs, that of random orders, and that of two halves of the text,
+        which shows the noise of the costs. Harms and costs are of different texts.
 mixes   The engine with mixed bits, for budgets of several bits on average; choices by the engine's measure, by
         LLM-PQ's indicators and at random; the same bytes spent on the first layers, or on the KV cache. One JSON line
         per choice.
@@ -30,6 +30,7 @@ from bench.models import demo_model
 
 FORMATS = ("int3", "int4")
 AVERAGES = (3.5, 4.0, 5.0, 6.0)
+COSTS = ("more", "divergence")  # both in nats per token
 ORDERS = 1000  # random orders of layers
 PACKAGES = ("python", "torch", "transformers", "flexengine", "highspy")
 
@@ -126,15 +127,24 @@ def ranked(case: Case, costs: Sequence[Sequence[tuple[float, float]]], harms: Ma
     """
     more, divergence = ([statistics.fmean(pair[k] for pair in layer) for layer in costs] for k in (0, 1))
     errors = [statistics.stdev(pair[0] for pair in layer) / len(layer) ** 0.5 for layer in costs]
+    halves = {what: _halves([[pair[k] for pair in layer] for layer in costs]) for k, what in enumerate(COSTS)}
     correlations = {
-        what: {name: spearman(harm, measured) for name, harm in harms.items()} | {"random": by_chance(measured)}
-        for what, measured in (("more", more), ("divergence", divergence))
+        what: {name: spearman(harm, measured) for name, harm in harms.items()}
+        | {"random": by_chance(measured), "halves of the text": halves[what]}
+        for what, measured in zip(COSTS, (more, divergence), strict=True)
     }
     return {
         **harness.header("bits", case, [{"versions": _versions()}]),
         "spearman": correlations | {"divergence with more": spearman(divergence, more)},
         "more": more, "more_error": errors, "divergence": divergence, "harms": dict(harms),
     }  # fmt: skip
+
+
+def _halves(costs: Sequence[Sequence[float]]) -> float:
+    """Return the correlation of the costs on every second stretch with those on the others: no harm can be expected to
+    correlate with the costs much better. costs: by layer and stretch."""
+    one, other = ([statistics.fmean(layer[start::2]) for layer in costs] for start in (0, 1))
+    return spearman(one, other)
 
 
 def _versions() -> Record:

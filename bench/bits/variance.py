@@ -69,7 +69,7 @@ def omegas(model: Path, rows: Sequence[Sequence[int]]) -> dict[str, list[dict[st
             reader.model(torch.tensor([list(row)]), use_cache=False)
 
     def omega(matrix: Any, bits: int, rounding: str) -> float:
-        step = float(matrix.weight.max() - matrix.weight.min()) / (2**bits - 1)
+        step = float(matrix.weight.detach().max() - matrix.weight.detach().min()) / (2**bits - 1)
         return float(matrix.in_features * step**2 * factor(seen[id(matrix)], rounding))
 
     return {

@@ -60,9 +60,9 @@ class Bits:
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
         if self.budget < (min(least, self.exact) if None in found else least):
-            raise InvalidInput(f"the budget is {_mb(self.budget)}, but the weights of {core.source.name} take at least"
-                               f" {_mb(least)}, with all layers in {FORMATS[-1]} and embedding and output projection in"
-                               " int8; raise the budget")  # fmt: skip
+            raise InvalidInput(f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
+                               f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
+                               " projection in int8; raise the budget")  # fmt: skip
 
     def _usable(self) -> list[Format]:
         """Return the formats that the model can have in all layers with the other switches."""

@@ -13,6 +13,7 @@ from flexengine import Engine, Lossy, SamplingParams
 from flexengine.commands import plan, quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
+from flexengine.engine import bits
 from flexengine.engine.bits import CONTEXT, PROBE_ROWS, Bits
 from flexengine.engine.calibration import ROWS
 from flexengine.errors import InvalidInput
@@ -56,9 +57,9 @@ def test_the_least_harm_within_the_budget(model: Path, sizes: Any, held: Any) ->
     with Engine(model, policy=SPREAD, device="sim", lossy=mixed(budget)) as engine:
         harms = Bits(engine.core, engine.calibrator).harms()
         found = [r.token_ids for r in engine.generate(PROMPTS, GREEDY)]
-        bits, importances = engine.lossy.weights, engine.calibrator.importances
+        formats, importances = engine.lossy.weights, engine.calibrator.importances
         assert sum(t.held_bytes for t in engine.facts.tensors) <= budget
-    assert isinstance(bits, tuple)
+    assert isinstance(formats, tuple)
     columns = importances.columns if importances is not None else None  # None if no format is fitted
     squared_steps = {None: 0.0, "int8": (7 / 255) ** 2, "int4": (7 / 15) ** 2, "int3": 1.0}
     assert min(harms) > 0
@@ -67,8 +68,8 @@ def test_the_least_harm_within_the_budget(model: Path, sizes: Any, held: Any) ->
         return float(sum(harms[j] * squared_steps[b] for j, b in enumerate(choice)))
 
     fitting = [c for c in product(FORMATS, repeat=4) if sizes.rest + sum(sizes.layer[b] for b in c) <= budget]
-    assert harm(bits) == pytest.approx(min(map(harm, fitting)), rel=1e-3)
-    assert found == reference(rounded(model, bits, columns), prompts_of(601))
+    assert harm(formats) == pytest.approx(min(map(harm, fitting)), rel=1e-3)
+    assert found == reference(rounded(model, formats, columns), prompts_of(601))
 
 
 def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
@@ -91,9 +92,30 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
         assert harm == pytest.approx(float((changed - exact).square().mean() / 2), rel=1e-3)
 
 
+def test_an_interrupted_measurement_continues(
+    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the exact scores and those of two layers; the exact scores are computed again."""
+    real, calls = bits._logprobs, list[int]()
+
+    def counted(results: Any) -> list[float]:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(results)
+
+    monkeypatch.setattr(bits, "_logprobs", counted)
+    with Engine(model, device="sim", lossy=mixed(150_000)) as engine, pytest.raises(KeyboardInterrupt):
+        engine.choose_bits()
+    calls[:] = [0] * 10
+    with Engine(model, device="sim", lossy=mixed(150_000)) as engine:
+        engine.choose_bits()
+    assert len(calls) == 10 + 1 + 2
+
+
 def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: Any, families: Any) -> None:
     least = sizes.rest + 4 * sizes.layer["int3"]
-    with pytest.raises(InvalidInput, match=r"budget is 0\.1 MB, but the weights of llama-tied take at least 0\.1 MB"):
+    with pytest.raises(InvalidInput, match=f"{least - 1:,} bytes, but the weights of llama-tied take at least"):
         Engine(model, device="sim", lossy=mixed(least - 1))
     heard = Heard()
     with Engine(model, device="sim", lossy=mixed(sizes.exact), progress=heard) as engine:
@@ -119,14 +141,14 @@ def test_a_model_without_a_tokenizer(families: Any) -> None:
 @pytest.mark.slow
 def test_a_job_goes_on_with_its_bits(model: Path, sizes: Any, own_cache: Path, tmp_path: Path, capsys: Any) -> None:
     """With the same budget, also after the cache was emptied; or with the file of its bits; not with other bits."""
-    source, bits = tmp_path / "in.jsonl", tmp_path / "bits.json"
+    source, file = tmp_path / "in.jsonl", tmp_path / "bits.json"
     source.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 4)
     words = [str(source), "--model", str(model), "--max-tokens", "2", "--device", "sim",
              "--output", str(tmp_path / "out.jsonl")]  # fmt: skip
     budget = str(sizes.rest + 2 * (sizes.layer["int8"] + sizes.layer["int3"]))
     text = tmp_path / "text.txt"
     text.write_text("some words of a text. " * 40)
-    measured = ["--weights", "mixed", "--budget", budget, "--save-bits", str(bits), "--rows", "2", "--tokens", "40"]
+    measured = ["--weights", "mixed", "--budget", budget, "--save-bits", str(file), "--rows", "2", "--tokens", "40"]
     assert quality.main([str(model), "--device", "sim", "--text", str(text), *measured]) == DONE
     out = capsys.readouterr()
     assert f"--weights mixed --budget {budget}" in out.out
@@ -136,7 +158,7 @@ def test_a_job_goes_on_with_its_bits(model: Path, sizes: Any, own_cache: Path, t
     assert "weights: was " in capsys.readouterr().err
     shutil.rmtree(own_cache / "prepared")
     assert main([*words, "--weights", "mixed", "--budget", budget, "--limit", "2"]) == DONE
-    assert main([*words, "--layer-bits", str(bits), "--calibrate"]) == DONE
+    assert main([*words, "--layer-bits", str(file), "--calibrate"]) == DONE
     assert "2 of 4 rows were done before" in capsys.readouterr().err
 
 
