@@ -49,9 +49,9 @@ def cached(kv_heads: int, dim: int, page_tokens: int, lengths=LENGTHS, dtype=tor
         k, v = torch.randn(2, length, kv_heads, dim).to(dtype)
         pages = [free.pop() for _ in range(count)]
         tables[i, :count] = torch.tensor(pages, dtype=torch.int32)
-        for s in range(length):
-            pool[pages[s // page_tokens], 0, :, s % page_tokens] = k[s]
-            pool[pages[s // page_tokens], 1, :, s % page_tokens] = v[s]
+        places = torch.arange(length)
+        page, offset = tables[i, places // page_tokens].long(), places % page_tokens
+        pool[page, 0, :, offset], pool[page, 1, :, offset] = k, v
         cache.k.append(k)
         cache.v.append(v)
     return cache
