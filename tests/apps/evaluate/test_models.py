@@ -238,7 +238,7 @@ def test_an_evaluation_killed_ten_times_ends_with_the_same_files(
     words = ["evaluate", *arguments(given, tiny, folder, "-q")]
     command, rng, done = SlowCommand(words, 0.1, tmp_path, folder / journal), random.Random(1), [0]
     for _ in range(10):
-        command.start_and_kill(rng, rows=3)
+        command.start_and_kill(rng, rows=2)
         done.append(command.rows_done())
     rows = (whole / journal).read_bytes().count(b'"index"')
     assert done[-1] < rows
