@@ -171,9 +171,9 @@ def receiver(
         if nbytes:
             process_group.recv([body], of, tag).wait()
         channel.nbytes += HEADER_BYTES + nbytes
-        frame = Frame(kind, first, second, body)
+        frame = Frame(int(kind), first, second, body)
         channel.queue.put(frame)
         seen(frame)
-        return kind
+        return frame.kind
 
     return Channel(step, lost, None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flexengine import Policy
 from flexengine.commands.main import main
 from tests.helpers.forked import Forked
 from tests.helpers.pages import ROOT
@@ -38,8 +39,10 @@ def job(families: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[s
     folder, known = tmp_path_factory.mktemp("job"), families("llama")
     rows = [{"prompt_token_ids": known.prompts[i % len(known.prompts)], "seed": i} for i in range(ROWS)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["run", str(folder / "in.jsonl"), "-m", str(known.directory), "--max-tokens", str(NEW), "--temperature",
-             "0.8", "--ignore-eos", "--device", "cpu", "--device-mem", "300M"]  # fmt: skip
+    (folder / "policy.json").write_text(json.dumps(Policy(1, 2).to_json()))  # rows end in several sweeps
+    words = ["run", str(folder / "in.jsonl"), "--policy", str(folder / "policy.json"), "-m", str(known.directory),
+             "--max-tokens", str(NEW), "--temperature", "0.8", "--ignore-eos", "--device", "cpu", "--device-mem",
+             "300M"]  # fmt: skip
     assert main([*words, "-o", str(folder / "one.jsonl"), "-q"]) == 0
     return words, (folder / "one.jsonl").read_bytes()
 

@@ -107,7 +107,7 @@ def test_common_prefixes_are_computed_once(schedule: str, roomy: bool) -> None:
             assert before or sweeps.live
             check_pages(sweeps)
             check_order(sweeps, batches)
-            tiers.update(key for key, trunk in sweeps.trunks.items() if trunk.pending)
+            tiers.update(key for key, trunk in sweeps.trunks.items() if trunk.id in sweeps.stems)
             for piece in (p for b in batches for p in b.pieces):
                 assert piece.sequence < 0 or piece.start == (
                     sweeps.live[piece.sequence].shared + computed[piece.sequence]

@@ -236,9 +236,9 @@ def test_an_evaluation_killed_ten_times_ends_with_the_same_files(
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
     journal = "jobs/exact.results.jsonl.journal"
     words = ["evaluate", *arguments(given, tiny, folder, "-q")]
-    command, rng, done = SlowCommand(words, 0.1, tmp_path, folder / journal), random.Random(1), [0]
+    command, rng, done = SlowCommand(words, 0.25, tmp_path, folder / journal), random.Random(1), [0]
     for _ in range(10):
-        command.start_and_kill(rng, rows=2)
+        command.start_and_kill(rng, rows=1)
         done.append(command.rows_done())
     rows = (whole / journal).read_bytes().count(b'"index"')
     assert done[-1] < rows
