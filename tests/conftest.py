@@ -46,12 +46,14 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # Files whose tests take minutes together, the longest first: a worker that has one of them last ends alone. The first
 # compiles the kernels; the second needs none, so that its worker does not wait for them.
 LONGEST = (
-    "e2e/test_architectures", "plan/test_search", "plan/test_disks", "e2e/test_exactness", "e2e/resume/test_signals",
+    "e2e/test_architectures", "plan/test_search", "plan/test_disks", "docs/test_blocks", "e2e/test_exactness",
+    "e2e/test_windows", "e2e/test_pipeline", "engine/pipeline/test_tokens", "e2e/resume/test_signals",
     "e2e/test_faults", "kernels/test_cache", "bench/test_scale", "e2e/resume/test_python", "e2e/test_demo",
     "plan/test_command", "worker/test_topk", "engine/test_lossy", "e2e/test_accounting", "e2e/test_stages",
     "plan/test_policies", "plan/test_clock", "plan/test_profile", "plan/test_explain", "engine/calibration/test_jobs",
+    "worker/test_experts", "e2e/test_samples", "e2e/test_places",
     "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance", "worker/test_waiting",
-    "worker/test_delegation", "docs/test_blocks", "measure/test_model", "measure/test_store", "engine/test_planning",
+    "worker/test_delegation", "measure/test_model", "measure/test_store", "engine/test_planning",
     "bench/test_harness", "bench/test_compare", "bench/test_plan", "engine/test_recovery", "kernels/test_build",
     "schedule/test_edges", "e2e/hostile/test_configs", "e2e/test_wheel",
 )  # fmt: skip
