@@ -233,10 +233,12 @@ def test_an_evaluation_killed_ten_times_ends_with_the_same_files(
     given: list[str], tiny: Tiny, tmp_path: Path
 ) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "out"
+    generation = tmp_path / "generation.jsonl"
+    generation.write_text(generation.read_text() * 12)  # rows enough for ten kills
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
     journal = "jobs/exact.results.jsonl.journal"
     words = ["evaluate", *arguments(given, tiny, folder, "-q")]
-    command, rng, done = SlowCommand(words, 0.1, tmp_path, folder / journal), random.Random(1), [0]
+    command, rng, done = SlowCommand(words, 0.05, tmp_path, folder / journal), random.Random(1), [0]
     for _ in range(10):
         command.start_and_kill(rng, rows=3)
         done.append(command.rows_done())
