@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flexengine.commands.options import AUTO, named
@@ -77,13 +77,15 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
     """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
     the other processes, and end them at the end."""
     stages = getattr(args, "stages", None) or 1
+    look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
             from flexengine.parallel.launch import LocalStages
 
             os.environ[LAUNCHED] = str(stages)
             stack.callback(os.environ.pop, LAUNCHED)
-            stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
+            started = stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
+            look = started.look
         if _environment()[1] == 1:
             yield None
             return
@@ -92,7 +94,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
         load_libraries()
         from flexengine.parallel.group import Group
 
-        group = Group(args.interface)
+        group = Group(args.interface, look)
         stack.callback(group.close)
         yield group
 

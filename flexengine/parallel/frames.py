@@ -8,6 +8,7 @@ the library. Frames of one channel arrive in order.
 import threading
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from flexengine.errors import StageLost
 HEADER = 4  # int64 words
 LAST = -1  # kind of the frame after which a channel ends
 HEADER_BYTES = 8 * HEADER
+LONG = timedelta(days=1000)  # channels wait for as long as a sweep takes; heartbeats notice lost processes
 MOST_BODY = 1 << 40  # bytes; a larger number in a header is damage
 
 
@@ -139,9 +141,9 @@ def sender(process_group: Any, to: int, tag: int, lost: Callable[[Exception], St
 
     def step(channel: Channel) -> int:
         kind, first, second, body = channel.queue.get()
-        process_group.send([torch.tensor([kind, first, second, len(body)])], to, tag).wait()
+        process_group.send([torch.tensor([kind, first, second, len(body)])], to, tag).wait(LONG)
         if len(body):
-            process_group.send([body], to, tag).wait()
+            process_group.send([body], to, tag).wait(LONG)
         channel.nbytes += HEADER_BYTES + len(body)
         return kind
 
@@ -163,13 +165,13 @@ def receiver(
 
     def step(channel: Channel) -> int:
         header = torch.empty(HEADER, dtype=torch.int64)
-        process_group.recv([header], of, tag).wait()
+        process_group.recv([header], of, tag).wait(LONG)
         kind, first, second, nbytes = header.tolist()
         if not 0 <= nbytes < MOST_BODY:
             raise ValueError(f"a frame of {nbytes} bytes was announced")
         body = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            process_group.recv([body], of, tag).wait()
+            process_group.recv([body], of, tag).wait(LONG)
         channel.nbytes += HEADER_BYTES + nbytes
         frame = Frame(int(kind), first, second, body)
         channel.queue.put(frame)

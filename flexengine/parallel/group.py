@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.parallel.frames import LAST, Channel, Frame, receiver, sender
@@ -22,8 +21,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo
 LOOPBACK = "lo"
 STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
 JOIN_SECONDS = 300.0  # until all processes must have joined
+CONNECT_SECONDS = 25.0  # until processes that have joined are connected
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
-_LONG = timedelta(days=1000)  # channels wait for as long as a sweep takes; heartbeats notice lost processes
 _LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 _CPU = torch.device("cpu")
 
@@ -45,11 +44,12 @@ class Group:
         names: host and process number of each, for messages.
     """
 
-    def __init__(self, interface: str | None = None) -> None:
+    def __init__(self, interface: str | None = None, look: Callable[[], None] = lambda: None) -> None:
         """Join the group that the environment names. Wait until all processes have joined.
 
         Args:
             interface: name of the network interface; None for the loopback interface, on one machine.
+            look: called about five times a second while this process waits; may raise an error.
 
         Raises:
             InvalidInput: not all processes joined in time.
@@ -60,10 +60,11 @@ class Group:
         _choose(interface)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
-            store, _, _ = next(iter(rendezvous("env://", self.rank, self.size,
-                                                    timeout=timedelta(seconds=JOIN_SECONDS))))  # fmt: skip
+            store = self._join(look)
             dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=self.rank,
-                                    world_size=self.size, timeout=_LONG)  # fmt: skip
+                                    world_size=self.size, timeout=timedelta(seconds=CONNECT_SECONDS))  # fmt: skip
+        except StageLost:
+            raise
         except Exception as error:
             raise InvalidInput(f"the {self.size} stages did not join at {address} through interface"
                                f" {os.environ[INTERFACE]}: {error}; start all of them with the same MASTER_ADDR and"
@@ -71,13 +72,29 @@ class Group:
                                ) from error  # fmt: skip
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._store, self._beats = store, PrefixStore("beats", store)
-        self._groups = {tag: dist.new_group(backend="gloo", timeout=_LONG) for tag in (ORDERS, RESULTS, HIDDENS)}
+        self._groups = {tag: dist.new_group(backend="gloo") for tag in (ORDERS, RESULTS, HIDDENS)}
         self._channels: list[Channel] = []
         self._senders: list[Channel] = []
         self._lost: StageLost | None = None
         self.names = self.exchange("name", f"{os.uname().nodename}, process {os.getpid()}")
         watched = range(1, self.size) if self.rank == 0 else (0,)
         self._heartbeat = Heartbeat(self._beats, self.rank, watched, self._fail)
+
+    def _join(self, look: Callable[[], None]) -> Any:
+        """Return the store, after all processes have come."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        whole = TCPStore(host, port, self.size, serves, timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
+        store.set(f"here/{self.rank}", "")
+        deadline, keys = time.monotonic() + JOIN_SECONDS, [f"here/{rank}" for rank in range(self.size)]
+        while not store.check(keys):
+            look()
+            if time.monotonic() > deadline:
+                missing = [key.partition("/")[2] for key in keys if not store.check([key])]
+                raise TimeoutError(f"stages {', '.join(missing)} did not come within {JOIN_SECONDS:g} s")
+            time.sleep(0.2)
+        return store
 
     def exchange(self, key: str, value: str) -> list[str]:
         """Return the values that all processes give, in the order of their ranks. Wait for all of them."""

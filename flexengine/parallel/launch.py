@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Self
 
+from flexengine.errors import StageLost
+
 LOCAL = "127.0.0.1"
 END_SECONDS = 10.0  # until a process that should end is killed
 TAIL_BYTES = 2000  # of a stage's messages, shown if it fails
@@ -51,6 +53,14 @@ class LocalStages:
 
     def __enter__(self) -> Self:
         return self
+
+    def look(self) -> None:
+        """Raise StageLost if a process has ended."""
+        for rank, (process, log) in enumerate(zip(self._processes, self._logs, strict=True), 1):
+            if (code := process.poll()) is not None:
+                raise StageLost(rank, len(self._processes) + 1, f"process {process.pid}",
+                                f"it ended with code {code} before it joined ({_tail(log) or 'no message'})"
+                                )  # fmt: skip
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -96,3 +96,16 @@ def test_lost_stages_are_named_and_the_job_continues(job: Any, tmp_path: Path) -
     last = Forked(DRIVER, given, tmp_path, tmp_path / "last")
     assert last.wait(120) == 0, last.said()
     assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.slow
+def test_a_stage_that_ends_before_it_joins_is_named(job: Any, tmp_path: Path) -> None:
+    """As after an error of its own machine: here it is killed while it imports torch."""
+    driver = Forked(DRIVER, [*job[0], "-o", "out.jsonl", "--stages", "2"], tmp_path, log := tmp_path / "log")
+    while not children(driver.pid):
+        assert driver.poll() is None, driver.said()
+        time.sleep(0.01)
+    os.kill(children(driver.pid)[0], signal.SIGKILL)
+    assert driver.wait(30) == 3
+    assert "stage 1 of 0 to 1 (process" in log.read_text()
+    assert "it ended with code -9 before it joined" in log.read_text()
