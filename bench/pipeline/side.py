@@ -11,7 +11,8 @@ from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.engine.pipeline.server import Server
-from flexengine.parallel.group import Group, ranks
+from flexengine.parallel.environment import ranks
+from flexengine.parallel.group import Group
 from flexengine.parallel.launch import LocalStages
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
+from flexengine.parallel.environment import INTERFACE, ranks
 from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo, which may name an interface, too
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -39,7 +39,7 @@ def rank_of(args: argparse.Namespace) -> int:
     stages = args.stages
     if stages is not None and not 1 <= stages <= MOST_STAGES:
         raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
-    rank, size = _environment()
+    rank, size = ranks()
     if args.strategy is not None:
         args.strategy = Strategy.load(args.strategy)
         count = len(args.strategy.stages)
@@ -56,20 +56,11 @@ def rank_of(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
                            " leave it out, or start this command by torchrun")  # fmt: skip
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    if not (size == 1 or here or args.interface or _INTERFACE in os.environ or address in _LOCAL):
+    if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
         raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
                            " unless another one is named; name the interface that joins the machines by --interface,"
                            " such as eth0")  # fmt: skip
     return rank
-
-
-def _environment() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, as torchrun sets them; (0, 1) without torchrun."""
-    values = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not all(value.isdecimal() for value in values) or not int(values[0]) < int(values[1]):
-        raise InvalidInput(f"the environment has RANK={values[0]} and WORLD_SIZE={values[1]}, which torchrun sets to a"
-                           " number below the number of processes; unset both to run one process")  # fmt: skip
-    return int(values[0]), int(values[1])
 
 
 @contextlib.contextmanager
@@ -86,7 +77,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
             stack.callback(os.environ.pop, LAUNCHED)
             started = stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
             look = started.look
-        if _environment()[1] == 1:
+        if ranks()[1] == 1:
             yield None
             return
         from flexengine.commands.open_engine import load_libraries

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flexengine.errors import InvalidInput, StageLost
+from flexengine.parallel.environment import INTERFACE, ranks
 from flexengine.parallel.frames import LAST, Channel, Frame, receiver, sender
 from flexengine.parallel.heartbeat import Heartbeat
 
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
-INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo
 LOOPBACK = "lo"
 STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
 JOIN_SECONDS = 300.0  # until all processes must have joined
@@ -25,12 +25,6 @@ CONNECT_SECONDS = 25.0  # until processes that have joined are connected
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
 _LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 _CPU = torch.device("cpu")
-
-
-def ranks() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, from the environment of torchrun or of
-    `flexengine run --stages`; (0, 1) without one."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Group:
