@@ -97,6 +97,10 @@ class StageFailed(FlexError):
     """A stage of a pipeline raised an error that this package does not raise on purpose."""
 
 
+class MemberFailed(FlexError):
+    """A member of a fleet failed while the job was running. Finished rows are in the journal."""
+
+
 class RanOut(OutOfMemory):
     """Memory ran out while a job was running, and smaller plans did not help or the policy was given.
 

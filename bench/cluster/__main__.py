@@ -4,11 +4,13 @@ python -m bench.cluster toys [--out cluster.jsonl]
 python -m bench.cluster skewed [--out cluster.jsonl]
 python -m bench.cluster large [--out cluster.jsonl]
 python -m bench.cluster published [--clusters 3 4] [--out cluster.jsonl]
+python -m bench.cluster regressions [--turns 3] [--out cluster.jsonl]
 
 `toys`: the program and the bit transfer against brute force on 20 random instances. `skewed`: five skewed clusters,
 tokens per second in virtual time against even and PipeEdge-like stages. `large`: 64 layers on six devices of three
 types, harm different in every layer: seconds of the search. `published`: LLM-PQ's clusters with its workload; rates are
 rooflines by hand (flexengine/shipped/clusters), so only ratios between plans may be compared with its numbers.
+`regressions`: errors of the seconds of a layer on shapes that were not fitted, on this CPU.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import numpy as np
 
 from bench import harness
 from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published
+from bench.cluster.held_out import held_out
 from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
 from flexengine import shipped
@@ -41,7 +44,7 @@ from flexengine.strategy import FORMATS
 
 BLOOM = "bloom-176b"  # flexengine computes BLOOM in fp32 only, so it ships no 16-bit shape of it
 SECONDS = 600.0  # most seconds of a search; other processes may take most of the processor
-PARTS = ("toys", "skewed", "large", "published")
+PARTS = ("toys", "skewed", "large", "published", "regressions")
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help="default: all parts")
     parser.add_argument("--clusters", type=int, nargs="+", default=[case.number for case in PUBLISHED])
+    parser.add_argument("--turns", type=int, default=3, help="of regressions")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     args = parser.parse_args(argv)
     if "toys" in args.parts:
@@ -233,6 +237,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case in PUBLISHED:
             if case.number in args.clusters:
                 harness.emit(published(case), args.out)
+    if "regressions" in args.parts:
+        found = held_out(args.turns)
+        for form, phases in found["formats"].items():
+            say(f"{form}: " + ", ".join(f"{phase} {each['mean']:.1%} mean, {each['most']:.1%} most"
+                                        for phase, each in phases.items()))  # fmt: skip
+        harness.emit(record("regressions", f"hidden {found['hidden']}", **found), args.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Pipelines of stages in processes of one machine, beside one process with the same memory per device.
 
-python -m bench.pipeline [--cases decode simulated kills] [--turns 3] [--kills 40] [--out pipeline.jsonl]
+python -m bench.pipeline [--cases decode simulated grid kills] [--turns 3] [--kills 40] [--out pipeline.jsonl]
 
 decode: a model of eight layers on simulated accelerators that each hold a quarter of it, behind throttled links. One
 process streams three quarters of the weights in every sweep; four stages keep their layers. The record has decode
 tokens per second of both, which take turns. simulated: three stages that stream all their weights through a throttled
-link, beside the same pipeline in virtual time, whose stages take bytes / rate. kills: `flexengine run --stages 3`, of
+link, beside the same pipeline in virtual time, whose stages take bytes / rate. grid: the outputs of one to four stages
+under ten policies, by `--stages` and by torchrun, beside that of one process. kills: `flexengine run --stages 3`, of
 which a stage is killed by SIGKILL at a random moment and which is run again, until it has been killed so often; its
 output must be that of one process. Exit code: 1 if tokens or outputs differ.
 """
@@ -26,27 +27,13 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Record
+from bench.pipeline.grid import grid
+from bench.pipeline.models import VOCABULARY, make_model
 
-CASES = ("decode", "simulated", "kills")
-VOCABULARY = 1000
+CASES = ("decode", "simulated", "grid", "kills")
 LAYERS, HIDDEN, ROWS, PROMPT, TOKENS = 8, 1024, 16, 16, 24
 LINK = 200e6  # bytes per second between host and device
 STAGES = 4
-
-
-def make_model(directory: Path, layers: int, hidden: int) -> int:
-    """Write a random Llama. Return the bytes of one layer."""
-    import torch
-    import transformers
-
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=256, initializer_range=0.1,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(directory)
-    return sum(4 * int(p.numel()) for p in model.model.layers[0].parameters())
 
 
 def side(job: Record, directory: Path) -> Record:
@@ -126,6 +113,12 @@ def simulated(turns: int, directory: Path) -> tuple[Record, bool]:
     return record, same
 
 
+def all_policies(_: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case grid, and whether all outputs are that of one process."""
+    found, same = grid(directory)
+    return {**header({"name": "grid"}), **found}, same
+
+
 def kills(count: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case kills, and whether the output is that of one process."""
     make_model(directory / "model", 6, 64)
@@ -187,7 +180,7 @@ def main() -> int:
     right = True
     for name in args.cases:
         with tempfile.TemporaryDirectory() as folder:
-            case = {"decode": decode, "simulated": simulated, "kills": kills}[name]
+            case = {"decode": decode, "simulated": simulated, "grid": all_policies, "kills": kills}[name]
             record, equal = case(args.kills if name == "kills" else args.turns, Path(folder))
         right = right and equal
         harness.emit(record, args.out)

@@ -64,14 +64,9 @@ def open_engine(
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
         on_sweep, group: see EngineOptions.
     """
-    names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
-    options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    options["strategy"] = getattr(args, "strategy", None)  # of commands with pipelines
-    options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
     engine_class = load_libraries()
     try:
-        engine = engine_class(args.model, on_sweep=on_sweep, group=group, **options)
+        engine = engine_class(args.model, on_sweep=on_sweep, group=group, **engine_options(args))
     except ModelNotFound as error:
         if args.model not in shipped.names("models"):
             raise
@@ -81,6 +76,16 @@ def open_engine(
     if engine.core.verifier:
         say(verified_line(vars(engine.core.verifier)))
     return engine
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the engine of `flexengine run`, without the model. args: as for `open_engine`."""
+    names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
+             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options["strategy"] = getattr(args, "strategy", None)  # of commands with pipelines
+    options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
+    return options
 
 
 def open_rows(args: argparse.Namespace) -> "Rows":

@@ -3,17 +3,21 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
 from flexengine.parallel.environment import INTERFACE, ranks
+from flexengine.plan.words import clock, percent, place_name
+from flexengine.policy import shares
 from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
+    from flexengine.engine.pipeline.remote import StagePlan
     from flexengine.parallel.group import Group
+    from flexengine.plan.prediction import Prediction
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
@@ -52,7 +56,7 @@ def rank_of(args: argparse.Namespace) -> int:
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
         raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
                            " of its own; leave out --stages")  # fmt: skip
-    if args.interface is not None and size == 1:
+    if args.interface is not None and size == 1 and args.ray is None:
         raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
                            " leave it out, or start this command by torchrun")  # fmt: skip
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
@@ -100,3 +104,25 @@ def serve(args: argparse.Namespace) -> None:
 
         with open_engine(args, group=group) as engine:
             Server(engine, group).run()
+
+
+def stage_lines(
+    layers: tuple[int, int], first: "Prediction", others: "Sequence[StagePlan]", ram: bool
+) -> str:  # fmt: skip
+    """Return a line for each stage of a pipeline, and one for the slowest of them.
+
+    Args:
+        layers: first layer, and last layer + 1, of the first stage.
+        first: prediction for the first stage.
+        others: plans of the other stages.
+        ram: whether device and host are one memory.
+    """
+    plans = [(layers, first.layout.policy, first.total_seconds), *((p.layers, p.policy, p.seconds) for p in others)]
+    lines = ["", "stages (above: stage 0 alone)"]
+    for rank, ((begin, end, *_), policy, seconds) in enumerate(plans):
+        split = shares(policy.weights).items()
+        weights = ", ".join(f"{percent(share)} {place_name(place, ram)}" for place, share in split if share)
+        lines.append(f"  {rank}: layers {begin} to {end - 1}, weights {weights}, {clock(seconds)} of work")
+    slowest = max(range(len(plans)), key=lambda rank: plans[rank][2])
+    lines.append(f"the job takes at least {clock(plans[slowest][2])}, the work of stage {slowest}")
+    return "\n".join(lines)

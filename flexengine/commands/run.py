@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
+from flexengine.commands.fleet import add_fleet, check_fleet, run_fleet
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine, open_rows
@@ -29,7 +30,7 @@ from flexengine.commands.options import (
     policy_of,
 )
 from flexengine.commands.parser import Parser
-from flexengine.commands.pipeline import add_pipeline, rank_of, serve
+from flexengine.commands.pipeline import add_pipeline, pipeline, rank_of, serve, stage_lines
 from flexengine.commands.run_job import run_job
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
@@ -50,6 +51,7 @@ def parser() -> Parser:
     add_sampling(p.add_argument_group("sampling", "defaults for rows without fields of these names"))
     _add_machine(p.add_argument_group("model and machine"))
     add_pipeline(p.add_argument_group("pipeline"))
+    add_fleet(p.add_argument_group("fleet"))
     add_lossy(p.add_argument_group("lossy", "switches that save time and memory; results then differ from those of the"
                                              " checkpoint's own numbers; flexengine quality shows by how"
                                              " much"))  # fmt: skip
@@ -109,6 +111,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.output = output_name(args.output)
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
         say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
+    check_fleet(args)
     rank = rank_of(args)
     check_output(args.output, args.input)
     if args.json or args.dry_run:
@@ -127,20 +130,21 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.lossy:
         say(f"lossy: {args.lossy.described}")
     if args.dry_run:
-        for option in ("json", "trace", "report", "restart", "retry_errors", "strategy", "stages"):
+        for option in ("json", "trace", "report", "restart", "retry_errors"):
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
-        return _dry_run(args, params)
     args.command = ["run", *args.argv]
     if rank > 0:
         serve(args)
         return DONE
+    if args.dry_run:
+        return _dry_run(args, params)
     with (
         open_rows(args) as rows,
         open_job(rows, args.output, args.restart, args.retry_errors) as job,
     ):
         with interrupts.guarding(job.save, job.standing):
-            summary = run_job(args, job, params, interrupts)
+            summary = (run_job if args.ray is None else run_fleet)(args, job, params, interrupts)
         failed = job.failed
     if args.json:
         print(json.dumps(summary), flush=True)
@@ -149,14 +153,15 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
+    from flexengine.engine.pipeline.planner import PipelinePlanner
     from flexengine.engine.survey import Refused
     from flexengine.plan.explain import report
     from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import ideas
 
-    with open_rows(args) as rows, open_engine(args) as engine:
+    with open_rows(args) as rows, pipeline(args) as group, open_engine(args, group=group) as engine:
         refused = Refused()
-        engine.reader.check_rows(rows)
+        engine.reader.check_chat(rows.chat)
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input)
         engine.choose_bits()
@@ -172,6 +177,9 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         case = (engine.facts, hardware, plan.workload, prediction)
         better = ideas(*case, chosen=planner.policy is None, thorough=args.verbose)
         print(report(engine.core.source.name, *case, better, args.verbose))
+        if isinstance(planner, PipelinePlanner):
+            shared = planner.machine.capacity.shared
+            print(stage_lines(engine.core.skeleton.layer_range, prediction, planner.others, shared))
     return DONE
 
 

@@ -44,7 +44,7 @@ class Core:
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
         verifier: compares files with their checksums; None for no check.
-        trace: writes task spans to a file; None for no trace.
+        trace: has the spans of all tasks, for a file; None for no trace.
         sample: also gets task spans, from the next job on; None for no sample.
     """
 
@@ -62,7 +62,8 @@ class Core:
         check_model_kept(options.model, {"trace": options.trace})
         self.options, self.machine, self.driver = options, options.machine(), driver
         self._check_disk(options.policy)
-        self.trace = Trace(options.trace) if options.trace else None
+        driven = options.group is not None and options.group.rank > 0
+        self.trace = Trace(None if driven else options.trace) if options.trace else None
         self.sample: Spans | None = None
         self.verifier = Verifier() if options.verify else None
         name = str(options.model) if options.model is not None else None

@@ -7,19 +7,25 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flexengine import __version__
 from flexengine.activity import activity, message
 from flexengine.config import Result, SamplingParams
+from flexengine.engine.agreement import (
+    PREFILL_TOKENS,
+    engine_part,
+    manifest,
+    settings_of,
+    switches_part,
+    take_over,
+)
 from flexengine.engine.generating import JobRows
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import OutOfMemory
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
-from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, SCORE, Manifest, make_manifest
-from flexengine.lossy import Lossy
+from flexengine.job.same_job import Manifest
 from flexengine.plan.least import SHORTEST
 
 if TYPE_CHECKING:  # it imports torch, which is not needed here
@@ -62,17 +68,14 @@ class FileJob:
         engine, job = self.engine, self.job
         self._say_note()
         engine.reader.check(self.params)
-        engine.reader.check_rows(job.rows)
+        engine.reader.check_chat(job.rows.chat)
         self._rows = job.begin(self._manifest, engine.core.source.name)
         self._say_note()
         if job.resumed:
             message(f"{job.resumed} of {job.total} rows were done before")
         if not self._rows or not job.total:
             return False
-        if engine.options.allow and (chosen := job.settings.get("lossy")) is not None:
-            engine.use(Lossy(**chosen))
-            self._check_cache(job.settings.get("cache", ""))
-        self._check_importances(job.settings.get("importances"))
+        take_over(engine, job.settings)
         return True
 
     def results(self) -> Iterator[Result]:
@@ -110,10 +113,7 @@ class FileJob:
 
         def sweep_ended(progress: Progress) -> None:
             if engine.layout is not None:
-                importances = engine.calibrator.importances
-                fitted = {"importances": importances.digest} if importances is not None else {}
-                chosen = {"lossy": engine.lossy.enabled, "cache": engine.core.cache_form}
-                job.save_settings({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
+                job.save_settings(settings_of(engine, engine.layout.policy.prefill_tokens))
             job.save(at_once=False)
             if own is not None:
                 own(progress)
@@ -128,7 +128,7 @@ class FileJob:
     def _same_cuts(self) -> Iterator[None]:
         """Return a context manager in which prompts are cut as the run that began the job cut them: the last bits of a
         prompt's KV depend on the cuts."""
-        planner, began = self.engine.planner, self.job.settings.get("prefill_tokens")
+        planner, began = self.engine.planner, self.job.settings.get(PREFILL_TOKENS)
         policy, tokens = planner.policy, planner.prefill_tokens
         if planner.keep_prefill(began):
             message(f"prefill_tokens stays {began}, with which the job began")
@@ -137,42 +137,17 @@ class FileJob:
         finally:
             planner.policy, planner.prefill_tokens = policy, tokens
 
-    def _check_cache(self, began: str) -> None:
-        """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that
-        the user gave is compared with the manifest instead."""
-        if began and began != (now := self.engine.core.cache_form):
-            raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; give --restart"
-                               " (restart=True in Python) to run the job again")  # fmt: skip
-
-    def _check_importances(self, began: str | None) -> None:
-        """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring
-        them again gave other numbers."""
-        if began is None or (current := self.engine.calibrator.importances) is None or current.digest == began:
-            return
-        raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
-                           f" importances, and calibrating again, with other memory or libraries, gave"
-                           f" {current.digest}; give --restart (restart=True in Python) to run the job"
-                           " again")  # fmt: skip
-
     def _manifest(self, known: Manifest) -> Manifest:
         """Return the job's manifest.
 
         Args:
             known: manifest of the run that began the job; empty if there was none.
         """
-        engine, rows, allow = self.engine, self.job.rows, self.engine.options.allow
+        engine = self.engine
         engine.choose_bits()
-        if not known and not allow:
+        if not known and not engine.options.allow:
             self._check_memory()
-        given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,
-                                 "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
-        if rows.chat:
-            given[CHAT] = True
-        if rows.score:
-            given[SCORE] = True
-        made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
-        lossy = {"allow": sorted(allow)} if allow else engine.switches
-        return make_manifest(self.params, given, made, lossy)
+        return manifest(self.job.rows, self.params, engine_part(engine, known), switches_part(engine))
 
     def _check_memory(self) -> None:
         """Raise OutOfMemory, before all files of the model are hashed for the manifest, if not even a row of one prompt

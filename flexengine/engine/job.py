@@ -193,8 +193,9 @@ class Job:
     def _write_trace(self) -> None:
         """Write the trace, if any. Report it if it cannot be written, so that the job still returns its results."""
         try:
-            if self.core.trace:
-                self.core.trace.write()
+            if trace := self.core.trace:
+                trace.others = self.core.driver.spans() if self.core.driver else {}
+                trace.write()
         except OSError as error:
             message(f"the trace is lost: {error}; the results are complete", logging.WARNING)
 

@@ -71,11 +71,17 @@ class MachineOptions:
 
     def machine(self) -> Machine:
         """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
-        return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing)
+        return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing,
+                            self._processes)  # fmt: skip
 
     @property
     def _sharing(self) -> int:
-        """Number of processes that share this machine."""
+        """Number of engines that share RAM and disks of this machine."""
+        return 1
+
+    @property
+    def _processes(self) -> int:
+        """Number of processes that share the GPUs of this machine."""
         return 1
 
 
@@ -99,6 +105,8 @@ class EngineOptions(MachineOptions):
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
         strategy: layers, formats and batches of a pipeline's stages; None divides the layers evenly.
         group: the processes of a pipeline, one of which runs this engine; None for one process.
+        sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
+            sizes are given. None is the number of processes of `group` on this machine, which also share its GPUs.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
@@ -123,6 +131,7 @@ class EngineOptions(MachineOptions):
     verify: bool = False
     strategy: Strategy | None = None
     group: Group | None = None
+    sharing: int | None = None
     progress: bool | Listener | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +147,9 @@ class EngineOptions(MachineOptions):
         check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
         self._check_strategy()
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
+        check("sharing", self.sharing, int | None, "a number of engines of at least 1, or None")
+        if self.sharing is not None and self.sharing < 1:
+            raise InvalidInput(f"sharing is {self.sharing}; it must be at least 1, or None")
         check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
         _check_allow(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
@@ -163,6 +175,10 @@ class EngineOptions(MachineOptions):
 
     @property
     def _sharing(self) -> int:
+        return self.sharing or self._processes
+
+    @property
+    def _processes(self) -> int:
         return 1 if self.group is None else self.group.local_size
 
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":

@@ -352,5 +352,5 @@ def workload(
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
     reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
     reader.shares = shares and not opened.lossy.alters_cache
-    reader.check_rows(rows)
+    reader.check_chat(rows.chat)
     return reader.survey(rows, params, refused)

@@ -10,7 +10,6 @@ from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
-from flexengine.job.inputs import Rows
 from flexengine.job.prompts import Request, encode
 from flexengine.job.rows import Row, row_of
 from flexengine.model.stop import check_stops
@@ -115,10 +114,10 @@ class Reader:
                                f" from 0 to {self.vocabulary - 1}")  # fmt: skip
         check_stops(params, self.tokenizer)
 
-    def check_rows(self, rows: Rows) -> None:
+    def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
-        them, as every prompt would be refused."""
-        if rows.chat and (reason := fault(self.tokenizer)) is not None:
+        them, as every prompt would be refused. chat: whether they are."""
+        if chat and (reason := fault(self.tokenizer)) is not None:
             raise InvalidInput(f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it"
                                " out, or take an instruction-tuned model")  # fmt: skip
 

@@ -82,6 +82,12 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
         offset += len(line)
 
 
+def value_of(result: Result) -> dict[str, Any]:
+    """Return the value of a row's record."""
+    fields = {name: value for name, value in result.columns().items() if name != "index" and value is not None}
+    return {"index": result.index, "result": fields}
+
+
 def result_of(value: dict[str, Any]) -> Result:
     """Return the Result in the value of a row's record."""
     fields = dict(value["result"])
@@ -203,8 +209,7 @@ class Journal:
 
     def add(self, result: Result) -> None:
         """Append a finished row. Raise OSError if it cannot be written; earlier records stay valid."""
-        fields = {name: value for name, value in result.columns().items() if name != "index" and value is not None}
-        offset = self._append({"index": result.index, "result": fields})
+        offset = self._append(value_of(result))
         self._place(result.index, offset, result.error is not None)
 
     def set(self, settings: dict[str, Any]) -> None:

@@ -1,17 +1,21 @@
 """Trace of a job's tasks as Chrome trace JSON, which Perfetto opens.
 
-The process is named flexengine. It has one row per lane, in the order in which data passes the lanes.
+The process is named flexengine, with its stage if it is one of a pipeline. It has one row per lane, in the order in
+which data passes the lanes.
 """
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flexengine.errors import InvalidInput
 from flexengine.schedule.program import Task
 from flexengine.schedule.routes import by_way
 
 PROCESS = "flexengine"  # name of the process in the trace
+Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: JSON values that other processes read
 
 
 class Spans(Protocol):
@@ -25,19 +29,22 @@ class Trace:
     """Spans of tasks, which `write` writes to a file.
 
     Attributes:
-        path: path of the file.
+        path: path of the file; None if another process writes the spans.
         spans: (task, began, end) in seconds of time.perf_counter.
+        others: rows of other processes by name; see `rows`.
 
     Raises:
         InvalidInput: the constructor cannot open the file for writing.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None) -> None:
+        self.path = None if path is None else Path(path)
         self.spans: list[tuple[Task, float, float]] = []
+        self.others: dict[str, list[Row]] = {}
         try:
-            with self.path.open("a"):
-                pass
+            if self.path is not None:
+                with self.path.open("a"):
+                    pass
         except OSError as error:
             raise InvalidInput(f"trace file {path}: {error}") from error
 
@@ -45,21 +52,46 @@ class Trace:
         """Add a task that ran from `began` to `end`, in seconds of time.perf_counter."""
         self.spans.append((task, began, end))
 
+    def rows(self, first: int = 0) -> list[Row]:
+        """Return all spans so far, with times that processes of other machines can compare.
+
+        Args:
+            first: number of this process's first layer in the model.
+        """
+        since = time.time() - time.perf_counter()
+        return [[task.lane, task.op.value, since + began, since + end, _arguments(task, first)]
+                for task, began, end in self.spans]  # fmt: skip
+
     def write(self) -> None:
         """Write all spans so far, with times in microseconds after the start of the first one."""
-        lanes = by_way({task.lane for task, _, _ in self.spans})
-        zero = min((began for _, began, _ in self.spans), default=0.0)
-        events: list[dict[str, object]] = [_named("process_name", 0, name=PROCESS)] if lanes else []
-        for i, lane in enumerate(lanes):
-            events += [_named("thread_name", i, name=lane), _named("thread_sort_index", i, sort_index=i)]
-        for task, began, end in self.spans:
-            cell = task.cell
-            args = {"sweep": cell.sweep, "layer": cell.layer, "batch": cell.batch, "home": task.home, "hop": task.hop}
-            events.append({"ph": "X", "pid": 1, "tid": lanes.index(task.lane), "name": task.op.value,
-                           "ts": (began - zero) * 1e6, "dur": (end - began) * 1e6, "args": args})  # fmt: skip
+        assert self.path is not None
+        own = {f"{PROCESS} stage 0" if self.others else PROCESS: self.rows()}
+        processes = own | self.others
+        zero = min((row[2] for rows in processes.values() for row in rows), default=0.0)
+        events: list[dict[str, object]] = []
+        for number, (name, rows) in enumerate(processes.items(), 1):
+            events += _events(number, name, rows, zero)
         self.path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _named(event: str, thread: int, **args: object) -> dict[str, object]:
+def _arguments(task: Task, first: int) -> dict[str, object]:
+    cell = task.cell
+    layer = cell.layer + first if cell.layer >= 0 else cell.layer
+    return {"sweep": cell.sweep, "layer": layer, "batch": cell.batch, "home": task.home, "hop": task.hop}
+
+
+def _events(process: int, name: str, rows: Sequence[Row], zero: float) -> list[dict[str, object]]:
+    """Return the events of one process. zero: time of the first event of all, in seconds since 1970."""
+    lanes = by_way({row[0] for row in rows})
+    events = [_named("process_name", process, 0, name=name)] if lanes else []
+    for i, lane in enumerate(lanes):
+        events += [_named("thread_name", process, i, name=lane), _named("thread_sort_index", process, i, sort_index=i)]
+    for lane, op, began, end, args in rows:
+        events.append({"ph": "X", "pid": process, "tid": lanes.index(lane), "name": op,
+                       "ts": (began - zero) * 1e6, "dur": (end - began) * 1e6, "args": args})  # fmt: skip
+    return events
+
+
+def _named(event: str, process: int, thread: int, **args: object) -> dict[str, object]:
     """Return a metadata event of the trace."""
-    return {"ph": "M", "pid": 1, "tid": thread, "name": event, "args": args}
+    return {"ph": "M", "pid": process, "tid": thread, "name": event, "args": args}

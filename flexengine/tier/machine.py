@@ -182,7 +182,7 @@ class Machine:
 
 def make_machine(
     kind: str, device_mem: int | None, host_mem: int | None, offload_dirs: Sequence[Path], links: Links | None = None,
-    sharing: int = 1,
+    sharing: int = 1, processes: int = 1,
 ) -> Machine:  # fmt: skip
     """Return the machine to run on.
 
@@ -194,7 +194,8 @@ def make_machine(
         host_mem: bytes of the host tier; None for what is free (sim: no limit).
         offload_dirs: directories of spill files, at least one; each is a place of its own.
         links: rates, for kind sim only.
-        sharing: processes that share this machine. Each takes its part of what is free.
+        sharing: engines that share RAM and disks of this machine. Each takes its part of what is free.
+        processes: processes that share its GPUs.
 
     Raises:
         InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
@@ -230,7 +231,7 @@ def make_machine(
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disks = tuple(Throttled(disk, *links.of_disk(number)) for number, disk in enumerate(disks))
     else:
-        sizes = (device_mem or int(cuda.free_memory() * HEADROOM) // cuda.sharing(sharing), ram)
+        sizes = (device_mem or int(cuda.free_memory() * HEADROOM) // cuda.sharing(processes), ram)
         device = cuda.CudaTier("device", Ledger("device", sizes[0]))
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more))

@@ -22,7 +22,6 @@ def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("words", "environment", "why"), [
     (["--stages", "0"], {}, "--stages is 0; it must be at least 1"),
-    (["--stages", "2", "--dry-run"], {}, "--stages has no effect with --dry-run"),
     (["--interface", "eth0"], {}, "--interface is eth0, but one process"),
     (["--stages", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "--stages is 2, but WORLD_SIZE is 2"),
     ([], {"RANK": "2", "WORLD_SIZE": "2"}, "the environment has RANK=2 and WORLD_SIZE=2"),
@@ -32,7 +31,6 @@ def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--strategy", "gap.json"], {}, "strategy stages end with layer 1, but the model has layers 0 to 2"),
     (["--strategy", "two.json", "--stages", "3"], {}, "--stages is 3, but the strategy has 2 stages"),
     (["--strategy", "two.json", "--policy", "policy.json"], {}, "--strategy has a block of its own"),
-    (["--strategy", "two.json", "--dry-run"], {}, "has no effect with --dry-run"),
 ])  # fmt: skip
 def test_refusals(
     words: list[str], environment: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch,

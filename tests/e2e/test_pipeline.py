@@ -109,3 +109,15 @@ def test_a_stage_that_ends_before_it_joins_is_named(job: Any, tmp_path: Path) ->
     assert driver.wait(30) == 3
     assert "stage 1 of 0 to 1 (process" in log.read_text()
     assert "it ended with code -9 before it joined" in log.read_text()
+
+
+@pytest.mark.slow
+def test_dry_run_shows_all_stages(job: Any, tmp_path: Path) -> None:
+    words, _ = job
+    done = subprocess.run([sys.executable, "-m", "flexengine", *words, "--dry-run", "--stages", "2"], cwd=tmp_path,
+                          env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "  0: layers 0 to 1, weights 100 % RAM, " in done.stdout
+    assert "  1: layers 2 to 3, weights " in done.stdout
+    assert "the job takes at least " in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from flexengine.engine.pipeline.remote import Driver
+from flexengine.engine.pipeline.remote import Driver, StagePlan
 from flexengine.engine.planner import Planner
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
@@ -18,16 +18,20 @@ class PipelinePlanner(Planner):
 
     Every stage chooses the best policy for itself. All stages then take the block of the one with the smallest block,
     and fill their memory with weights.
+
+    Attributes:
+        others: plans of the other stages for the last layout.
     """
 
     def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
         super().__init__(*args)
         self.driver, self.strategy = driver, strategy
+        self.others: list[StagePlan] = []
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
         layout = super().layout(workload, resident)
-        self.driver.lay_out(layout.policy, workload, self.policy is not None)
+        self.others = self.driver.lay_out(layout.policy, workload, self.policy is not None)
         return layout
 
     def choose(

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -34,11 +34,13 @@ from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
 from flexengine.parallel.ports import SendingPort
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
 from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Text
 
+TRACE = "trace"  # in what a stage measured: rows of its spans, see `runtime.trace`
 CHOOSE, LAY_OUT, PREPARE, SWEEP, END, LEAVE, ANSWER, FAILED, RESULT = range(9)
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -66,6 +68,21 @@ def workload_of(values: Mapping[str, Any]) -> Workload:
     rest = {name: value for name, value in values.items() if name != "sizes"}
     return Workload({(p, n): times for p, n, times, _ in sizes},
                     {(p, n): spared for p, n, _, spared in sizes if spared}, **rest)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of a job in one stage.
+
+    Attributes:
+        layers: first layer, last layer + 1, and number of layers of the model.
+        policy: the stage's policy.
+        seconds: predicted seconds of its work.
+    """
+
+    layers: tuple[int, ...]
+    policy: Policy
+    seconds: float
 
 
 class Driver:
@@ -96,11 +113,12 @@ class Driver:
         self._order(CHOOSE, asked)
         return lambda: [Policy(**answer) for answer in self._answers().values()]
 
-    def lay_out(self, policy: Policy, workload: Workload, given: bool) -> None:
-        """Raise OutOfMemory, with the name of the stage, if a job does not fit in another stage. Arguments as for
-        `prepare`."""
+    def lay_out(self, policy: Policy, workload: Workload, given: bool) -> list[StagePlan]:
+        """Return the plans of the other stages for a job. Raise OutOfMemory, with the name of the stage, if the job
+        does not fit in one of them. Arguments as for `prepare`."""
         self._order(LAY_OUT, {"policy": policy.to_json(), "workload": workload_json(workload), "given": given})
-        self._answers()
+        return [StagePlan(tuple(answer["layers"]), Policy(**answer["policy"]), answer["seconds"])
+                for answer in self._answers().values()]  # fmt: skip
 
     def prepare(
         self, policy: Policy, workload: Workload, given: bool, lossy: Lossy
@@ -130,8 +148,13 @@ class Driver:
                 self.measured[rank] = unpacked_json(frame.body)
 
     def report(self) -> tuple[dict[str, Any], ...]:
-        """Return what the other stages measured in the last job, in their order."""
-        return tuple(self.measured[rank] for rank in sorted(self.measured))
+        """Return what the other stages measured in the last job, without spans, in their order."""
+        measured = (self.measured[rank] for rank in sorted(self.measured))
+        return tuple({name: value for name, value in each.items() if name != TRACE} for each in measured)
+
+    def spans(self) -> dict[str, list[Any]]:
+        """Return the rows of the other stages in a trace, by name."""
+        return {f"{PROCESS} stage {rank}": self.measured[rank].get(TRACE, []) for rank in sorted(self.measured)}
 
     def leave(self) -> None:
         """End the processes of the other stages."""

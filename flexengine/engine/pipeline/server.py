@@ -15,6 +15,7 @@ from flexengine.engine.pipeline.remote import (
     PREPARE,
     RESULT,
     SWEEP,
+    TRACE,
     failure,
     packed_json,
     pools_json,
@@ -77,8 +78,7 @@ class Server:
         if frame.kind == CHOOSE:
             self._reply(ANSWER, frame, self._chosen(unpacked_json(frame.body)))
         elif frame.kind == LAY_OUT:
-            self._lay_out(unpacked_json(frame.body))
-            self._reply(ANSWER, frame, {})
+            self._reply(ANSWER, frame, self._planned(unpacked_json(frame.body)))
         elif frame.kind == PREPARE:
             self.before.job = frame.second
             if self.after:
@@ -98,6 +98,14 @@ class Server:
         workload = workload_of(asked["workload"])
         best = self.planner.choose(workload, self.core.resident, asked["block"], asked["prefill_tokens"])
         return best.policy.to_json()
+
+    def _planned(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the layers, the policy and the predicted seconds of a job."""
+        layout = self._lay_out(asked)
+        seconds = self.planner.cost(workload_of(asked["workload"])).predict(layout).total_seconds
+        skeleton = self.core.skeleton
+        return {"layers": [*skeleton.layer_range, skeleton.total], "policy": layout.policy.to_json(),
+                "seconds": seconds}  # fmt: skip
 
     def _lay_out(self, asked: dict[str, Any]) -> Layout:
         """Return the layout of a job."""
@@ -152,4 +160,5 @@ class Server:
             "layers": stage.layers, "policy": stage.policy.to_json(), "plan": stage.watch.report().to_json(),
             "busy": dict(stage.executor.busy), "bytes": core.traffic(),
             "peak_bytes": {place: tier.ledger.peak for place, tier in core.machine.tiers.items()},
+            TRACE: core.trace.rows(core.skeleton.first) if core.trace else [],
         }  # fmt: skip

@@ -1,5 +1,7 @@
 """Pipelines of one to four stages generate the tokens of one process."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +88,36 @@ def test_log_probabilities_penalties_and_scores(families: Any) -> None:
     with in_threads(3, model=known.directory, device="cpu") as pipeline:
         assert pipeline.engine.generate(known.rows, params) == expected
         assert pipeline.engine.score(known.prompts, known.expected) == scores
+
+
+def test_trace_has_all_stages(families: Any, tmp_path: Path) -> None:
+    """Each stage is a process of the trace, with the layers that it computed."""
+    known, path = families("llama"), tmp_path / "trace.json"
+    with in_threads(3, model=known.directory, policy=Policy(2, 4), device="cpu", trace=path) as pipeline:
+        pipeline.engine.generate(known.rows, GREEDY)
+        sweeps = pipeline.engine.summary.sweeps
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(names.values()) == [f"flexengine stage {rank}" for rank in range(3)]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    computed = [e for e in spans if e["name"] == Op.COMPUTE.value]
+    for process, layers in zip(names, ({0, 1}, {2}, {3, 4}), strict=True):  # 4 is the head
+        own = [e["args"] for e in computed if e["pid"] == process]
+        assert {each["layer"] for each in own if each["layer"] >= 0} == layers
+        assert len({each["sweep"] for each in own}) == sweeps
+
+
+def test_plans_of_all_stages(families: Any) -> None:
+    known = families("llama")
+    with in_threads(3, model=known.directory, device="cpu") as pipeline:
+        engine = pipeline.engine
+        workload = engine.reader.survey(known.rows, GREEDY)
+        layout = engine.planner.layout(workload)
+        others = engine.planner.others
+    assert [plan.layers for plan in others] == [(2, 3, 4), (3, 4, 4)]
+    assert all(plan.seconds > 0 for plan in others)
+    assert {plan.policy.block_size for plan in others} == {layout.policy.block_size}
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -1,0 +1,1 @@
+"""Fleets of actors on a local Ray, whose processes are killed."""

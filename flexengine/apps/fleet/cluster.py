@@ -1,0 +1,242 @@
+"""A Ray cluster: its actors, placement groups for groups of stages, and the shards that Ray Data gives them."""
+
+import logging
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, this_member
+from flexengine.apps.fleet.space import Machine, Space, space_for
+from flexengine.apps.fleet.stage import Stage
+from flexengine.errors import InvalidInput
+
+LOCAL = "local"  # address of a Ray that this process starts
+MOST_GROUPS = 4  # groups of stages that may be lost with one shard
+_CLIENT = "ray://"
+
+
+@contextmanager
+def connected(address: str, verbose: bool = False) -> Iterator[None]:
+    """Return a context manager in which this process uses a cluster.
+
+    Args:
+        address: "local" starts a Ray on this machine, "auto" takes the one that runs here; else host:port.
+        verbose: print messages of the actors.
+
+    Raises:
+        InvalidInput: there is no cluster at this address.
+    """
+    if address.startswith(_CLIENT):
+        raise InvalidInput(f"--ray is {address}, but a client of Ray cannot give shards to actors; run this command on"
+                           " a machine of the cluster, with --ray auto")  # fmt: skip
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    more: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        ray.init(address, log_to_driver=verbose, logging_level=logging.WARNING if verbose else logging.ERROR, **more)
+    except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidInput(f"--ray is {address}, where no Ray answers: {reason[0]}; give the address of a running one,"
+                           " auto for the one on this machine, or local to start one") from error  # fmt: skip
+    finally:
+        for number, handler in own.items():  # ray.init sets a handler of its own
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def machines() -> list[Machine]:
+    """Return the machines of the cluster that are alive and compute."""
+    found = [_machine(node) for node in ray.nodes() if node["Alive"]]
+    return [machine for machine in found if machine.cpus]
+
+
+def _machine(node: Any) -> Machine:
+    return Machine(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+
+
+class RayFleet:
+    """The actors of a cluster.
+
+    Attributes:
+        actors: number of actors.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space, self.actors = space, space.actors
+
+    @classmethod
+    def of(cls, device: str, actors: int | None, stages: int, interface: str | None) -> "RayFleet":
+        """Return the fleet of the cluster to which this process is connected. Arguments and errors: see
+        `space_for`."""
+        return cls(space_for(machines(), device, actors, stages, interface))
+
+    def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
+        """Return what an actor says of its engine; see `Member.describe`. The actor ends with the call."""
+        actor = ray.remote(Worker).options(**_resources(self._space), max_restarts=MOST_GROUPS,
+                                           max_task_retries=MOST_GROUPS).remote(recipe, self._space)  # fmt: skip
+        try:
+            found: Description | Failure = ray.get(actor.describe.remote(sample))
+            return found
+        except RayActorError as error:
+            return Failure("an actor", f"it died {MOST_GROUPS + 1} times: {_line(error)}", running=True)
+        finally:
+            ray.kill(actor)
+
+    def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[Answer | Failure]:
+        """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost.
+
+        Args:
+            shards: see `fleet.shards`.
+        """
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        tables = [ray.put(pa.table({"shard": pa.array([shard], pa.large_binary())})) for shard in shards]
+        dataset = ray.data.from_arrow_refs(tables).map_batches(
+            Worker,
+            batch_size=1,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            # One task in flight: a queue of an actor would hold shards that another actor could run.
+            compute=ray.data.ActorPoolStrategy(size=self.actors, max_tasks_in_flight_per_actor=1),
+            fn_constructor_args=(recipe, self._space),
+            **_resources(self._space),
+        )
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for answer in table["answer"].to_pylist():
+                yield pickle.loads(answer)
+
+
+def _resources(space: Space) -> dict[str, Any]:
+    """Return the resources of a Worker. The stages of a group have their own."""
+    return {"num_cpus": space.cpus, "num_gpus": space.gpus} if space.stages == 1 else {"num_cpus": 0}
+
+
+class Worker:
+    """An actor of the fleet: an engine, or the owner of a group of stages. It is opened when it is first used, as an
+    error in a constructor would not reach the user as it is.
+
+    Args:
+        recipe: what the engine is made of.
+        space: number of its stages, and their resources.
+    """
+
+    def __init__(self, recipe: Recipe, space: Space) -> None:
+        self.recipe, self.space = recipe, space
+        self._member: Member | StageGroup | None = None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the answer to a shard, in a table of one row, as Ray Data passes it."""
+        (shard,) = table["shard"].to_pylist()
+        answer = self._first_found(lambda member: member.run(shard))
+        return pa.table({"answer": pa.array([pickle.dumps(answer)], pa.large_binary())})
+
+    def describe(self, sample: bytes) -> Description | Failure:
+        """See `Member.describe`."""
+        found: Description | Failure = self._first_found(lambda member: member.describe(sample))
+        self._close()
+        return found
+
+    def _first_found(self, call: Callable[[Any], Any]) -> Any:
+        """Return what a call returns. If a stage is lost meanwhile, call again with a new group of stages."""
+        for _ in range(MOST_GROUPS):
+            if self._member is None:
+                self._member = self._opened()
+            found = call(self._member)
+            if not isinstance(found, Failure):
+                return found
+            self._close()
+            if not found.lost:
+                return found
+        return replace(found, message=f"{MOST_GROUPS} groups of stages were lost: {found.message}")
+
+    def _opened(self) -> "Member | StageGroup":
+        if self.space.stages > 1:
+            return StageGroup(self.recipe, self.space)
+        return Member(self.recipe, sharing=sharing_here(self.space))
+
+    def _close(self) -> None:
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+
+
+def sharing_here(space: Space) -> int:
+    """Return the most processes of the fleet that share this machine."""
+    here = ray.get_runtime_context().get_node_id()
+    return space.sharing(next(_machine(node) for node in ray.nodes() if node["NodeID"] == here))
+
+
+class StageGroup:
+    """The stages of one actor, each an actor of its own in a placement group. They end with the process that owns this
+    object."""
+
+    def __init__(self, recipe: Recipe, space: Space) -> None:
+        bundle = {"CPU": space.cpus} | ({"GPU": space.gpus} if space.gpus else {})
+        self._placement = placement_group([bundle] * space.stages, "PACK" if space.interface else "STRICT_PACK")
+        ray.get(self._placement.ready())
+        self._stages = [
+            ray.remote(_Stage).options(
+                num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+            ).remote(recipe, rank, space)
+            for rank in range(space.stages)
+        ]  # fmt: skip
+        self._serving: list[Any] | None = None
+
+    def describe(self, sample: bytes) -> Description | Failure:
+        """See `Member.describe`."""
+        found: Description | Failure = self._call("describe", sample)
+        return found
+
+    def run(self, shard: bytes) -> Answer | Failure:
+        """See `Member.run`."""
+        found: Answer | Failure = self._call("run", shard)
+        return found
+
+    def _call(self, method: str, *given: Any) -> Any:
+        """Return what the first stage returns, or a Failure if any stage dies or fails meanwhile."""
+        first, *others = self._stages
+        try:
+            if self._serving is None:
+                address = ray.get(first.address.remote())
+                self._serving = [stage.serve.remote(address) for stage in others]
+            found = getattr(first, method).remote(*given)
+            ready, _ = ray.wait([found, *self._serving])
+            answer = ray.get(ready[0])
+        except RayActorError as error:
+            return Failure(this_member(), f"a stage died: {_line(error)}", running=True, lost=True)
+        return answer or Failure(this_member(), "a stage ended early", running=True, lost=True)
+
+    def close(self) -> None:
+        """End all stages."""
+        for stage in self._stages:
+            with suppress(RayActorError):
+                ray.kill(stage)
+        remove_placement_group(self._placement)
+
+
+class _Stage(Stage):
+    """A stage, which asks Ray for its address and for the processes beside it."""
+
+    def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:
+        host = ray.util.get_node_ip_address() if space.interface else "127.0.0.1"
+        super().__init__(recipe, rank, space, host, sharing_here(space))
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

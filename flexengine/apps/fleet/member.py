@@ -1,0 +1,193 @@
+"""A member of a fleet: an engine that runs shards. Nothing here knows Ray."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexengine.apps.fleet.shards import packed, rows_of
+from flexengine.config import SamplingParams
+from flexengine.engine.agreement import CACHE, LOSSY, PREFILL_TOKENS, engine_part, settings_of, switches_part, take_over
+from flexengine.engine.engine import Engine
+from flexengine.engine.generating import JobRows
+from flexengine.errors import FlexError, InvalidInput, RanOut, StageFailed, StageLost
+from flexengine.job.same_job import differences
+from flexengine.lossy import Lossy
+from flexengine.parallel.group import Group
+
+COUNTS = ("rows", "failed", "prompt_tokens", "computed_prompt_tokens", "generated_tokens", "scored_tokens", "sweeps",
+          "load_seconds", "prefill_seconds", "decode_seconds")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Values that all members share.
+
+    Attributes:
+        engine: the model and its arithmetic; see `engine_part`.
+        settings: choices of the first engine; see `settings_of`.
+    """
+
+    engine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a member is made of.
+
+    Attributes:
+        options: see EngineOptions, with the model.
+        params: sampling parameters of rows without fields of these names.
+        chat: whether prompts are run as a user's messages.
+        agreed: None for the member that describes itself to the others.
+    """
+
+    options: Mapping[str, Any]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    chat: bool = False
+    agreed: Agreed | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """The values that a job needs of its engines before it begins.
+
+    Attributes:
+        name: name of the model.
+        engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
+        settings: see `settings_of`; empty if there is no row to plan with.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    switches: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a member, in a form that every process can read.
+
+    Attributes:
+        member: host and process number.
+        message: the error's text.
+        running: whether the job was running, so that the same command may succeed later.
+        lost: whether a stage of the member is lost, so that the same shard may succeed on a new member.
+    """
+
+    member: str
+    message: str
+    running: bool
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The results of a shard.
+
+    Attributes:
+        member: host and process number.
+        results: see `shards.results_of`.
+        counts: COUNTS of the engine's summary.
+    """
+
+    member: str
+    results: bytes
+    counts: Mapping[str, float]
+
+
+def this_member() -> str:
+    """Return host and process number of this process."""
+    return f"{os.uname().nodename}, process {os.getpid()}"
+
+
+def failure_of(error: FlexError) -> Failure:
+    """Return an error that this package raises, as a record."""
+    running = isinstance(error, RanOut | StageFailed | StageLost)
+    return Failure(this_member(), str(error), running, isinstance(error, StageLost))
+
+
+class Member:
+    """An engine that is opened when it is first used.
+
+    Args:
+        recipe: what the engine is made of.
+        group: the processes of a pipeline, of which this one is the first; None for one process.
+        sharing: engines of this machine, which share its memory.
+    """
+
+    def __init__(self, recipe: Recipe, group: Group | None = None, sharing: int | None = None) -> None:
+        self.recipe, self._group, self._sharing = recipe, group, sharing
+        self._engine: Engine | None = None
+
+    def describe(self, sample: bytes) -> Description | Failure:
+        """Return the values that all members shall share.
+
+        Args:
+            sample: a shard, from which the engine plans; b"" if there is no row to run.
+        """
+        try:
+            engine, params = self._opened(), self.recipe.params
+            engine.reader.check(params)
+            engine.reader.check_chat(self.recipe.chat)
+            engine.choose_bits()
+            own, switches = engine_part(engine, {}), switches_part(engine)
+            settings: dict[str, Any] = {}
+            workload = engine.reader.survey(rows_of(sample), params) if sample else None
+            if workload is not None and workload.count:
+                engine.planner.choose_lossy(workload)
+                layout = engine.planner.plan(workload).layout
+                assert layout is not None
+                settings = settings_of(engine, layout.policy.prefill_tokens)
+            return Description(engine.core.source.name, own, switches, settings)
+        except FlexError as error:
+            return failure_of(error)
+
+    def run(self, shard: bytes) -> Answer | Failure:
+        """Return the results of a shard."""
+        try:
+            engine, rows = self._opened(), rows_of(shard)
+            results = packed(engine.results(rows, self.recipe.params, JobRows(len(rows))))
+            summary = engine.summary
+            return Answer(this_member(), results, {name: getattr(summary, name) for name in COUNTS})
+        except FlexError as error:
+            return failure_of(error)
+
+    def close(self) -> None:
+        """Free the memory of the engine, and let the other stages leave."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            engine = open_engine(self.recipe, self._group, self._sharing)
+            try:
+                if (agreed := self.recipe.agreed) is not None:
+                    _agree(engine, agreed)
+            except BaseException:
+                engine.close()
+                raise
+            self._engine = engine
+        return self._engine
+
+
+def open_engine(recipe: Recipe, group: Group | None, sharing: int | None) -> Engine:
+    """Return the engine of a member, or of a further stage of it. Lossy switches are those that the first member
+    chose, if it has described itself."""
+    options = dict(recipe.options)
+    if recipe.agreed is not None and recipe.agreed.settings:
+        options |= {"lossy": Lossy(**recipe.agreed.settings[LOSSY]), "allow": ()}
+    return Engine(**options, group=group, sharing=sharing)
+
+
+def _agree(engine: Engine, agreed: Agreed) -> None:
+    """Take over the choices of the first member. Raise InvalidInput if this engine differs from it."""
+    settings, own = agreed.settings, engine_part(engine, dict(agreed.engine))
+    known = dict(agreed.engine) | ({CACHE: settings[CACHE]} if settings.get(CACHE) else {})
+    if different := differences(known, {name: value for name, value in own.items() if name in known}):
+        raise InvalidInput(f"this machine differs from the one that began the job: {'; '.join(different)}; give all"
+                           " machines of the fleet the same model, versions and kind of device")  # fmt: skip
+    take_over(engine, settings)
+    engine.planner.keep_prefill(settings.get(PREFILL_TOKENS))

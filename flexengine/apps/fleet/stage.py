@@ -1,0 +1,76 @@
+"""A stage of a group: a process of a pipeline. The first one has the fleet's member. Nothing here knows Ray."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, failure_of, open_engine
+from flexengine.apps.fleet.space import Space
+from flexengine.engine.pipeline.server import Server
+from flexengine.errors import FlexError
+from flexengine.parallel.group import Group
+
+Address = tuple[str, int]
+T = TypeVar("T")
+
+
+class Stage:
+    """One process of a pipeline.
+
+    Args:
+        recipe: what the engine is made of.
+        rank: number of the stage.
+        space: number of stages, and the network interface that joins them.
+        host: address of this machine, for the other stages.
+        sharing: processes that share this machine's memory.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, space: Space, host: str, sharing: int) -> None:
+        self.recipe, self.rank, self.space, self.host, self.sharing = recipe, rank, space, host, sharing
+        self._address: Address | None = None
+        self._member: Member | None = None
+
+    def address(self) -> Address:
+        """Return host and port at which the stages of the group meet. Called for the first stage."""
+        with socket.socket() as free:
+            free.bind((self.host, 0))
+            self._address = (self.host, free.getsockname()[1])
+        return self._address
+
+    def serve(self, address: Address) -> Failure | None:
+        """Carry out the orders of the first stage until it ends the job."""
+        try:
+            group = self._join(address)
+            try:
+                with open_engine(self.recipe, group, self.sharing) as engine:
+                    Server(engine, group).run()
+            finally:
+                group.close()
+        except FlexError as error:
+            return failure_of(error)
+        return None
+
+    def describe(self, sample: bytes) -> Description | Failure:
+        """See `Member.describe`. Called for the first stage."""
+        return self._by_member(lambda member: member.describe(sample))
+
+    def run(self, shard: bytes) -> Answer | Failure:
+        """See `Member.run`. Called for the first stage."""
+        return self._by_member(lambda member: member.run(shard))
+
+    def _by_member(self, call: Callable[[Member], T]) -> T | Failure:
+        if self._member is None:
+            assert self._address is not None
+            try:
+                self._member = Member(self.recipe, self._join(self._address), self.sharing)
+            except FlexError as error:
+                return failure_of(error)
+        return call(self._member)
+
+    def _join(self, address: Address) -> Group:
+        """Return the group, after all stages have joined."""
+        # Each process sees its own GPU only, as if it were alone on its machine.
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.space.stages), "LOCAL_RANK": "0",
+                       "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}  # fmt: skip
+        return Group(self.space.interface)

@@ -1,0 +1,92 @@
+"""The values that all results of a job must share: those that the user gave, as its manifest, and those that the first
+engine chose, as its settings. Later runs of the job, and other engines that run parts of it, take them over."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flexengine import __version__
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.job.inputs import Rows
+from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, SCORE, Manifest, make_manifest
+from flexengine.lossy import Lossy
+
+if TYPE_CHECKING:  # it imports torch, which is not needed here
+    from flexengine.engine.base import BaseEngine
+
+LOSSY, CACHE, IMPORTANCES, PREFILL_TOKENS = "lossy", "cache", "importances", "prefill_tokens"  # names of settings
+_AGAIN = "give --restart (restart=True in Python) to run the job again"
+
+
+def engine_part(engine: "BaseEngine", known: Manifest) -> dict[str, Any]:
+    """Return the values of a manifest that identify the model and its arithmetic.
+
+    Args:
+        known: manifest of the run that began the job; empty if there was none.
+    """
+    return {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
+
+
+def switches_part(engine: "BaseEngine") -> dict[str, Any]:
+    """Return the lossy switches of a manifest: those that the user gave, or those that the planner may choose from."""
+    allow = engine.options.allow
+    return {"allow": sorted(allow)} if allow else engine.switches
+
+
+def manifest(rows: Rows, params: SamplingParams, engine: Mapping[str, Any], switches: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a job of a file.
+
+    Args:
+        params: sampling parameters of rows without fields of these names.
+        engine, switches: see `engine_part` and `switches_part`.
+    """
+    given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,
+                             "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
+    if rows.chat:
+        given[CHAT] = True
+    if rows.score:
+        given[SCORE] = True
+    return make_manifest(params, given, engine, switches)
+
+
+def settings_of(engine: "BaseEngine", prefill_tokens: int) -> dict[str, Any]:
+    """Return the choices of an engine.
+
+    Args:
+        prefill_tokens: most tokens of a prefill chunk under its policy.
+    """
+    importances = engine.calibrator.importances
+    fitted = {IMPORTANCES: importances.digest} if importances is not None else {}
+    return {PREFILL_TOKENS: prefill_tokens, LOSSY: engine.lossy.enabled, CACHE: engine.core.cache_form, **fitted}
+
+
+def take_over(engine: "BaseEngine", settings: Mapping[str, Any]) -> None:
+    """Let an engine use the choices with which its job began. `Planner.keep_prefill` takes the size of prefill chunks.
+
+    Args:
+        settings: empty if the job begins now.
+
+    Raises:
+        InvalidInput: the engine cannot make the same choices.
+    """
+    if engine.options.allow and (chosen := settings.get(LOSSY)) is not None:
+        engine.use(Lossy(**chosen))
+        _check_cache(engine, settings.get(CACHE, ""))
+    _check_importances(engine, settings.get(IMPORTANCES))
+
+
+def _check_cache(engine: "BaseEngine", began: str) -> None:
+    """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that the
+    user gave is compared with the manifest instead."""
+    if began and began != (now := engine.core.cache_form):
+        raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; {_AGAIN}")
+
+
+def _check_importances(engine: "BaseEngine", began: str | None) -> None:
+    """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring
+    them again gave other numbers."""
+    if began is None or (current := engine.calibrator.importances) is None or current.digest == began:
+        return
+    raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
+                       f" importances, and calibrating again, with other memory or libraries, gave"
+                       f" {current.digest}; {_AGAIN}")  # fmt: skip

@@ -1,0 +1,161 @@
+"""Jobs of fleets, with members in this process: results are the bytes of one engine, whatever ends when."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.apps.fleet.job import FleetJob
+from flexengine.apps.fleet.member import Agreed, Failure, Member, Recipe
+from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
+from flexengine.commands.main import main
+from flexengine.config import Completion, Result, SamplingParams, Score
+from flexengine.errors import InvalidInput, MemberFailed
+from flexengine.job.inputs import Rows
+from flexengine.job.resume import open_job
+from flexengine.job.rows import Row
+from tests.helpers.fleets import LocalFleet, sent
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8)
+WORDS = ["--max-tokens", "6", "--ignore-eos", "--temperature", "0.8", "--device", "cpu", "--device-mem", "300M", "-q"]
+
+
+@pytest.fixture(scope="module")
+def known(families: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]:
+    """A model, an input with bad rows, several samples and stop ids, and the output of one engine."""
+    llama, folder = families("llama"), tmp_path_factory.mktemp("fleet")
+    lines = []
+    for i in range(25):
+        row: dict[str, Any] = {"prompt_token_ids": llama.prompts[i % 8], "max_tokens": 2 + i % 5, "tag": f"\ud800{i}"}
+        lines.append(json.dumps(row | ({"n": 3} if i % 7 == 3 else {}) | ({"temperature": 0.0} if i % 2 else {})))
+    lines[4], lines[9] = "{broken", '{"prompt_token_ids": [1000000]}'
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    assert main(["run", str(folder / "in.jsonl"), "-m", str(llama.directory), "-o", str(folder / "one.jsonl"),
+                 *WORDS]) == 1  # fmt: skip
+    return str(llama.directory), folder / "in.jsonl", (folder / "one.jsonl").read_bytes()
+
+
+def recipe(directory: str, **options: Any) -> Recipe:
+    return Recipe({"model": directory, "device": "cpu", "device_mem": "300M", "progress": False, **options}, PARAMS)
+
+
+def run(known: Any, output: Path, fleet: LocalFleet, size: int | None = None, **options: Any) -> dict[str, Any]:
+    model, given, _ = known
+    with Rows(given) as rows, open_job(rows, output) as job:
+        running = FleetJob(fleet, job, recipe(model, **options), size)
+        if running.begin():
+            for _ in running.results():
+                pass
+        return running.end()
+
+
+@pytest.mark.parametrize(("actors", "size", "repeated"), [(1, None, False), (2, 3, True), (3, 1, True), (1, 99, False)])
+def test_bytes_of_one_engine(actors: int, size: int | None, repeated: bool, known: Any, tmp_path: Path) -> None:
+    fleet = LocalFleet(actors, repeated)
+    summary = run(known, tmp_path / "out.jsonl", fleet, size)
+    assert (tmp_path / "out.jsonl").read_bytes() == known[2]
+    ran = [row.index for shard in fleet.shards for row in rows_of(shard)]
+    assert sorted(ran) == list(range(25))
+    assert summary["job"] == {"rows": 25, "done": 23, "failed": 2, "done_before": 0}
+    assert (summary["rows"], summary["failed"], sum(summary["members"].values())) == (23, 2, 25)
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert summary["generated_tokens"] == sum(row["completion_tokens"] for row in written)
+
+
+def test_a_lost_fleet_continues(known: Any, tmp_path: Path) -> None:
+    """After each answer the fleet is lost once. Later runs compute only the rows without results, also one engine."""
+    output, seen = tmp_path / "out.jsonl", 0
+    for _ in range(3):
+        fleet = LocalFleet(2, ends=2)
+        with pytest.raises(MemberFailed, match="host, process 1: memory ran out; run the same command again"):
+            run(known, output, fleet, 3)
+        ran = [row.index for shard in fleet.shards for row in rows_of(shard)]
+        assert len(fleet.shards) == 2
+        seen += len(ran)
+    fleet = LocalFleet(3)
+    assert run(known, output, fleet, 4)["job"]["done_before"] == seen
+    assert sum(len(rows_of(shard)) for shard in fleet.shards) == 25 - seen
+    assert output.read_bytes() == known[2]
+    assert run(known, output, LocalFleet(1))["job"]["done_before"] == 25
+
+
+def test_fleet_and_engine_continue_each_other(known: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(MemberFailed):
+        run(known, output, LocalFleet(2, ends=3), 2)
+    assert main(["run", str(known[1]), "-m", known[0], "-o", str(output), *WORDS]) == 1
+    assert output.read_bytes() == known[2]
+    assert run(known, output, LocalFleet(1))["job"]["done_before"] == 25
+
+
+@pytest.mark.parametrize("options", [
+    {"allow": ("int8-weights",)}, {"lossy": "weights"}, {"policy": "blocks"},
+])  # fmt: skip
+def test_members_share_the_choices_of_the_first(options: Any, known: Any, tmp_path: Path) -> None:
+    """Lossy switches and cuts of prompts are those that one engine of the whole job takes."""
+    from flexengine import Engine, Lossy, Policy
+
+    if "lossy" in options:
+        options = {"lossy": Lossy(weights="int4")}
+    if "policy" in options:
+        options = {"policy": Policy(2, 3, prefill_tokens=16)}
+    summary = run(known, tmp_path / "out.jsonl", LocalFleet(2), 4, **options)
+    with Engine(known[0], device="cpu", device_mem="300M", **options) as engine:
+        engine.run_job(known[1], tmp_path / "one.jsonl", PARAMS)
+        assert summary["lossy"] == engine.lossy.enabled
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_a_member_that_differs_refuses(known: Any) -> None:
+    first = Member(recipe(known[0]))
+    about = first.describe(next(shards([Row(0, 0, {"prompt_token_ids": [5, 6]})], 1)))
+    first.close()
+    assert not isinstance(about, Failure)
+    other = dict(about.engine) | {"torch": "1.0", "dtype": "float16"}
+    member = Member(Recipe(recipe(known[0]).options, PARAMS, agreed=Agreed(other, about.settings)))
+    failure = member.run(next(shards([Row(0, 0, {"prompt_token_ids": [5, 6]})], 1)))
+    assert isinstance(failure, Failure)
+    assert not failure.running
+    assert "this machine differs from the one that began the job: dtype: was" in failure.message
+    assert "torch: was" in failure.message
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"model": "/none"}, "/none"), ({"device_mem": "1K"}, "device memory"), ({"dtype": "float8"}, "float8"),
+])  # fmt: skip
+def test_a_refused_engine_is_an_error_of_the_job(options: Any, why: str, known: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"process \d+: ") as error:
+        run(known, tmp_path / "out.jsonl", LocalFleet(1), None, **options)
+    assert why in str(error.value)
+    assert not (tmp_path / "out.jsonl.journal").exists()
+
+
+def test_results_are_sent_whole() -> None:
+    sample = Completion("\ud800", [3], "stop")
+    results = [
+        Result(3, prompt="p", generated_text="\ud83d", token_ids=[1, 2], finish_reason="length", prompt_tokens=4,
+               completion_tokens=2, samples=[sample, sample]),
+        Result(9, error="line 2: broken"),
+        Result(1, scores=[Score(-1.0, 2, True)]),
+    ]  # fmt: skip
+    found = list(results_of(sent(packed(results))))
+    assert found == results
+    assert all(result.prompt is None for result in found)
+    with pytest.raises(ValueError, match="damaged"):
+        list(results_of(packed(results)[:-5]))
+
+
+def test_shards() -> None:
+    rows = [Row(i, i + 1, {"prompt": f"{i}", "tag": object}) for i in range(10)]
+    rows[3] = rows[3].refused("is broken")
+    parts = [rows_of(shard) for shard in shards(rows, 4)]
+    assert [[row.index for row in part] for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert parts[0][3].error == "line 4: is broken"
+    rng = random.Random(0)
+    for _ in range(100):
+        count, actors = rng.randrange(1, 10**5), rng.randrange(1, 9)
+        size = shard_rows(count, actors)
+        assert 1 <= size <= MOST_ROWS
+        assert -(-count // size) >= min(count, actors)  # each actor gets a shard
