@@ -20,16 +20,20 @@ Answer = tuple[str, float]
 
 def logprob(model: Any, context: list[int], answer: list[int]) -> float:
     """Return the log probability of the answer's tokens."""
-    logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
+    logits = model(torch.tensor([context + answer]), logits_to_keep=len(answer) + 1).logits[0, :-1]
     chosen = logits.double().log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])
     return float(chosen.sum())
 
 
 def scored(model: Any, tokenizer: Any, context: str, choices: list[str]) -> Answer:
-    """Return the likeliest choice."""
+    """Return the likeliest choice. Choices of one token each, as Yes and No, need one pass."""
     begin = tokenizer(context).input_ids
     ids = [tokenizer(context + choice).input_ids[len(begin) :] for choice in choices]
-    found = [logprob(model, begin, one) for one in ids]
+    if all(len(one) == 1 for one in ids):
+        logprobs = model(torch.tensor([begin]), logits_to_keep=1).logits[0, -1].double().log_softmax(-1)
+        found = [float(logprobs[one[0]]) for one in ids]
+    else:
+        found = [logprob(model, begin, one) for one in ids]
     best = max(range(len(choices)), key=found.__getitem__)
     return choices[best].strip(), found[best]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import RayActorError
+import ray.data
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,6 +23,7 @@ from flexengine.errors import InvalidInput
 
 LOCAL = "local"  # address of a Ray that this process starts
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
+MOST_DEATHS = 10  # of actors that run one shard; it may be the reason, as when it needs too much memory
 _CLIENT = "ray://"
 
 
@@ -85,13 +87,13 @@ class RayFleet:
 
     def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
         """Return what an actor says of its engine; see `Member.describe`. The actor ends with the call."""
-        actor = ray.remote(Worker).options(**_resources(self._space), max_restarts=MOST_GROUPS,
-                                           max_task_retries=MOST_GROUPS).remote(recipe, self._space)  # fmt: skip
+        actor = ray.remote(Worker).options(**_resources(self._space), max_restarts=MOST_DEATHS,
+                                           max_task_retries=MOST_DEATHS).remote(recipe, self._space)  # fmt: skip
         try:
             found: Description | Failure = ray.get(actor.describe.remote(sample))
             return found
         except RayActorError as error:
-            return Failure("an actor", f"it died {MOST_GROUPS + 1} times: {_line(error)}", running=True)
+            return Failure("an actor", f"it died {MOST_DEATHS + 1} times: {_line(error)}", running=True)
         finally:
             ray.kill(actor)
 
@@ -113,11 +115,15 @@ class RayFleet:
             # One task in flight: a queue of an actor would hold shards that another actor could run.
             compute=ray.data.ActorPoolStrategy(size=self.actors, max_tasks_in_flight_per_actor=1),
             fn_constructor_args=(recipe, self._space),
+            max_task_retries=MOST_DEATHS,
             **_resources(self._space),
         )
-        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            for answer in table["answer"].to_pylist():
-                yield pickle.loads(answer)
+        try:
+            for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                for answer in table["answer"].to_pylist():
+                    yield pickle.loads(answer)
+        except RayError as error:
+            yield Failure("Ray", f"a shard cannot be run: {_line(error)}", running=True)
 
 
 def _resources(space: Space) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""The block of docs/benchmarks.md about several devices: pipelines, fleets, cluster plans, the loader of weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.harness import Record
+from bench.report.lines import RESULTS, records, short, table
+
+Row = tuple[str, str, str, str]  # run, figures, results, day
+COMMANDS = ("python -m bench.pipeline", "python -m bench.fleet", "python -m bench.cluster --out cluster.jsonl",
+            "python -m bench.loader --out loader.jsonl")  # fmt: skip
+
+
+def devices_block(folder: Path = RESULTS) -> str:
+    """Return the table of runs, and the commands under it."""
+    rows = [*_pipelines(folder), *_fleets(folder), *_regressions(folder), *_loader(folder)]
+    if not rows:
+        return "Not recorded yet."
+    listed = "\n".join(COMMANDS)
+    return (f"{table(('run', 'figures', 'results', 'day'), rows)}\n\nCommands:\n\n<!-- not run: hours -->\n```sh\n"
+            f"{listed}\n```")  # fmt: skip
+
+
+def _newest(bench: str, folder: Path) -> dict[str, Record]:
+    """Return the latest record of each case."""
+    return {line["case"]["name"]: line for line in records(bench, folder=folder)}
+
+
+def _pipelines(folder: Path) -> Iterator[Row]:
+    found = _newest("pipeline", folder)
+    if line := found.get("decode"):
+        case, rates = line["case"], line["decode_tok_s"]
+        yield (f"{case['stages']} stages, each with memory for {case['layers'] // case['stages']} of {case['layers']}"
+               " layers, beside one process with the memory of one of them",
+               f"{short(rates['stages'])} to {short(rates['one process'])} decode tok/s: {short(line['ratio'])}x",
+               _tokens(line), line["time"][:10])  # fmt: skip
+    if line := found.get("simulated"):
+        yield (f"{line['case']['stages']} stages that stream all weights, beside virtual time",
+               f"{short(line['seconds'])} s, simulated {short(line['simulated_seconds'])} s", _tokens(line),
+               line["time"][:10])  # fmt: skip
+    if line := found.get("grid"):
+        yield (f"{len(line['stages'])} numbers of stages x {len(line['policies'])} policies x"
+               f" {' and '.join(line['launchers'])}", f"{line['runs']} runs of {line['rows']} rows",
+               "all bytes equal" if line["same"] else f"{len(line['different'])} runs differ",
+               line["time"][:10])  # fmt: skip
+    if line := found.get("kills"):
+        yield (f"SIGKILL of each of {line['case']['stages']} stages, at random moments, and the same command again",
+               f"{line['kills']} kills; the command ended after {short(line['slowest_end_seconds'])} s at most",
+               "the bytes of one process" if line["same"] else "different", line["time"][:10])  # fmt: skip
+
+
+def _tokens(line: Record) -> str:
+    return "tokens equal" if line["same"] else "tokens differ"
+
+
+def _fleets(folder: Path) -> Iterator[Row]:
+    names = {"actors": "3 actors on Ray, of which 2 are killed", "command": "3 actors on Ray, the command killed",
+             "stages": "2 groups of 2 stages on Ray; a first stage, a second stage and an owner killed"}  # fmt: skip
+    for name, line in _newest("fleet", folder).items():
+        yield (names[name], f"{line['kills']} kills, {line['case']['rows']} rows, {line['runs']} runs of the command",
+               ("each row once, " if line["once"] else "rows missing or twice, ")
+               + ("the bytes of one process" if line["same"] else "other bytes"), line["time"][:10])  # fmt: skip
+
+
+def _regressions(folder: Path) -> Iterator[Row]:
+    for line in records("cluster", folder=folder):
+        if line["part"] != "regressions":
+            continue
+        for form, phases in line["formats"].items():
+            figures = "; ".join(f"{phase}: {100 * x['mean']:.1f} % mean, {100 * x['most']:.1f} % most"
+                                for phase, x in phases.items())  # fmt: skip
+            yield (f"seconds of a layer of {line['hidden']} on unseen shapes, {form}", f"error {figures}", "",
+                   line["time"][:10])  # fmt: skip
+
+
+def _loader(folder: Path) -> Iterator[Row]:
+    newest = {(line["case"]["model"], line["case"]["weights"]): line for line in records("loader", folder=folder)}
+    for (model, weights), line in newest.items():
+        yield (f"reading, encoding and writing {model} as {weights}",
+               f"{short(line['overlapped'])} s overlapped, {short(line['ratio'])} of the slowest step"
+               f" ({line['slowest']}), {short(line['in_turn'])} s one after another; memory of"
+               f" {short(line['peak_in_largest'])} of the largest parameter",
+               "; ".join(line["wrong"]) or "files equal", line["time"][:10])  # fmt: skip
