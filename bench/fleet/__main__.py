@@ -135,7 +135,9 @@ def measure(case: Case, rows: int, folder: Path) -> tuple[Record, bool]:
         given = [*words, "--ray", address, "--shard-rows", str(max(1, rows // 60)), *case.options]
         command = start(given, folder, output.name)
         for victim in case.victims:
-            kills += killed(victim, command, output.with_name("out.jsonl.journal"), rng)
+            if not killed(victim, command, output.with_name("out.jsonl.journal"), rng):
+                break
+            kills += 1
             print(f"  killed {victim or 'the command'}", file=sys.stderr)
             if not victim:
                 command.wait()

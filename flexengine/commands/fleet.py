@@ -1,6 +1,7 @@
 """Options and jobs of fleets: `flexengine run --ray`."""
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from flexengine.commands.messages import VERBOSE, say, verbosity
@@ -69,7 +70,8 @@ def run_fleet(
     errors = RowErrors()
     with cluster.connected(args.ray, verbosity() >= VERBOSE):
         fleet = cluster.RayFleet.of(args.device, args.actors, args.stages or 1, args.interface)
-        recipe = Recipe({"model": args.model, "progress": False, **engine_options(args)}, params, args.chat)
+        options = {"model": args.model, "progress": False, **engine_options(args)}
+        recipe = Recipe(options, params, args.chat, folder=os.getcwd())
         running = FleetJob(fleet, job, recipe, args.shard_rows)
         if running.begin():
             for result in running.results(interrupts.check):

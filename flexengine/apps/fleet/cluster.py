@@ -141,6 +141,7 @@ class Worker:
     """
 
     def __init__(self, recipe: Recipe, space: Space) -> None:
+        _enter(recipe)
         self.recipe, self.space = recipe, space
         self._member: Member | StageGroup | None = None
 
@@ -239,8 +240,15 @@ class _Stage(Stage):
     """A stage, which asks Ray for its address and for the processes beside it."""
 
     def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:
+        _enter(recipe)
         host = ray.util.get_node_ip_address() if space.interface else "127.0.0.1"
         super().__init__(recipe, rank, space, host, sharing_here(space))
+
+
+def _enter(recipe: Recipe) -> None:
+    """Make the command's working directory that of this process, if this machine has it."""
+    if os.path.isdir(recipe.folder):
+        os.chdir(recipe.folder)
 
 
 def _line(error: Exception) -> str:

@@ -41,12 +41,14 @@ class Recipe:
         params: sampling parameters of rows without fields of these names.
         chat: whether prompts are run as a user's messages.
         agreed: None for the member that describes itself to the others.
+        folder: working directory of the command, where names of files in the options begin.
     """
 
     options: Mapping[str, Any]
     params: SamplingParams = field(default_factory=SamplingParams)
     chat: bool = False
     agreed: Agreed | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True)
