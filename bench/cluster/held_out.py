@@ -56,7 +56,7 @@ def measured(form: str | None, turns: int) -> dict[tuple[str, bool], list[Point]
             make_model(Path(folder) / f"{layers}", layers, HIDDEN, positions=2048)
         for batch in sorted({v for v, _, _ in shapes()}):
             policy = Policy(batch, 1, prefill_tokens=2 * MOST_TOKENS)
-            options = {"device": "cpu", "device_mem": "8G", "policy": policy, "prefix_sharing": False}
+            options: dict[str, Any] = {"device": "cpu", "device_mem": "8G", "policy": policy, "prefix_sharing": False}
             engines = {n: Engine(Path(folder) / f"{n}", lossy=Lossy(weights=form), **options) for n in LAYERS}
             for engine in engines.values():
                 engine.load_first = True

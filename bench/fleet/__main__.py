@@ -126,23 +126,26 @@ def killed(victim: str, command: "subprocess.Popen[str]", journal: Path, rng: ra
     return False
 
 
-def measure(case: Case, rows: int, folder: Path) -> tuple[Record, bool]:
-    """Return the record of a case, and whether the output is that of one process although all victims were killed."""
+def measure(case: Case, rows: int, folder: Path, address: str) -> tuple[Record, bool]:
+    """Return the record of a case, and whether the output is that of one process although all victims were killed.
+
+    Args:
+        address: of a Ray.
+    """
     words, rng = write_job(folder, rows), random.Random(3)
     finished(start(words, folder, "one.jsonl"))
     output, kills, runs, began = folder / "out.jsonl", 0, 1, time.monotonic()
-    with local_ray() as address:
-        given = [*words, "--ray", address, "--shard-rows", str(max(1, rows // 60)), *case.options]
-        command = start(given, folder, output.name)
-        for victim in case.victims:
-            if not killed(victim, command, output.with_name("out.jsonl.journal"), rng):
-                break
-            kills += 1
-            print(f"  killed {victim or 'the command'}", file=sys.stderr)
-            if not victim:
-                command.wait()
-                command, runs = start(given, folder, output.name), runs + 1
-        finished(command)
+    given = [*words, "--ray", address, "--shard-rows", str(max(1, rows // 60)), *case.options]
+    command = start(given, folder, output.name)
+    for victim in case.victims:
+        if not killed(victim, command, output.with_name("out.jsonl.journal"), rng):
+            break
+        kills += 1
+        print(f"  killed {victim or 'the command'}", file=sys.stderr)
+        if not victim:
+            command.wait()
+            command, runs = start(given, folder, output.name), runs + 1
+    finished(command)
     same = output.read_bytes() == (folder / "one.jsonl").read_bytes()
     indices = [json.loads(line)["index"] for line in output.read_text().splitlines()]
     once = indices == list(range(rows))
@@ -160,12 +163,13 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", default="fleet.jsonl", help="also append to bench/results/FILE")
     args = parser.parse_args()
     right = True
-    for case in CASES:
-        if case.name in args.cases:
-            with tempfile.TemporaryDirectory() as folder:
-                record, equal = measure(case, args.rows, Path(folder))
-            right = right and equal
-            harness.emit(record, args.out)
+    with local_ray() as address:
+        for case in CASES:
+            if case.name in args.cases:
+                with tempfile.TemporaryDirectory() as folder:
+                    record, equal = measure(case, args.rows, Path(folder), address)
+                right = right and equal
+                harness.emit(record, args.out)
     return 0 if right else 1
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, this_member
@@ -192,13 +192,12 @@ class StageGroup:
     object."""
 
     def __init__(self, recipe: Recipe, space: Space) -> None:
-        bundle = {"CPU": space.cpus} | ({"GPU": space.gpus} if space.gpus else {})
-        self._placement = placement_group([bundle] * space.stages, "PACK" if space.interface else "STRICT_PACK")
-        ray.get(self._placement.ready())
+        placement = own_placement(space)
+        ray.get(placement.ready())
         self._stages = [
             ray.remote(_Stage).options(
                 num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
             ).remote(recipe, rank, space)
             for rank in range(space.stages)
         ]  # fmt: skip
@@ -229,11 +228,22 @@ class StageGroup:
         return answer or Failure(this_member(), "a stage ended early", running=True, lost=True)
 
     def close(self) -> None:
-        """End all stages."""
+        """End all stages. The next group of this actor takes their place."""
         for stage in self._stages:
             with suppress(RayActorError):
                 ray.kill(stage)
-        remove_placement_group(self._placement)
+
+
+def own_placement(space: Space) -> PlacementGroup:
+    """Return the placement group of this actor. Ray removes it when the actor ends, but not when the actor's process
+    dies and Ray starts it again, so it has the actor's name, and the new process finds it."""
+    name = f"flexengine {ray.get_runtime_context().get_actor_id()}"
+    try:
+        return get_placement_group(name)
+    except ValueError:  # there is none
+        bundle = {"CPU": space.cpus} | ({"GPU": space.gpus} if space.gpus else {})
+        strategy = "PACK" if space.interface else "STRICT_PACK"
+        return placement_group([bundle] * space.stages, strategy, name)
 
 
 class _Stage(Stage):
