@@ -13,7 +13,12 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, this_member
@@ -155,6 +160,8 @@ class Worker:
         """See `Member.describe`."""
         found: Description | Failure = self._first_found(lambda member: member.describe(sample))
         self._close()
+        if self.space.stages > 1:
+            remove_placement_group(own_placement(self.space))
         return found
 
     def _first_found(self, call: Callable[[Any], Any]) -> Any:
@@ -235,8 +242,8 @@ class StageGroup:
 
 
 def own_placement(space: Space) -> PlacementGroup:
-    """Return the placement group of this actor. Ray removes it when the actor ends, but not when the actor's process
-    dies and Ray starts it again, so it has the actor's name, and the new process finds it."""
+    """Return the placement group of this actor. Ray removes it when the job ends, not when the actor's process dies and
+    Ray starts it again, so it has the actor's name, and the new process finds it."""
     name = f"flexengine {ray.get_runtime_context().get_actor_id()}"
     try:
         return get_placement_group(name)
