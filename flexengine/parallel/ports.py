@@ -31,7 +31,8 @@ class SendingPort(Port):
 
 
 class TakingPort(Port):
-    """Port from the stage before.
+    """Port from the stage before. The gpu_batches of a sweep may come in another order than they are taken: the hidden
+    states of one whose attention is delegated leave a stage later.
 
     Attributes:
         job: number of the present job.
@@ -39,17 +40,23 @@ class TakingPort(Port):
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.job, self._ended = channel, 0, 0
+        self._held: dict[int, Frame] = {}  # by gpu_batch, of the present sweep
 
     def put(self, batch: int, hidden: Tensor) -> None:
         raise NotImplementedError("a stage puts hidden states to the stage after it")
 
     def take(self, batch: int, target: Tensor) -> None:
         """Copy the hidden states of a gpu_batch to `target`. Raise Ended if the job ends meanwhile."""
-        frame = self._next()
-        if (frame.first, frame.second, len(frame.body)) != (batch, target.shape[1], target.nbytes):
-            raise InvalidInput(f"hidden states of gpu_batch {frame.first} came, {frame.second} tokens in"
-                               f" {len(frame.body)} bytes, but those of gpu_batch {batch}, {target.shape[1]} tokens in"
-                               f" {target.nbytes} bytes, are due; run the same version in all stages")  # fmt: skip
+        while (frame := self._held.pop(batch, None)) is None or frame.kind != self.job:
+            other = self._next()
+            if other.first in self._held and self._held[other.first].kind == self.job:
+                raise InvalidInput(f"hidden states of gpu_batch {other.first} came twice, but those of gpu_batch"
+                                   f" {batch} are due; run the same version in all stages")  # fmt: skip
+            self._held[other.first] = other
+        if (frame.second, len(frame.body)) != (target.shape[1], target.nbytes):
+            raise InvalidInput(f"hidden states of gpu_batch {batch} came with {frame.second} tokens in"
+                               f" {len(frame.body)} bytes, but {target.shape[1]} tokens in {target.nbytes} bytes are"
+                               " due; run the same version in all stages")  # fmt: skip
         target.copy_(frame.body.view(target.dtype).view(target.shape))
 
     def _next(self) -> Frame:

@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +27,8 @@ from flexengine.apps.fleet.space import Machine, Space, space_for
 from flexengine.apps.fleet.stage import Stage
 from flexengine.errors import InvalidInput
 
-LOCAL = "local"  # address of a Ray that this process starts
+LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
+CONNECT_SECONDS = 10.0
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
 MOST_DEATHS = 10  # of actors that run one shard; it may be the reason, as when it needs too much memory
 _CLIENT = "ray://"
@@ -46,6 +48,8 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
     if address.startswith(_CLIENT):
         raise InvalidInput(f"--ray is {address}, but a client of Ray cannot give shards to actors; run this command on"
                            " a machine of the cluster, with --ray auto")  # fmt: skip
+    if address not in (LOCAL, AUTO):
+        _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     more: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
@@ -62,6 +66,19 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise InvalidInput if nothing listens at an address. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise InvalidInput(f"--ray is {address}; it must be auto, local, or host:port")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise InvalidInput(f"--ray is {address}, where nothing answers ({error.strerror or error}); give the address"
+                           " that `ray start` printed, auto for the Ray on this machine, or local to start one"
+                           ) from error  # fmt: skip
 
 
 def machines() -> list[Machine]:
@@ -120,7 +137,7 @@ class RayFleet:
             # One task in flight: a queue of an actor would hold shards that another actor could run.
             compute=ray.data.ActorPoolStrategy(size=self.actors, max_tasks_in_flight_per_actor=1),
             fn_constructor_args=(recipe, self._space),
-            max_task_retries=MOST_DEATHS,
+            ray_remote_args_fn=_retries,
             **_resources(self._space),
         )
         try:
@@ -129,6 +146,11 @@ class RayFleet:
                     yield pickle.loads(answer)
         except RayError as error:
             yield Failure("Ray", f"a shard cannot be run: {_line(error)}", running=True)
+
+
+def _retries() -> dict[str, Any]:
+    """Return the options of an actor that limit how often its shard is run again."""
+    return {"max_task_retries": MOST_DEATHS}
 
 
 def _resources(space: Space) -> dict[str, Any]:

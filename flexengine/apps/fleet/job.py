@@ -15,6 +15,7 @@ from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput, MemberFailed
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
+from flexengine.plan.words import count
 
 
 class Fleet(Protocol):
@@ -94,7 +95,7 @@ class FleetJob:
         left = job.total - job.resumed
         parts = shards(self._rows, self._size or shard_rows(left, self.fleet.actors))
         done = set[int]()  # rows of this run: an actor that is lost after its answer may have been repeated
-        text = f"running {left:,} rows on {self.fleet.actors} actors"
+        text = f"running {count(left, 'row', 'rows')} on {count(self.fleet.actors, 'actor', 'actors')}"
         with activity("generating", text, left, "rows") as work:
             for answer in self.fleet.answers(self.recipe, parts):
                 if isinstance(answer, Failure):

@@ -48,6 +48,16 @@ def test_tokens_are_those_of_transformers(families: Any, stages: int, name: str)
         assert tokens(pipeline.engine.generate(known.rows[:3], GREEDY)) == known.expected[:3]  # the next job
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_batches_leave_a_stage_in_another_order(families: Any, stages: int) -> None:
+    """A gpu_batch of prompts overtakes one whose attention is delegated, as rows end and others enter."""
+    known = families("llama")
+    rows = [{"prompt_token_ids": p, "max_tokens": 1 + i % NEW} for i, p in enumerate(known.prompts * 3)]
+    expected = [known.expected[i % len(known.prompts)][: 1 + i % NEW] for i in range(len(rows))]
+    with in_threads(stages, model=known.directory, policy=POLICIES["delegated"], device="sim") as pipeline:
+        assert tokens(pipeline.engine.generate(rows, GREEDY)) == expected
+
+
 @pytest.mark.parametrize("family", ["gemma3", "llama-tied", "opt-350m", "qwen3-moe", "gpt-oss", "bloom"])
 def test_families(families: Any, family: str) -> None:
     known = families(family)
