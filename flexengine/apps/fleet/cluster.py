@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -128,6 +129,7 @@ class RayFleet:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "`ray_remote_args`")  # 2.64 may take max_task_retries in another way
         tables = [ray.put(pa.table({"shard": pa.array([shard], pa.large_binary())})) for shard in shards]
         dataset = ray.data.from_arrow_refs(tables).map_batches(
             Worker,
@@ -137,7 +139,7 @@ class RayFleet:
             # One task in flight: a queue of an actor would hold shards that another actor could run.
             compute=ray.data.ActorPoolStrategy(size=self.actors, max_tasks_in_flight_per_actor=1),
             fn_constructor_args=(recipe, self._space),
-            ray_remote_args_fn=_retries,
+            max_task_retries=MOST_DEATHS,
             **_resources(self._space),
         )
         try:
@@ -146,11 +148,6 @@ class RayFleet:
                     yield pickle.loads(answer)
         except RayError as error:
             yield Failure("Ray", f"a shard cannot be run: {_line(error)}", running=True)
-
-
-def _retries() -> dict[str, Any]:
-    """Return the options of an actor that limit how often its shard is run again."""
-    return {"max_task_retries": MOST_DEATHS}
 
 
 def _resources(space: Space) -> dict[str, Any]:
