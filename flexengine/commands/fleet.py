@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine.commands.messages import VERBOSE, say, verbosity
 from flexengine.commands.open_engine import engine_options
 from flexengine.commands.options import Group, named
-from flexengine.commands.progress import RowErrors, last_line
+from flexengine.commands.progress import RowErrors, last_line, verified_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.parallel.environment import ranks
@@ -23,8 +23,8 @@ _NOT = ("dry_run", "trace", "report")  # options of one engine
 def add_fleet(group: Group) -> None:
     """Add the options of a fleet."""
     group.add_argument("--ray", type=named, metavar="ADDRESS",
-                       help="run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port,"
-                            " or local to start one here; with --stages, each actor is a group of stages"
+                       help="run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port"
+                            " of its head, or local to start one here; with --stages, each actor is a group of stages"
                             " (docs/fleet.md)")  # fmt: skip
     group.add_argument("--actors", type=int, metavar="N",
                        help="number of engines, or of groups of stages (default: one for each GPU, or for each machine"
@@ -73,7 +73,10 @@ def run_fleet(
         options = {"model": args.model, "progress": False, **engine_options(args)}
         recipe = Recipe(options, params, args.chat, folder=os.getcwd())
         running = FleetJob(fleet, job, recipe, args.shard_rows)
-        if running.begin():
+        remain = running.begin()
+        if running.about is not None and running.about.verified:
+            say(verified_line(dict(running.about.verified)))
+        if remain:
             for result in running.results(interrupts.check):
                 errors.note(result)
     summary = running.end()

@@ -111,8 +111,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.output = output_name(args.output)
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
         say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
-    check_fleet(args)
     rank = rank_of(args)
+    check_fleet(args)
     check_output(args.output, args.input)
     if args.json or args.dry_run:
         check_output(None)

@@ -101,12 +101,12 @@ def results_of(rows: list[Row], generate: Generate) -> list[Result]:
     results = {
         positions[result.index]: result
         for positions in rounds
-        for result in _generated([rows[position] for position in positions.values()], generate)
+        for result in generated([rows[position] for position in positions.values()], generate)
     }
     return [results[position] for position in range(len(rows))]
 
 
-def _generated(rows: list[Row], generate: Generate) -> list[Result]:
+def generated(rows: list[Row], generate: Generate) -> list[Result]:
     """Return the results of rows. If every row is too long for the memory, return an error for each instead of raising,
     as rows of another batch may be shorter."""
     try:

@@ -23,13 +23,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, this_member
-from flexengine.apps.fleet.space import Machine, Space, space_for
+from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, failure_of, this_member
+from flexengine.apps.fleet.space import Machine, Share, Space, space_for
 from flexengine.apps.fleet.stage import Stage
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, MemberFailed
 
 LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
 CONNECT_SECONDS = 10.0
+PLACE_SECONDS = 600.0  # until the stages of a group must have a place
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
 MOST_DEATHS = 10  # of actors that run one shard; it may be the reason, as when it needs too much memory
 _CLIENT = "ray://"
@@ -58,8 +59,9 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
         ray.init(address, log_to_driver=verbose, logging_level=logging.WARNING if verbose else logging.ERROR, **more)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise InvalidInput(f"--ray is {address}, where no Ray answers: {reason[0]}; give the address of a running one,"
-                           " auto for the one on this machine, or local to start one") from error  # fmt: skip
+        raise InvalidInput(f"--ray is {address}, which cannot be joined: {reason[0]}; this machine must belong to the"
+                           " cluster: give auto for the Ray that runs here, or local to start one"
+                           ) from error  # fmt: skip
     finally:
         for number, handler in own.items():  # ray.init sets a handler of its own
             signal.signal(number, handler)
@@ -89,7 +91,7 @@ def machines() -> list[Machine]:
 
 
 def _machine(node: Any) -> Machine:
-    return Machine(int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+    return Machine(*(int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU", "memory")))
 
 
 class RayFleet:
@@ -115,8 +117,8 @@ class RayFleet:
         try:
             found: Description | Failure = ray.get(actor.describe.remote(sample))
             return found
-        except RayActorError as error:
-            return Failure("an actor", f"it died {MOST_DEATHS + 1} times: {_line(error)}", running=True)
+        except RayError as error:
+            return Failure("an actor", f"it cannot open the model: {_line(error)}", running=True)
         finally:
             ray.kill(actor)
 
@@ -186,8 +188,10 @@ class Worker:
     def _first_found(self, call: Callable[[Any], Any]) -> Any:
         """Return what a call returns. If a stage is lost meanwhile, call again with a new group of stages."""
         for _ in range(MOST_GROUPS):
-            if self._member is None:
-                self._member = self._opened()
+            try:
+                self._member = self._member or self._opened()
+            except MemberFailed as error:
+                return failure_of(error)
             found = call(self._member)
             if not isinstance(found, Failure):
                 return found
@@ -199,7 +203,7 @@ class Worker:
     def _opened(self) -> "Member | StageGroup":
         if self.space.stages > 1:
             return StageGroup(self.recipe, self.space)
-        return Member(self.recipe, sharing=sharing_here(self.space))
+        return Member(self.recipe, share=share_here(self.recipe, self.space))
 
     def _close(self) -> None:
         if self._member is not None:
@@ -207,10 +211,11 @@ class Worker:
             self._member = None
 
 
-def sharing_here(space: Space) -> int:
-    """Return the most processes of the fleet that share this machine."""
+def share_here(recipe: Recipe, space: Space) -> Share:
+    """Return the part of this machine that a process of the fleet may use."""
     here = ray.get_runtime_context().get_node_id()
-    return space.sharing(next(_machine(node) for node in ray.nodes() if node["NodeID"] == here))
+    machine = next(_machine(node) for node in ray.nodes() if node["NodeID"] == here)
+    return space.share(machine, recipe.options.get("device") or "auto")
 
 
 class StageGroup:
@@ -219,7 +224,9 @@ class StageGroup:
 
     def __init__(self, recipe: Recipe, space: Space) -> None:
         placement = own_placement(space)
-        ray.get(placement.ready())
+        if not ray.wait([placement.ready()], timeout=PLACE_SECONDS)[0]:
+            raise MemberFailed(f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g}"
+                               " s; its processors or GPUs are used by others, or a machine is lost")  # fmt: skip
         self._stages = [
             ray.remote(_Stage).options(
                 num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,
@@ -278,7 +285,7 @@ class _Stage(Stage):
     def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:
         _enter(recipe)
         host = ray.util.get_node_ip_address() if space.interface else "127.0.0.1"
-        super().__init__(recipe, rank, space, host, sharing_here(space))
+        super().__init__(recipe, rank, space, host, share_here(recipe, space))
 
 
 def _enter(recipe: Recipe) -> None:

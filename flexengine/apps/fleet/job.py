@@ -4,11 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any, Protocol
 
 from flexengine.activity import activity, message
 from flexengine.apps.fleet.member import COUNTS, Agreed, Answer, Description, Failure, Recipe
-from flexengine.apps.fleet.shards import results_of, shard_rows, shards
+from flexengine.apps.fleet.shards import MOST_ROWS, results_of, shard_rows, shards
 from flexengine.config import Result
 from flexengine.engine.agreement import manifest
 from flexengine.engine.summary import JobCounts
@@ -37,6 +38,7 @@ class FleetJob:
 
     Attributes:
         ran: whether rows were run.
+        about: what a member said of its engine; set by `begin`.
     """
 
     def __init__(self, fleet: Fleet, job: Job, recipe: Recipe, rows_of_shard: int | None = None) -> None:
@@ -54,7 +56,7 @@ class FleetJob:
         self._counts: Counter[str] = Counter()
         self._members: Counter[str] = Counter()  # rows that each finished
         self._seconds = 0.0
-        self._about: Description | None = None
+        self.about: Description | None = None
 
     def begin(self) -> bool:
         """Compare this run with the run that began the job, and take over its choices. Return whether rows remain.
@@ -64,7 +66,7 @@ class FleetJob:
         """
         job = self.job
         self._say_note()
-        self._about = about = self._described()
+        self.about = about = self._described()
         made = manifest(job.rows, self.recipe.params, about.engine, about.switches)
         self._rows = job.begin(lambda _: made, about.name)
         self._say_note()
@@ -85,8 +87,7 @@ class FleetJob:
             look: called after each shard; may raise an error.
 
         Raises:
-            MemberFailed: a member failed while the job ran.
-            InvalidInput: a member refuses the job.
+            MemberFailed: a member failed, or refuses the job.
         """
         if not self._rows or not self.job.total:
             return
@@ -99,7 +100,7 @@ class FleetJob:
         with activity("generating", text, left, "rows") as work:
             for answer in self.fleet.answers(self.recipe, parts):
                 if isinstance(answer, Failure):
-                    raise _error(answer)
+                    raise _error(answer, running=True)
                 fresh = [result for result in results_of(answer.results) if result.index not in done]
                 done.update(result.index for result in fresh)
                 if fresh:
@@ -124,24 +125,30 @@ class FleetJob:
         counts = JobCounts(job.total, job.done, job.failed, job.resumed)
         if not self.ran:
             return {"job": asdict(counts)}
-        assert self._about is not None
+        assert self.about is not None
         rate = self._counts["generated_tokens"] / self._seconds if self._seconds else 0.0
         return {
-            "model": self._about.name, "device": self._about.engine["device"], "dtype": self._about.engine["dtype"],
+            "model": self.about.name, "device": self.about.engine["device"], "dtype": self.about.engine["dtype"],
             "actors": self.fleet.actors, "members": dict(self._members),
             **{name: self._counts[name] for name in COUNTS},
             "total_seconds": self._seconds, "generated_tok_s": rate,
             "lossy": dict(self.recipe.agreed.settings.get("lossy", {})) if self.recipe.agreed else {},
-            "job": asdict(counts),
+            "verified": self.about.verified, "job": asdict(counts),
         }  # fmt: skip
 
     def _described(self) -> Description:
-        """Return what a member says of its engine. It plans with the first shard."""
-        sample = next(shards(self.job.rows, self._size or shard_rows(self.job.total, self.fleet.actors)), b"")
+        """Return what a member says of its engine. It plans with the first rows that are not broken."""
+        rows = islice((row for row in self.job.rows if row.error is None), MOST_ROWS)
         with activity("opening", "opening the model in an actor"):
-            about = self.fleet.describe(self.recipe, sample)
+            about = self.fleet.describe(self.recipe, next(shards(rows, MOST_ROWS), b""))
         if isinstance(about, Failure):
-            raise _error(about)
+            raise _error(about, about.running)
+        if "allow" in about.switches:
+            if not about.settings and self.job.total:
+                raise InvalidInput(f"none of the first {MOST_ROWS:,} rows can be run, by which the lossy switches"
+                                   " would be chosen for all actors; name the switches, or remove these"
+                                   " rows")  # fmt: skip
+            message(f"chosen: {about.lossy}")
         return about
 
     def _say_note(self) -> None:
@@ -149,7 +156,9 @@ class FleetJob:
             message(note)
 
 
-def _error(failure: Failure) -> Exception:
+def _error(failure: Failure, running: bool) -> Exception:
+    """Return the error of a member. running: whether rows may have been stored."""
     text = f"{failure.member}: {failure.message}"
-    return MemberFailed(f"{text}; run the same command again to continue the job") if failure.running else (
-        InvalidInput(text))
+    if not running:
+        return InvalidInput(text)
+    return MemberFailed(f"{text}; run the same command again to continue the job")

@@ -6,14 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexengine.apps.fleet.shards import packed, rows_of
+from flexengine.apps.fleet.space import ALL, Share
 from flexengine.config import SamplingParams
 from flexengine.engine.agreement import CACHE, LOSSY, PREFILL_TOKENS, engine_part, settings_of, switches_part, take_over
 from flexengine.engine.engine import Engine
 from flexengine.engine.generating import JobRows
-from flexengine.errors import FlexError, InvalidInput, RanOut, StageFailed, StageLost
+from flexengine.errors import (
+    ONE_SEQUENCE,
+    FlexError,
+    InvalidInput,
+    MemberFailed,
+    OutOfMemory,
+    RanOut,
+    StageFailed,
+    StageLost,
+)
+from flexengine.job.columns import generated
 from flexengine.job.same_job import differences
 from flexengine.lossy import Lossy
 from flexengine.parallel.group import Group
+from flexengine.plan.layout import Layout
+from flexengine.plan.workload import Workload
 
 COUNTS = ("rows", "failed", "prompt_tokens", "computed_prompt_tokens", "generated_tokens", "scored_tokens", "sweeps",
           "load_seconds", "prefill_seconds", "decode_seconds")  # fmt: skip
@@ -59,12 +72,16 @@ class Description:
         name: name of the model.
         engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
         settings: see `settings_of`; empty if there is no row to plan with.
+        lossy: the lossy switches as text.
+        verified: comparisons of the model's files with their checksums; None if they were not requested.
     """
 
     name: str
     engine: Mapping[str, Any]
     switches: Mapping[str, Any]
     settings: Mapping[str, Any]
+    lossy: str
+    verified: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -104,10 +121,23 @@ def this_member() -> str:
     return f"{os.uname().nodename}, process {os.getpid()}"
 
 
-def failure_of(error: FlexError) -> Failure:
-    """Return an error that this package raises, as a record."""
-    running = isinstance(error, RanOut | StageFailed | StageLost)
+def failure_of(error: Exception) -> Failure:
+    """Return an error as a record."""
+    if not isinstance(error, FlexError):
+        return Failure(this_member(), f"{type(error).__name__}: {error}", running=True)
+    running = isinstance(error, MemberFailed | RanOut | StageFailed | StageLost)
     return Failure(this_member(), str(error), running, isinstance(error, StageLost))
+
+
+def _planned(engine: Engine, workload: Workload) -> Layout | None:
+    """Return the layout of a job; None if all its rows are too long. Choose the lossy switches, if it is allowed."""
+    try:
+        engine.planner.choose_lossy(workload)
+        return engine.planner.plan(workload).layout
+    except OutOfMemory as error:
+        if not error.what.startswith(ONE_SEQUENCE):
+            raise
+        return None
 
 
 class Member:
@@ -116,11 +146,11 @@ class Member:
     Args:
         recipe: what the engine is made of.
         group: the processes of a pipeline, of which this one is the first; None for one process.
-        sharing: engines of this machine, which share its memory.
+        share: part of this machine that the engine may use.
     """
 
-    def __init__(self, recipe: Recipe, group: Group | None = None, sharing: int | None = None) -> None:
-        self.recipe, self._group, self._sharing = recipe, group, sharing
+    def __init__(self, recipe: Recipe, group: Group | None = None, share: Share = ALL) -> None:
+        self.recipe, self._group, self._share = recipe, group, share
         self._engine: Engine | None = None
 
     def describe(self, sample: bytes) -> Description | Failure:
@@ -137,23 +167,21 @@ class Member:
             own, switches = engine_part(engine, {}), switches_part(engine)
             settings: dict[str, Any] = {}
             workload = engine.reader.survey(rows_of(sample), params) if sample else None
-            if workload is not None and workload.count:
-                engine.planner.choose_lossy(workload)
-                layout = engine.planner.plan(workload).layout
-                assert layout is not None
+            if workload is not None and workload.count and (layout := _planned(engine, workload)) is not None:
                 settings = settings_of(engine, layout.policy.prefill_tokens)
-            return Description(engine.core.source.name, own, switches, settings)
-        except FlexError as error:
+            verified = vars(engine.core.verifier) if engine.core.verifier else None
+            return Description(engine.core.source.name, own, switches, settings, engine.lossy.described, verified)
+        except Exception as error:
             return failure_of(error)
 
     def run(self, shard: bytes) -> Answer | Failure:
         """Return the results of a shard."""
         try:
-            engine, rows = self._opened(), rows_of(shard)
-            results = packed(engine.results(rows, self.recipe.params, JobRows(len(rows))))
+            engine, params = self._opened(), self.recipe.params
+            results = generated(rows_of(shard), lambda rows: list(engine.results(rows, params, JobRows(len(rows)))))
             summary = engine.summary
-            return Answer(this_member(), results, {name: getattr(summary, name) for name in COUNTS})
-        except FlexError as error:
+            return Answer(this_member(), packed(results), {name: getattr(summary, name) for name in COUNTS})
+        except Exception as error:
             return failure_of(error)
 
     def close(self) -> None:
@@ -164,7 +192,7 @@ class Member:
 
     def _opened(self) -> Engine:
         if self._engine is None:
-            engine = open_engine(self.recipe, self._group, self._sharing)
+            engine = open_engine(self.recipe, self._group, self._share)
             try:
                 if (agreed := self.recipe.agreed) is not None:
                     _agree(engine, agreed)
@@ -175,13 +203,15 @@ class Member:
         return self._engine
 
 
-def open_engine(recipe: Recipe, group: Group | None, sharing: int | None) -> Engine:
+def open_engine(recipe: Recipe, group: Group | None, share: Share) -> Engine:
     """Return the engine of a member, or of a further stage of it. Lossy switches are those that the first member
     chose, if it has described itself."""
     options = dict(recipe.options)
+    if share.ram and options.get(share.option) is None:
+        options[share.option] = share.ram
     if recipe.agreed is not None and recipe.agreed.settings:
         options |= {"lossy": Lossy(**recipe.agreed.settings[LOSSY]), "allow": ()}
-    return Engine(**options, group=group, sharing=sharing)
+    return Engine(**options, group=group, sharing=share.engines)
 
 
 def _agree(engine: Engine, agreed: Agreed) -> None:

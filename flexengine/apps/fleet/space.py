@@ -12,10 +12,30 @@ class Machine:
 
     Attributes:
         cpus, gpus: as Ray counts them.
+        ram: bytes that were free when Ray started; 0 if they are unknown.
     """
 
     cpus: int
     gpus: int = 0
+    ram: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a machine that one process may use.
+
+    Attributes:
+        engines: processes that share the machine.
+        ram: bytes of RAM; None to share what is free when the process starts.
+        option: the option of `Engine` that limits its RAM.
+    """
+
+    engines: int = 1
+    ram: int | None = None
+    option: str = "device_mem"
+
+
+ALL = Share()
 
 
 @dataclass(frozen=True)
@@ -35,9 +55,19 @@ class Space:
     gpus: int
     interface: str | None = None
 
-    def sharing(self, machine: Machine) -> int:
-        """Return the most processes that share a machine."""
-        return max(1, min(self.actors * self.stages, machine.cpus // self.cpus))
+    def share(self, machine: Machine, device: str) -> Share:
+        """Return the part of a machine that a process may use. It does not depend on the processes that run now, so
+        that a process that is started again gets as much as before.
+
+        Args:
+            device: auto, cpu, cuda or sim. A simulated device has no limit of its own.
+        """
+        here = machine.cpus // self.cpus
+        if self.gpus:
+            here = min(here, machine.gpus // self.gpus)
+        engines = max(1, min(self.actors * self.stages, here))
+        ram = machine.ram // engines if machine.ram and device != "sim" else None
+        return Share(engines, ram, "host_mem" if self.gpus else "device_mem")
 
 
 def space_for(

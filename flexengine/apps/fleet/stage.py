@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, failure_of, open_engine
-from flexengine.apps.fleet.space import Space
+from flexengine.apps.fleet.space import Share, Space
 from flexengine.engine.pipeline.server import Server
 from flexengine.errors import FlexError
 from flexengine.parallel.group import Group
@@ -23,11 +23,11 @@ class Stage:
         rank: number of the stage.
         space: number of stages, and the network interface that joins them.
         host: address of this machine, for the other stages.
-        sharing: processes that share this machine's memory.
+        share: part of this machine that the stage may use.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, space: Space, host: str, sharing: int) -> None:
-        self.recipe, self.rank, self.space, self.host, self.sharing = recipe, rank, space, host, sharing
+    def __init__(self, recipe: Recipe, rank: int, space: Space, host: str, share: Share) -> None:
+        self.recipe, self.rank, self.space, self.host, self.share = recipe, rank, space, host, share
         self._address: Address | None = None
         self._member: Member | None = None
 
@@ -43,11 +43,11 @@ class Stage:
         try:
             group = self._join(address)
             try:
-                with open_engine(self.recipe, group, self.sharing) as engine:
+                with open_engine(self.recipe, group, self.share) as engine:
                     Server(engine, group).run()
             finally:
                 group.close()
-        except FlexError as error:
+        except Exception as error:
             return failure_of(error)
         return None
 
@@ -63,7 +63,7 @@ class Stage:
         if self._member is None:
             assert self._address is not None
             try:
-                self._member = Member(self.recipe, self._join(self._address), self.sharing)
+                self._member = Member(self.recipe, self._join(self._address), self.share)
             except FlexError as error:
                 return failure_of(error)
         return call(self._member)

@@ -31,7 +31,7 @@ class PipelinePlanner(Planner):
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
         layout = super().layout(workload, resident)
-        self.others = self.driver.lay_out(layout.policy, workload, self.policy is not None)
+        self.others = self.driver.lay_out(layout.policy, workload, self.policy is not None, self.opened.lossy)
         return layout
 
     def choose(
@@ -57,7 +57,7 @@ class PipelinePlanner(Planner):
     ) -> Policy:
         """Return the policy of the stage with the smallest block, with a gpu_batch for each stage. Arguments as for
         `choose`."""
-        others = self.driver.choose(workload, block, prefill_tokens or self.prefill_tokens)
+        others = self.driver.choose(workload, self.opened.lossy, block, prefill_tokens or self.prefill_tokens)
         own = super().choose(workload, resident, block, prefill_tokens).policy
         tightest = min((own, *others()), key=lambda policy: policy.block_size)
         return for_cohorts(tightest, self.driver.group.size)

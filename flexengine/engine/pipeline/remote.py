@@ -102,21 +102,26 @@ class Driver:
         self.results = {rank: group.receive(rank, RESULTS) for rank in others}
         self.measured: dict[int, dict[str, Any]] = {}
 
-    def choose(self, workload: Workload, block: int | None, prefill_tokens: int | None) -> Callable[[], list[Policy]]:
+    def choose(
+        self, workload: Workload, lossy: Lossy, block: int | None, prefill_tokens: int | None
+    ) -> Callable[[], list[Policy]]:
         """Let every other stage choose a policy for a workload. Return a function that waits for the policies.
 
         Args:
+            lossy: the lossy switches.
             block: most sequences alive.
             prefill_tokens: most tokens of a prefill chunk; None for free choice.
         """
-        asked = {"workload": workload_json(workload), "block": block, "prefill_tokens": prefill_tokens}
+        asked = {"workload": workload_json(workload), "lossy": lossy.enabled, "block": block,
+                 "prefill_tokens": prefill_tokens}  # fmt: skip
         self._order(CHOOSE, asked)
         return lambda: [Policy(**answer) for answer in self._answers().values()]
 
-    def lay_out(self, policy: Policy, workload: Workload, given: bool) -> list[StagePlan]:
+    def lay_out(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> list[StagePlan]:
         """Return the plans of the other stages for a job. Raise OutOfMemory, with the name of the stage, if the job
         does not fit in one of them. Arguments as for `prepare`."""
-        self._order(LAY_OUT, {"policy": policy.to_json(), "workload": workload_json(workload), "given": given})
+        self._order(LAY_OUT, {"policy": policy.to_json(), "workload": workload_json(workload), "given": given,
+                              "lossy": lossy.enabled})  # fmt: skip
         return [StagePlan(tuple(answer["layers"]), Policy(**answer["policy"]), answer["seconds"])
                 for answer in self._answers().values()]  # fmt: skip
 

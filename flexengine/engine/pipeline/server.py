@@ -93,14 +93,22 @@ class Server:
     def _reply(self, kind: int, frame: Frame, values: Any) -> None:
         self.results.queue.put(Frame(kind, frame.kind, frame.second, packed_json(values)))
 
+    def _use(self, asked: dict[str, Any]) -> None:
+        """Set the lossy switches that the driver chose."""
+        if (lossy := Lossy(**asked["lossy"])) != self.core.lossy:
+            self.core.drop_weights()
+            self.planner.use(lossy)
+
     def _chosen(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the policy that is best for this stage alone."""
+        self._use(asked)
         workload = workload_of(asked["workload"])
         best = self.planner.choose(workload, self.core.resident, asked["block"], asked["prefill_tokens"])
         return best.policy.to_json()
 
     def _planned(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the layers, the policy and the predicted seconds of a job."""
+        self._use(asked)
         layout = self._lay_out(asked)
         seconds = self.planner.cost(workload_of(asked["workload"])).predict(layout).total_seconds
         skeleton = self.core.skeleton
@@ -117,9 +125,7 @@ class Server:
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""
         core, planner = self.core, self.planner
-        if (lossy := Lossy(**asked["lossy"])) != core.lossy:
-            core.drop_weights()
-            planner.use(lossy)
+        self._use(asked)
         workload, layout = workload_of(asked["workload"]), self._lay_out(asked)
         _ = core.opened.origins  # encodes weights, before memory is allocated
         core.machine.give_back()

@@ -1,17 +1,21 @@
 """Jobs of fleets, with members in this process: results are the bytes of one engine, whatever ends when."""
 
+import contextlib
 import json
 import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexengine import Engine, Lossy, Policy
 from flexengine.apps.fleet.job import FleetJob
 from flexengine.apps.fleet.member import Agreed, Failure, Member, Recipe
 from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
+from flexengine.engine.file_job import FileJob
 from flexengine.errors import InvalidInput, MemberFailed
 from flexengine.job.inputs import Rows
 from flexengine.job.resume import open_job
@@ -65,7 +69,7 @@ def test_bytes_of_one_engine(actors: int, size: int | None, repeated: bool, know
 
 
 def test_a_lost_fleet_continues(known: Any, tmp_path: Path) -> None:
-    """After each answer the fleet is lost once. Later runs compute only the rows without results, also one engine."""
+    """After two answers the fleet is lost. Later runs compute only the rows without results."""
     output, seen = tmp_path / "out.jsonl", 0
     for _ in range(3):
         fleet = LocalFleet(2, ends=2)
@@ -90,13 +94,59 @@ def test_fleet_and_engine_continue_each_other(known: Any, tmp_path: Path) -> Non
     assert run(known, output, LocalFleet(1))["job"]["done_before"] == 25
 
 
+@pytest.mark.parametrize("options", [{}, {"allow": ("int8-weights", "int4-weights")}])
+def test_a_fleet_continues_the_job_of_an_engine(options: Any, known: Any, tmp_path: Path) -> None:
+    """Its members take the switches and the cuts that the engine chose."""
+    model, given, _ = known
+    outputs = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    with Engine(model, device="cpu", device_mem="300M", **options) as engine:
+        engine.run_job(given, outputs[0], PARAMS)
+    with (
+        Engine(model, device="cpu", device_mem="300M", **options) as engine, Rows(given) as rows,
+        open_job(rows, outputs[1]) as job,
+    ):  # fmt: skip
+        running = FileJob(engine, job, PARAMS)
+        assert running.begin()
+        with contextlib.closing(running.results()) as results:
+            began = len(list(islice(results, 7)))
+    assert run(known, outputs[1], LocalFleet(2), 3, **options)["job"]["done_before"] == began
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+def test_rows_that_are_too_long_are_error_rows(known: Any, tmp_path: Path) -> None:
+    """Also if a shard, or the first rows, have no others."""
+    lines = [{"prompt_token_ids": [5] * 200, "n": 60}] * 3 + [{"prompt_token_ids": [5, 6]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = run((known[0], tmp_path / "in.jsonl", b""), tmp_path / "out.jsonl", LocalFleet(1), 1, device_mem="5M")
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["error"] is None for row in written] == [False, False, False, True], summary
+    assert all("cannot be held" in row["error"] for row in written[:3])
+
+
+def test_an_error_that_is_not_ours_names_the_member(
+    known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Engine, "results", fail)
+    with pytest.raises(MemberFailed, match=r"process \d+: OSError: .*No space left on device; run the same command"):
+        run(known, tmp_path / "out.jsonl", LocalFleet(1))
+
+
+def test_switches_need_a_row_to_be_chosen_by(known: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("{broken\n")
+    given = (known[0], tmp_path / "in.jsonl", b"")
+    with pytest.raises(InvalidInput, match="none of the first 2,048 rows can be run"):
+        run(given, tmp_path / "out.jsonl", LocalFleet(1), allow=("int8-weights",))
+    assert run(given, tmp_path / "out.jsonl", LocalFleet(1))["job"]["failed"] == 1
+
+
 @pytest.mark.parametrize("options", [
     {"allow": ("int8-weights",)}, {"lossy": "weights"}, {"policy": "blocks"},
 ])  # fmt: skip
 def test_members_share_the_choices_of_the_first(options: Any, known: Any, tmp_path: Path) -> None:
     """Lossy switches and cuts of prompts are those that one engine of the whole job takes."""
-    from flexengine import Engine, Lossy, Policy
-
     if "lossy" in options:
         options = {"lossy": Lossy(weights="int4")}
     if "policy" in options:
