@@ -297,7 +297,7 @@ class Stub:
         )
         self.calibrator = SimpleNamespace(importances=None)
         self.tokenizer = None
-        self.reader = SimpleNamespace(check=lambda params: None, check_rows=lambda rows: None)
+        self.reader = SimpleNamespace(check=lambda params: None, check_chat=lambda chat: None)
         self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches = dict[str, Any]()

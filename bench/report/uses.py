@@ -69,7 +69,7 @@ def _wrangle(folder: Path) -> Iterator[Row]:
         metrics = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items()
                             if name in ("f1", "accuracy"))  # fmt: skip
         results = f"{line['equal']} of {line['questions']} answers equal; {metrics}"
-        if line["machine"]["load"] > BUSY * line["machine"]["cores"]:
+        if line.get("busy") or line["machine"]["load"] > BUSY * line["machine"]["cores"]:
             results += "; other programs used the processor meanwhile"
         yield _row(f"wrangle: {line['case']['task']}, {line['case']['name']}, {line['case']['shots']} shots",
                    line["seconds"], "transformers, one prompt at a time", line["reference_seconds"], results,

@@ -219,7 +219,8 @@ def _name(action: argparse.Action) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1) or [name for name in known if name.startswith(word)][:1]
+    begins = [name for name in known if name.startswith(word)][:1]
+    close = begins or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

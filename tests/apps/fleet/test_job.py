@@ -16,7 +16,7 @@ from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of,
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.file_job import FileJob
-from flexengine.errors import InvalidInput, MemberFailed
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
 from flexengine.job.inputs import Rows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row
@@ -113,11 +113,21 @@ def test_a_fleet_continues_the_job_of_an_engine(options: Any, known: Any, tmp_pa
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
-def test_rows_that_are_too_long_are_error_rows(known: Any, tmp_path: Path) -> None:
-    """Also if a shard, or the first rows, have no others."""
-    lines = [{"prompt_token_ids": [5] * 200, "n": 60}] * 3 + [{"prompt_token_ids": [5, 6]}]
+def test_rows_that_are_too_long_are_error_rows(
+    known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a shard has no others, of which an engine raises OutOfMemory."""
+    lines = [{"prompt_token_ids": [5] * 200}] * 3 + [{"prompt_token_ids": [5, 6]}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = run((known[0], tmp_path / "in.jsonl", b""), tmp_path / "out.jsonl", LocalFleet(1), 1, device_mem="5M")
+    results = Engine.results
+
+    def refused(engine: Engine, rows: Any, *given: Any) -> Any:
+        if all(len(row.request["prompt_token_ids"]) > 100 for row in rows):
+            raise OutOfMemory("device", f"{ONE_SEQUENCE} of 206 tokens", 100, 0, 50)
+        return results(engine, rows, *given)
+
+    monkeypatch.setattr(Engine, "results", refused)
+    summary = run((known[0], tmp_path / "in.jsonl", b""), tmp_path / "out.jsonl", LocalFleet(1), 1)
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["error"] is None for row in written] == [False, False, False, True], summary
     assert all("cannot be held" in row["error"] for row in written[:3])
