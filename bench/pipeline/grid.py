@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from bench import harness
@@ -25,7 +24,7 @@ POLICIES = {
     "disk": Policy(1, 5, weights=DISK, cache=DISK, activations=DISK, prefill_tokens=20, slots=1),
     "delegated": Policy(3, 2, weights=HOST, cache=HOST, delegate=True, prefill_tokens=20, slots=3),
     "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=20),
-    "streamed": replace(Policy(1, 8, slots=3), weights=DISK),
+    "streamed": Policy(1, 8, weights=DISK, slots=3),
     "chosen": None,
 }
 STAGES = (1, 2, 3, 4)

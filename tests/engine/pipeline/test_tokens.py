@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.pipeline.grid import DISK, POLICIES
 from flexengine import Policy, SamplingParams
 from flexengine.engine.pipeline.remote import RESULT
 from flexengine.engine.stages import LocalStage, Sweep
@@ -18,19 +19,6 @@ from tests.helpers.families import LENGTHS, NEW, prompts_of
 from tests.helpers.threads import in_threads
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
-H, K, MIX = (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
-POLICIES = {
-    "device": Policy(2, 4),
-    "one batch": Policy(8, 1),
-    "row": Policy(2, 2, schedule="row"),
-    "in pieces": Policy(2, 3, prefill_tokens=11, schedule="diagonal"),
-    "host": Policy(2, 4, weights=H, cache=H, activations=H, schedule="zigzag"),
-    "disk": Policy(1, 5, weights=K, cache=K, activations=K, prefill_tokens=20, slots=1),
-    "delegated": Policy(3, 2, weights=H, cache=H, delegate=True, prefill_tokens=20, slots=3),
-    "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=20),
-    "streamed": Policy(1, 8, weights=K, slots=3),
-    "chosen": None,
-}
 RIGS = [(stages, name) for name in POLICIES for stages in ((2, 4) if len(name) % 2 else (3, 1))]
 
 
@@ -204,7 +192,7 @@ def test_an_error_in_a_stage_ends_the_job_in_all(families: Any, monkeypatch: Any
 
 def test_the_summary_names_every_stage(families: Any) -> None:
     known = families("llama")
-    with in_threads(3, model=known.directory, policy=Policy(2, 4, weights=K), device="sim") as pipeline:
+    with in_threads(3, model=known.directory, policy=Policy(2, 4, weights=DISK), device="sim") as pipeline:
         pipeline.engine.generate(known.rows, GREEDY)
         summary = pipeline.engine.summary.to_json()
         assert [stage["layers"] for stage in summary["stages"]] == [[2, 3, 4], [3, 4, 4]]
