@@ -1,12 +1,16 @@
 """Two linear regressions per device type, format and layer shape (LLM-PQ, section 4.1):
 
     prefill  seconds = a0 + a1 v + a2 s + a3 v s + a4 v s^2         v sequences of s prompt tokens
-    decode   seconds = c0 + c1 v + c2 t + c3 v t                    v sequences with t cached tokens
+    decode   seconds = c0 + c1 v + c2 t + c3 v t + c4 max(0, v - knee)    v sequences with t cached tokens
+
+LLM-PQ's decode has no knee: products of few sequences take the time in which the weights are read, those of many the
+time of their FLOP, and a straight line through both is wrong at either end. Profiles with few points get none.
 
 Coefficients are not negative: a larger batch never takes less time. Least squares without this limit gives negative
 seconds for small batches.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +20,15 @@ from scipy.optimize import nnls
 
 from flexengine.errors import InvalidInput
 
-TERMS = {"prefill": ("1", "v", "s", "v s", "v s^2"), "decode": ("1", "v", "t", "v t")}
+TERMS = {"prefill": ("1", "v", "s", "v s", "v s^2"), "decode": ("1", "v", "t", "v t", "max(0, v - knee)")}
+LEAST = {"prefill": 5, "decode": 4}  # points of a profile
+WITH_KNEE = 10  # points of a profile: twice the coefficients
 
 
-def features(phase: str, batch: float, tokens: float) -> tuple[float, ...]:
+def _features(phase: str, batch: float, tokens: float, knee: float) -> tuple[float, ...]:
     """Return the terms of the regression of a phase, in the order of TERMS."""
-    plain = (1.0, batch, tokens, batch * tokens)
-    return (*plain, batch * tokens * tokens) if phase == "prefill" else plain
+    last = batch * tokens * tokens if phase == "prefill" else max(0.0, batch - knee)
+    return 1.0, batch, tokens, batch * tokens, last
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,16 @@ class Line:
     Attributes:
         phase: "prefill" or "decode".
         coefficients: in the order of TERMS[phase], in seconds.
+        knee: sequences from which on a product takes the time of its FLOP; infinite if there is none.
     """
 
     phase: str
     coefficients: tuple[float, ...]
+    knee: float = math.inf
 
     def __call__(self, batch: float, tokens: float) -> float:
         """Return the seconds of a layer. Arguments as in `Latency.layer`."""
-        terms = features(self.phase, batch, tokens)
+        terms = _features(self.phase, batch, tokens, self.knee)
         return sum(a * x for a, x in zip(self.coefficients, terms, strict=True))
 
 
@@ -53,14 +61,22 @@ def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Line:
     Raises:
         InvalidInput: there are fewer points than coefficients.
     """
-    if len(points) < len(TERMS[phase]):
-        raise InvalidInput(f"a {phase} profile has {len(points)} points, but the regression has {len(TERMS[phase])}"
+    if len(points) < LEAST[phase]:
+        raise InvalidInput(f"a {phase} profile has {len(points)} points, but the regression has {LEAST[phase]}"
                            " coefficients; measure as many points or more")  # fmt: skip
-    rows: NDArray[np.float64] = np.array([features(phase, v, t) for v, t, _ in points], dtype=float)
+    batches = sorted({v for v, _, _ in points})
+    inner = batches[1:-1] if phase == "decode" and len(points) >= WITH_KNEE else []
+    found = [_fit(phase, points, knee) for knee in (math.inf, *inner)]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _fit(phase: str, points: Sequence[tuple[float, float, float]], knee: float) -> tuple[float, Line]:
+    """Return the norm of the relative errors, and the regression."""
+    rows: NDArray[np.float64] = np.array([_features(phase, v, t, knee) for v, t, _ in points], dtype=float)
     seconds = np.array([y for _, _, y in points], dtype=float)
-    scale = rows.max(axis=0)
-    found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
-    return Line(phase, tuple(float(a) for a in found / scale))
+    scale = np.maximum(rows.max(axis=0), 1e-300)  # without a knee, a term is 0
+    found, norm = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
+    return float(norm), Line(phase, tuple(float(a) for a in found / scale), knee if found[-1] else math.inf)
 
 
 def errors(line: Line, points: Iterable[tuple[float, float, float]]) -> list[float]:
