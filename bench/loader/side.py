@@ -66,9 +66,7 @@ class Encoding:
 
     def overlapped(self) -> Record:
         """Read, encode and write as the engine does."""
-        from flexengine.model.overlap import overlap
-
-        overlap(self.pieces(), self.encoded, self.files.write, self.encoding.DEPTH)
+        self.encoding.encode(self.pieces(), None, self.files.write)
         return {}
 
 

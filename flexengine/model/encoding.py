@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,8 @@ from flexengine.read_retries import opened
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
-DEPTH = 32  # pieces that wait between reading and encoding, and between encoding and writing
+DEPTH = 32  # pieces that wait between reading and writing
+MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
 
 
 def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
@@ -92,10 +93,10 @@ def encoded(
 ) -> dict[str, Origin]:  # fmt: skip
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
 
-    Reading, encoding and writing overlap: a thread reads pieces of the parameters, the caller's thread encodes them, a
-    thread writes the encoded bytes. A piece has at most max(CHUNK, ROWS x columns) elements. In memory are at most
+    Reading, encoding and writing overlap: a thread reads pieces of the parameters, some threads encode them, a thread
+    writes the encoded bytes. A piece has at most max(CHUNK, ROWS x columns) elements. In memory are at most
 
-        (DEPTH + 2) x (bytes of a stored piece + bytes of an encoded piece) + scratch memory of one piece
+        (DEPTH + 2) x bytes of a piece, stored or encoded + scratch memory of a piece for each thread
 
     and, as a matrix that the checkpoint stores transposed is read whole, two such matrices. For matrices of 16 MB and
     more, this is less than DEPTH x the largest parameter by far. An interrupted run continues with the first file that
@@ -170,7 +171,22 @@ def _write(
     pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
     shapes = {name: chosen[name].shape for name in missing}
     with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
-        overlap(pieces, lambda piece: _encoded(piece, importances), out.write, DEPTH)
+        encode(pieces, importances, out.write)
+
+
+def encode(pieces: Iterable["Piece"], importances: Importances | None, write: Callable[[TensorPart], None]) -> None:
+    """Encode pieces while others are read and written.
+
+    Pieces are too small to be divided among threads: starting and joining them takes half of the time. So each thread
+    encodes pieces of its own.
+    """
+    threads = torch.get_num_threads()
+    workers = min(threads, MOST_ENCODERS)
+    try:
+        overlap(pieces, lambda piece: _encoded(piece, importances), write, DEPTH, workers,
+                lambda: torch.set_num_threads(threads // workers))  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)  # new threads take the number that was set last, in any thread
 
 
 def _linked(file: Path) -> bool:

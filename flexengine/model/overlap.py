@@ -1,11 +1,13 @@
-"""Three steps of work that overlap: a thread makes items, the caller's thread changes them, a thread consumes them.
+"""Three steps of work that overlap: a thread makes items, a pool of threads changes them, a thread consumes them.
 
-Items keep their order. A step that is ahead waits once `depth` of its items are not taken yet.
+Items keep their order. The first step waits once `depth` items are not consumed yet.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -62,67 +64,69 @@ class Channel(Generic[T]):
             del item  # while this thread waits, only the caller may hold it
 
 
-def overlap(make: Iterable[A], change: Callable[[A], B], consume: Callable[[B], None], depth: int) -> None:
-    """Call `consume(change(item))` for every item of `make`.
+def overlap(
+    make: Iterable[A], change: Callable[[A], B], consume: Callable[[B], None], depth: int, workers: int = 1,
+    begin: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Call `consume(change(item))` for every item of `make`, in order.
 
-    `make` runs in a thread, `change` in the caller's thread, `consume` in a thread. At most depth + 2 items exist
-    before they are changed, and depth + 2 after: `depth` in a channel, one with each of its ends. Both threads have
-    ended when this function returns or raises.
+    `make` runs in a thread, `change` in `workers` threads and in the caller's context (contextvars), `consume` in a
+    thread. At most depth + 2 items exist: one is being made, `depth` wait or are being changed, one is being consumed.
+    All threads have ended when this function returns or raises.
 
-    The first error of a step is raised. Items that were made before an error of `make` are consumed, and items that
-    were changed before an error of `change`, or before an interrupt, are consumed, so that finished work is not lost.
+    The error that belongs to the earliest item is raised. All items before it are consumed, so that finished work is
+    not lost; so are items that were changed before an interrupt.
 
     Args:
         make: yields the items.
         change: returns a changed item.
         consume: takes a changed item.
-        depth: the most items that wait between two steps.
+        depth: the most items that wait, at least 1.
+        workers: threads that change items.
+        begin: called first in each of these threads.
 
     Raises:
         The first error of a step; an interrupt of the caller's thread in any case.
     """
-    errors: list[BaseException] = []
-    made, changed = Channel[A](depth), Channel[B](depth)
+    of_making, of_others = list[BaseException](), list[BaseException]()
+    channel, context, ended = Channel[Future[B]](depth), copy_context(), threading.Event()
+    pool = ThreadPoolExecutor(workers, "flexengine-changing", begin)
 
     def making() -> None:
         try:
             for item in make:
-                if not made.put(item):
+                if not channel.put(pool.submit(context.copy().run, change, item)):
                     return
                 del item
         except BaseException as error:  # raised by the caller
-            errors.append(error)
+            of_making.append(error)
         finally:
-            made.end()
+            channel.end()
 
     def consuming() -> None:
         try:
-            for item in changed:
-                consume(item)
+            for item in channel:
+                consume(item.result())
                 del item
         except BaseException as error:  # raised by the caller
-            errors.append(error)
+            of_others.append(error)
         finally:
-            changed.stop()
+            channel.stop()
+            ended.set()
 
     threads = [threading.Thread(target=work, name=f"flexengine-{work.__name__}", daemon=True)
                for work in (making, consuming)]  # fmt: skip
     try:
         for thread in threads:
             thread.start()
-        for item in made:
-            if not changed.put(change(item)):
-                break
-            del item
-    except Exception as error:
-        errors.append(error)
+        ended.wait()
     finally:
-        made.stop()
-        changed.end()
+        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, `consuming` ends at the first of these
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join()
-    if errors:
+        pool.shutdown()
+    if errors := of_others or of_making:
         try:
             raise errors[0]
         finally:

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -54,12 +55,28 @@ def test_the_steps_run_at_the_same_time() -> None:
     make = (met(n, 0) for n in range(12))
     overlap(make, lambda n: met(n, 1), lambda n: found.append(met(n, 2)), DEPTH)
     assert found == list(range(12))
-    assert threads == {threading.current_thread().name, "flexengine-making", "flexengine-consuming"}
+    assert threads == {"flexengine-making", "flexengine-changing_0", "flexengine-consuming"}
+
+
+def test_several_items_are_changed_at_the_same_time() -> None:
+    """Three meet, each begun and in the caller's context; a later one that is finished first waits for its turn."""
+    barrier, begun, found = threading.Barrier(3, timeout=20), list[str](), list[tuple[int, str]]()
+    name = ContextVar("name", default="none")
+    name.set("caller's")
+
+    def change(n: int) -> tuple[int, str]:
+        barrier.wait()
+        time.sleep(0.01 * (2 - n % 3))
+        return n, name.get()
+
+    overlap(range(9), change, found.append, DEPTH, 3, lambda: begun.append(threading.current_thread().name))
+    assert found == [(n, "caller's") for n in range(9)]
+    assert sorted(begun) == [f"flexengine-changing_{n}" for n in range(3)]
 
 
 @pytest.mark.parametrize("slow", ["change", "consume"])
 def test_a_slow_step_holds_the_earlier_ones_back(slow: str) -> None:
-    """At most `depth` items in a channel, and one with each of its ends."""
+    """At most `depth` items wait, one is made and one is consumed."""
     made, changed, consumed, most = [0], [0], [0], [0, 0]
 
     def make() -> Iterator[int]:
