@@ -121,7 +121,7 @@ def overlap(
             thread.start()
         ended.wait()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, `consuming` ends at the first of these
+        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, `consuming` ends at the first
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join()
