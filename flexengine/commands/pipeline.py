@@ -75,8 +75,12 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
+            from flexengine.model.layer_count import named_layers
             from flexengine.parallel.launch import LocalStages
+            from flexengine.plan.stages import stage_layers
 
+            if (layers := named_layers(args.model)) is not None:  # else each stage compares its own
+                stage_layers(layers, 0, stages, args.strategy)
             os.environ[LAUNCHED] = str(stages)
             stack.callback(os.environ.pop, LAUNCHED)
             started = stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))

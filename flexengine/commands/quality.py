@@ -178,8 +178,12 @@ def measure(
             skipped; if so, they are yielded with `refused`.
 
     Raises:
-        FlexError: the exact model cannot be measured.
+        FlexError: the exact model cannot be measured, or a budget of mixed weights cannot be met.
     """
+    for lossy in choices:
+        if lossy.weights == MIXED:
+            with make(lossy):  # raises if the budget is too small
+                pass
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)

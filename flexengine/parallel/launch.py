@@ -43,13 +43,17 @@ class LocalStages:
         os.environ |= own
         self._logs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(1, stages):
-            self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__
-            environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._processes.append(subprocess.Popen(
-                [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=_ignore_interrupts,
-            ))  # fmt: skip
+        try:
+            for rank in range(1, stages):
+                self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__
+                environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                self._processes.append(subprocess.Popen(
+                    [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    preexec_fn=_ignore_interrupts,
+                ))  # fmt: skip
+        except BaseException as error:  # an interrupt, or no memory for a process: end those that were started
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +70,7 @@ class LocalStages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the processes. Add the last messages of those that failed to the error."""
-        for process, log in zip(self._processes, self._logs, strict=True):
+        for process, log in zip(self._processes, self._logs, strict=False):
             code = process.poll()
             if code is None and error is not None:
                 process.kill()

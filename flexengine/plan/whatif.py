@@ -227,7 +227,7 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
         other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _TOKENS)
         for j in _one_of_each([model.signature(j) for j in range(len(model.layers))])
     }
-    heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)}
+    heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},

@@ -1,11 +1,17 @@
 """Options of pipelines: what is refused before anything is loaded or started."""
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexengine.commands.main import main
+from flexengine.parallel import launch
+from flexengine.parallel.group import reason
 from flexengine.policy import Policy
 from flexengine.strategy import StagePlan, Strategy
 
@@ -41,3 +47,44 @@ def test_refusals(
     assert main(["run", "in.jsonl", "-o", "out.jsonl", *words]) == 2
     assert why in capsys.readouterr().err
     assert not Path("out.jsonl.journal").exists()
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["--stages", "4"], "there are 4 stages, but the model has 3 layers; give at most 3 stages"),
+    (["--strategy", "two.json"], "the strategy is for 2 layers, but the model has 3"),
+])  # fmt: skip
+def test_layers_are_counted_before_processes_start(
+    words: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("processes are started")
+
+    monkeypatch.setattr(launch, "LocalStages", started)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"text_config": {"num_hidden_layers": 3}, "num_hidden_layers": 7}')
+    assert main(["run", "in.jsonl", "-m", "model", "-o", "out.jsonl", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_an_interrupt_while_stages_start_ends_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def starting(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(real(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", starting)
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt):
+        launch.LocalStages(5, ["-c", "import time; time.sleep(60)"])
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    assert dict(os.environ) == before
+
+
+def test_the_reason_of_a_lost_stage() -> None:
+    gloo = "[/a/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4. This is typically a crash.\nmore"
+    assert reason(gloo) == "Connection closed by peer [127.0.0.1]:4"
+    assert reason("no answer for 25 s") == "no answer for 25 s"
+    assert reason("") == "its connection broke"

@@ -29,6 +29,18 @@ ROWS, PROMPT, INT8, INT2 = 4, 32, Lossy(weights="int8"), Lossy(weights="int2")
 POLICY = Policy(gpu_batch_size=4, num_gpu_batches=1)
 
 
+def test_a_budget_that_is_too_small_ends_the_command_first() -> None:
+    """No engine but that of the mixed weights is opened."""
+
+    def make(lossy: Lossy) -> Any:
+        assert lossy == Lossy(weights="mixed", budget="1M")
+        raise InvalidInput("the budget is too small")
+
+    text = Text("sample", texts.sample(), ROWS, 2 * PROMPT)
+    with pytest.raises(InvalidInput, match="the budget is too small"):
+        next(quality.measure(make, text, [INT8, Lossy(weights="mixed", budget="1M")]))
+
+
 # Statistics.
 
 

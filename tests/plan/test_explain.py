@@ -156,6 +156,15 @@ def test_four_bits_take_9_of_32_of_the_bytes_and_the_same_time() -> None:
         assert float(after.head(tokens)) == pytest.approx(float(before.head(tokens)), rel=1e-6)
 
 
+def test_four_bits_of_a_stage_without_a_head() -> None:
+    facts = replace(model(), leaves=True)
+    narrow = whatif.four_bits(facts)
+    assert narrow is not None
+    hardware = whatif.as_fast(GPU, facts, narrow)
+    assert hardware.heads == GPU.heads
+    assert float(Rates.of(narrow, hardware).stack(64.0)) == pytest.approx(float(Rates.of(facts, GPU).stack(64.0)))
+
+
 def test_a_device_twice_as_fast_takes_half_the_time() -> None:
     measured = replace(GPU, layers={model().signature(0): 0.01}, heads={model().head_signature: 0.002})
     for machine in (GPU, measured):

@@ -14,6 +14,7 @@ from flexengine.plan.hardware import KINDS, Hardware, at, positive
 from flexengine.strategy import BITS
 
 MOST_DEVICES = 64
+MOST_COUNT = 10**9  # sequences or tokens of a measured layer
 EXACT_NAME = "exact"  # of the format None in a file
 FORMATS: dict[str, Format] = {form or EXACT_NAME: form for form in BITS}
 _FILE = {"name", "types", "devices", "links"}
@@ -67,9 +68,11 @@ def _devices(
     fields: Mapping[str, Any], types: Mapping[str, Any], number: int, what: str, find: Find
 ) -> list[Device]:  # fmt: skip
     """Return the devices of one entry of `devices`; several if it has a count."""
-    kind = fields.get("type", fields.get("name"))
+    field = "name" if "name" in fields and "type" not in fields else "type"
+    kind = fields.get(field)
     if not (isinstance(kind, str) and kind):
-        raise InvalidInput(f"{what}, device {number + 1}: type is {shown(kind)}; give the device a name or a type")
+        raise InvalidInput(f"{what}, device {number + 1}: {field} is {shown(kind)}; give the device a name or a type,"
+                           " as text")  # fmt: skip
     name, count = fields.get("name", kind), fields.get("count", 1)
     label = f"{what}, device {name}"
     _known(fields, _OF_DEVICE, label)
@@ -158,6 +161,9 @@ def _profile(value: object, label: str) -> dict[tuple[Format, str], Any]:
             raise InvalidInput(f"{where} has format {shown(fields['format'])} and phase {shown(fields['phase'])};"
                                f" formats are {', '.join(FORMATS)}, phases {' and '.join(PHASES)}")  # fmt: skip
         numbers = tuple(positive(f"{where}: {name}", fields[name]) for name in ("batch", "tokens", "seconds"))
+        for name, count in zip(("batch", "tokens"), numbers, strict=False):
+            if not 1 <= count <= MOST_COUNT:
+                raise InvalidInput(f"{where}: {name} is {shown(count)}; it must be 1 to {MOST_COUNT:,}")
         points.setdefault((FORMATS[fields["format"]], fields["phase"]), []).append(numbers)  # type: ignore[arg-type]
     for form in {form for form, _ in points}:
         if missing := [phase for phase in PHASES if (form, phase) not in points]:
@@ -191,8 +197,10 @@ def _links(values: Mapping[str, Any], names: list[str], what: str) -> tuple[Link
         where = f"{what}, links pair {number + 1}"
         pair = dict(_object(entry, where))
         ends = pair.pop("devices", None)
-        if not (isinstance(ends, list) and len(ends) == 2 and all(end in names for end in ends)):
+        if not (isinstance(ends, list) and len(ends) == 2 and all(end in names for end in ends) and ends[0] != ends[1]):
             raise InvalidInput(f"{where}: devices is {shown(ends)}; it must be two of {', '.join(names)}")
+        if frozenset(ends) in pairs:
+            raise InvalidInput(f"{where}: devices is {shown(ends)}, which an earlier pair has; leave out one of them")
         pairs[frozenset(ends)] = _link(pair, where)
     return within, between, pairs
 

@@ -37,6 +37,9 @@ from flexengine.plan.lp import NoSolver, SolverFailed
 GB = 1e9
 Expression: TypeAlias = pulp.LpAffineExpression
 Terms = list[tuple[pulp.LpVariable, float]]
+_EXTREME = ("HiGHS found no stages of the pipeline, and {}: seconds of layers, head and links, and theta times harm,"
+            " differ by too many powers of ten; bring extreme rates of the cluster file, or --theta, nearer to the"
+            " others")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -295,13 +298,16 @@ def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
     """Solve, and return HiGHS's status."""
     if not solver.available():
         raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
-    lp.solve(solver)
+    try:
+        lp.solve(solver)
+    except IndexError as error:  # PuLP reads results of rows that HiGHS refused for their numbers
+        raise SolverFailed(_EXTREME.format("refused rows of its program")) from error
     highs = lp.solverModel
     status = str(highs.modelStatusToString(highs.getModelStatus()))
     if status == "Primal infeasible or unbounded":  # no variable and no cost is negative, so it is bounded
         status = "Infeasible"
     if status not in ("Optimal", "Infeasible", "Time limit reached"):
-        raise SolverFailed(f"HiGHS found no stages of the pipeline, and stopped with status {status}")
+        raise SolverFailed(_EXTREME.format(f"stopped with status {status}"))
     return status
 
 

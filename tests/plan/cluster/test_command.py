@@ -67,3 +67,9 @@ def test_too_little_memory_names_the_remedy(tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "no stages fit: with layers in exact and one sequence at a time" in error
     assert "raise memory in the cluster file, add devices or host_memory" in error
+
+
+def test_numbers_that_the_solver_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["opt-1.3b", "--cluster", "llm-pq-3", *SIZES, "--batch", "8", "--theta", "1e30"]) == 2
+    shown = capsys.readouterr().err
+    assert "theta times harm, differ by too many powers of ten; bring extreme rates of the cluster file" in shown

@@ -1,0 +1,34 @@
+"""Layers that a model's files name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.model.layer_count import named_layers
+
+
+@pytest.mark.parametrize(("config", "count"), [
+    ({"num_hidden_layers": 3}, 3),
+    ({"n_layer": 12}, 12),
+    ({"num_hidden_layers": 7, "text_config": {"num_hidden_layers": 3}}, 3),
+    ({"num_hidden_layers": 7, "text_config": {}}, 7),
+    ({"num_hidden_layers": "many"}, None),
+    ({"num_hidden_layers": True}, None),
+    ([3], None),
+])  # fmt: skip
+def test_directories(config: Any, count: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert named_layers(str(tmp_path)) == count
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert [named_layers(name) for name in (str(tmp_path), str(file), "owner/name", "~nobody-here/m")] == [None] * 4
+
+
+@pytest.mark.demo
+def test_gguf() -> None:
+    assert named_layers(None) == 30
