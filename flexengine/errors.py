@@ -85,6 +85,10 @@ class TooLittle(OutOfMemory):
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 
+class BudgetTooSmall(InvalidInput):
+    """The budget of mixed weights is less than the model takes in the smallest formats."""
+
+
 class StageLost(FlexError):
     """A stage of a pipeline has died or hangs. Finished rows are in the journal."""
 

@@ -34,7 +34,7 @@ from flexengine.commands.quality_choices import ALL, asked, run_words
 from flexengine.commands.quality_cost import Cost, Scored, cost
 from flexengine.commands.written import check_written, write
 from flexengine.config import Result
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.worker import layer_formats
@@ -178,12 +178,18 @@ def measure(
             skipped; if so, they are yielded with `refused`.
 
     Raises:
-        FlexError: the exact model cannot be measured, or a budget of mixed weights cannot be met.
+        FlexError: the exact model cannot be measured.
+        BudgetTooSmall: a budget of mixed weights cannot be met.
     """
     for lossy in choices:
         if lossy.weights == MIXED:
-            with make(lossy):  # raises if the budget is too small
-                pass
+            try:
+                with make(lossy):
+                    pass
+            except BudgetTooSmall:
+                raise
+            except FlexError:  # it is refused below, and the others are measured
+                continue
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)

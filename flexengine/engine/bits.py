@@ -20,7 +20,7 @@ from flexengine.codec.named import WEIGHTS
 from flexengine.config import Result
 from flexengine.engine.calibration import PIECE, ROWS, Calibrator
 from flexengine.engine.core import Core
-from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
 from flexengine.lossy import Lossy, weights_text
 from flexengine.model.encoding import encoded, forms
 from flexengine.model.importance import Importances
@@ -50,7 +50,7 @@ class Bits:
         """Compare the budget with the model. No weights are read.
 
         Raises:
-            InvalidInput: the budget is less than the model takes in the smallest formats.
+            BudgetTooSmall: the budget is less than the model takes in the smallest formats.
         """
         assert isinstance(core.lossy.budget, int)
         self.core, self.calibrator, self.budget = core, calibrator, core.lossy.budget
@@ -60,9 +60,9 @@ class Bits:
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
         if self.budget < (min(least, self.exact) if None in found else least):
-            raise InvalidInput(f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
-                               f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
-                               " projection in int8; raise the budget")  # fmt: skip
+            raise BudgetTooSmall(f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
+                                 f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
+                                 " projection in int8; raise the budget")  # fmt: skip
 
     def _usable(self) -> list[Format]:
         """Return the formats that the model can have in all layers with the other switches."""

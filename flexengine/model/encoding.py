@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ FIT = 1  # part of the key of weights that were fitted to importances; raise it 
 EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
+_ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
 
 
@@ -178,15 +180,16 @@ def encode(pieces: Iterable["Piece"], importances: Importances | None, write: Ca
     """Encode pieces while others are read and written.
 
     Pieces are too small to be divided among threads: starting and joining them takes half of the time. So each thread
-    encodes pieces of its own.
+    encodes pieces of its own. A thread of the caller's that uses torch for the first time meanwhile gets few threads.
     """
-    threads = torch.get_num_threads()
-    workers = min(threads, MOST_ENCODERS)
-    try:
-        overlap(pieces, lambda piece: _encoded(piece, importances), write, DEPTH, workers,
-                lambda: torch.set_num_threads(threads // workers))  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)  # new threads take the number that was set last, in any thread
+    with _ENCODING:
+        threads = torch.get_num_threads()
+        workers = min(threads, MOST_ENCODERS)
+        try:
+            overlap(pieces, lambda piece: _encoded(piece, importances), write, DEPTH, workers,
+                    lambda: torch.set_num_threads(threads // workers))  # fmt: skip
+        finally:
+            torch.set_num_threads(threads)  # new threads take the number that was set last, in any thread
 
 
 def _linked(file: Path) -> bool:

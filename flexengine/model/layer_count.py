@@ -9,7 +9,6 @@ from flexengine.model.files import read_json
 from flexengine.model.gguf_header import read_header
 
 MOST_BYTES = 1 << 20  # of config.json
-_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # as families of config.json call it
 
 
 def named_layers(model: str | None) -> int | None:
@@ -26,13 +25,8 @@ def named_layers(model: str | None) -> int | None:
         config = read_json(path / "config.json", MOST_BYTES)
     except (FlexError, OSError, RuntimeError):  # the engine names the fault
         return None
-    inner = config.get("text_config") if isinstance(config, dict) else None
-    for values in (inner, config):
-        if isinstance(values, dict):
-            for name in _NAMES:
-                if (count := _count(values.get(name))) is not None:
-                    return count
-    return None
+    values = config.get("text_config", config) if isinstance(config, dict) else None
+    return _count(values.get("num_hidden_layers")) if isinstance(values, dict) else None
 
 
 def _count(value: Any) -> int | None:

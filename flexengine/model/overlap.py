@@ -99,7 +99,8 @@ def overlap(
                     return
                 del item
         except BaseException as error:  # raised by the caller
-            of_making.append(error)
+            if not ended.is_set():  # else the pool refused the item, as it is shut down
+                of_making.append(error)
         finally:
             channel.end()
 
@@ -121,13 +122,19 @@ def overlap(
             thread.start()
         ended.wait()
     finally:
+        ended.set()
+        if threads[1].ident is None:  # it could not be started
+            channel.stop()
         pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, `consuming` ends at the first
         for thread in threads:
             if thread.ident is not None:  # it was started
                 thread.join()
         pool.shutdown()
-    if errors := of_others or of_making:
-        try:
+    errors = of_others or of_making
+    try:
+        if errors:
             raise errors[0]
-        finally:
-            errors.clear()  # else the error holds this frame, which holds the error
+    finally:
+        of_others.clear()  # else the error holds this frame, which holds the error
+        of_making.clear()
+        del errors

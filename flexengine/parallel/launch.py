@@ -1,12 +1,14 @@
 """Start the processes of a pipeline on this machine, each with the same command line."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Self
 
@@ -14,6 +16,7 @@ from flexengine.errors import StageLost
 
 LOCAL = "127.0.0.1"
 END_SECONDS = 10.0  # until a process that should end is killed
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 TAIL_BYTES = 2000  # of a stage's messages, shown if it fails
 
 
@@ -45,15 +48,20 @@ class LocalStages:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, stages):
-                self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__
-                environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._processes.append(subprocess.Popen(
-                    [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    preexec_fn=_ignore_interrupts,
-                ))  # fmt: skip
+                self._start(rank, argv)
         except BaseException as error:  # an interrupt, or no memory for a process: end those that were started
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def _start(self, rank: int, argv: Sequence[str]) -> None:
+        """Start one process. An interrupt waits until it is listed, as otherwise nobody would end it."""
+        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with _interrupts_wait():
+            self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__
+            self._processes.append(subprocess.Popen(
+                [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_ignore_interrupts,
+            ))  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -81,12 +89,30 @@ class LocalStages:
                 process.wait()
             if error is not None and code:
                 error.add_note(f"stage {self._processes.index(process) + 1} ended with code {code}: {_tail(log)}")
+        for log in self._logs:  # one more than processes if one could not be started
             log.close()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let SIGINT and SIGTERM take effect at the end of the block. Only the main thread can, and receives them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _ignore_interrupts() -> None:

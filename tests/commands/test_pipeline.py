@@ -66,20 +66,25 @@ def test_layers_are_counted_before_processes_start(
     assert why in capsys.readouterr().err
 
 
-def test_an_interrupt_while_stages_start_ends_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.usefixtures("sigint")
+def test_an_interrupt_while_stages_start_ends_those_that_run(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the third process is started, or after its fork but before Popen returns."""
     real, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
     def starting(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        if len(started) == 2:
+        if len(started) == 2 and when == "before":
             raise KeyboardInterrupt
         started.append(real(*args, **options))
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
     monkeypatch.setattr(launch.subprocess, "Popen", starting)
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         launch.LocalStages(5, ["-c", "import time; time.sleep(60)"])
-    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * (2 if when == "before" else 3)
     assert dict(os.environ) == before
 
 

@@ -18,7 +18,7 @@ from flexengine.commands import quality, quality_choices
 from flexengine.commands.quality import Text, asked, stretches
 from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
-from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.errors import BudgetTooSmall, InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.worker.weights import Weights
 from tests.helpers.speaker import make_byte_llama
@@ -34,10 +34,10 @@ def test_a_budget_that_is_too_small_ends_the_command_first() -> None:
 
     def make(lossy: Lossy) -> Any:
         assert lossy == Lossy(weights="mixed", budget="1M")
-        raise InvalidInput("the budget is too small")
+        raise BudgetTooSmall("the budget is too small")
 
     text = Text("sample", texts.sample(), ROWS, 2 * PROMPT)
-    with pytest.raises(InvalidInput, match="the budget is too small"):
+    with pytest.raises(BudgetTooSmall, match="the budget is too small"):
         next(quality.measure(make, text, [INT8, Lossy(weights="mixed", budget="1M")]))
 
 

@@ -11,9 +11,9 @@ from flexengine.model.layer_count import named_layers
 
 @pytest.mark.parametrize(("config", "count"), [
     ({"num_hidden_layers": 3}, 3),
-    ({"n_layer": 12}, 12),
+    ({"n_layer": 12}, None),
     ({"num_hidden_layers": 7, "text_config": {"num_hidden_layers": 3}}, 3),
-    ({"num_hidden_layers": 7, "text_config": {}}, 7),
+    ({"num_hidden_layers": 7, "text_config": {}}, None),
     ({"num_hidden_layers": "many"}, None),
     ({"num_hidden_layers": True}, None),
     ([3], None),

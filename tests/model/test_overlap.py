@@ -164,6 +164,20 @@ def test_an_interrupt_while_the_caller_waits(idle: str) -> None:
     assert len(found) in ([5] if idle == "make" else range(6, 10))
 
 
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "flexengine-consuming":
+            time.sleep(0.05)  # the channel is full by now
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        overlap(range(10), lambda n: n, print, 1)
+
+
 def test_a_stopped_channel_takes_nothing() -> None:
     channel = Channel[int](1)
     assert channel.put(1)

@@ -37,9 +37,9 @@ from flexengine.plan.lp import NoSolver, SolverFailed
 GB = 1e9
 Expression: TypeAlias = pulp.LpAffineExpression
 Terms = list[tuple[pulp.LpVariable, float]]
-_EXTREME = ("HiGHS found no stages of the pipeline, and {}: seconds of layers, head and links, and theta times harm,"
-            " differ by too many powers of ten; bring extreme rates of the cluster file, or --theta, nearer to the"
-            " others")  # fmt: skip
+_EXTREME = ("HiGHS found no stages of the pipeline, and {}; if seconds of layers, head and links, and theta times"
+            " harm, differ by too many powers of ten, bring extreme rates of the cluster file, or --theta, nearer to"
+            " the others")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from scipy.optimize import nnls
 
 from flexengine.errors import InvalidInput
 
-TERMS = {"prefill": ("1", "v", "s", "v s", "v s^2"), "decode": ("1", "v", "t", "v t", "max(0, v - knee)")}
 LEAST = {"prefill": 5, "decode": 4}  # points of a profile
 WITH_KNEE = 10  # points of a profile: twice the coefficients
+CLEARLY = 0.9  # a knee must lower the norm of the errors to this share
+NOISE = 1e-3  # mean relative error below which a line needs no knee
 
 
 def _features(phase: str, batch: float, tokens: float, knee: float) -> tuple[float, ...]:
-    """Return the terms of the regression of a phase, in the order of TERMS."""
+    """Return the terms of the regression of a phase, in the order above."""
     last = batch * tokens * tokens if phase == "prefill" else max(0.0, batch - knee)
     return 1.0, batch, tokens, batch * tokens, last
 
@@ -37,7 +38,7 @@ class Line:
 
     Attributes:
         phase: "prefill" or "decode".
-        coefficients: in the order of TERMS[phase], in seconds.
+        coefficients: in the order of the formulas above, in seconds.
         knee: sequences from which on a product takes the time of its FLOP; infinite if there is none.
     """
 
@@ -64,10 +65,13 @@ def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Line:
     if len(points) < LEAST[phase]:
         raise InvalidInput(f"a {phase} profile has {len(points)} points, but the regression has {LEAST[phase]}"
                            " coefficients; measure as many points or more")  # fmt: skip
-    batches = sorted({v for v, _, _ in points})
-    inner = batches[1:-1] if phase == "decode" and len(points) >= WITH_KNEE else []
-    found = [_fit(phase, points, knee) for knee in (math.inf, *inner)]
-    return min(found, key=lambda pair: pair[0])[1]
+    norm, line = _fit(phase, points, math.inf)
+    if phase == "decode" and len(points) >= WITH_KNEE:
+        knees = sorted({v for v, _, _ in points})[1:-1]
+        better = min((_fit(phase, points, knee) for knee in knees), key=lambda pair: pair[0], default=(norm, line))
+        if better[0] < CLEARLY * norm and norm > NOISE * len(points) ** 0.5:
+            return better[1]
+    return line
 
 
 def _fit(phase: str, points: Sequence[tuple[float, float, float]], knee: float) -> tuple[float, Line]:

@@ -72,4 +72,4 @@ def test_too_little_memory_names_the_remedy(tmp_path: Path, capsys: pytest.Captu
 def test_numbers_that_the_solver_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["opt-1.3b", "--cluster", "llm-pq-3", *SIZES, "--batch", "8", "--theta", "1e30"]) == 2
     shown = capsys.readouterr().err
-    assert "theta times harm, differ by too many powers of ten; bring extreme rates of the cluster file" in shown
+    assert "theta times harm, differ by too many powers of ten, bring extreme rates of the cluster file" in shown

@@ -47,6 +47,14 @@ def test_knee_where_products_are_limited_by_flop() -> None:
     assert max(map(abs, errors(line, unseen))) < 1e-6
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 0.03])
+def test_a_straight_line_has_no_knee(noise: float) -> None:
+    rng = np.random.default_rng(1)
+    points = [(v, t, (1e-3 + 1e-4 * v + 1e-7 * v * t) * rng.uniform(1 - noise, 1 + noise))
+              for v in (1, 2, 4, 8, 16) for t in (128, 256, 512)]  # fmt: skip
+    assert fit("decode", points).knee == float("inf")
+
+
 def test_few_points_have_no_knee() -> None:
     line = fit("decode", [(v, t, max(2e-3, 1e-3 * v)) for v in (1, 2, 4) for t in (128, 256, 512)])
     assert line.knee == float("inf")
