@@ -84,13 +84,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _computing_with(count: int) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Compute with one thread. A tiny model gains nothing from more; a busy machine loses."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from _computing_with(1)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Compute with three threads, on any machine."""
+    yield from _computing_with(3)
 
 
 # A slow machine fails no test, and a fixture may serve all examples of a test. Examples are drawn with the same seed in

@@ -188,8 +188,8 @@ def measure(
                     pass
             except BudgetTooSmall:
                 raise
-            except FlexError:  # it is refused below, and the others are measured
-                continue
+            except FlexError:  # the choice is yielded as refused below
+                pass
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)

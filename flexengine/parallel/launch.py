@@ -54,7 +54,7 @@ class LocalStages:
             raise
 
     def _start(self, rank: int, argv: Sequence[str]) -> None:
-        """Start one process. An interrupt waits until it is listed, as otherwise nobody would end it."""
+        """Start one process. An interrupt takes effect once `_processes` holds it, so that `__exit__` ends it, too."""
         environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with _interrupts_wait():
             self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__

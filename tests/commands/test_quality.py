@@ -18,7 +18,7 @@ from flexengine.commands import quality, quality_choices
 from flexengine.commands.quality import Text, asked, stretches
 from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
-from flexengine.errors import BudgetTooSmall, InvalidInput, UnsupportedModel
+from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.worker.weights import Weights
 from tests.helpers.speaker import make_byte_llama
@@ -27,18 +27,6 @@ from tests.helpers.tokenizers import byte_tokenizer
 EXACT_ROWS, OTHER_ROWS = ((-1.0, -2.0), (-3.0, -2.0)), ((-1.5, -2.5), (-3.25, -2.25))
 ROWS, PROMPT, INT8, INT2 = 4, 32, Lossy(weights="int8"), Lossy(weights="int2")
 POLICY = Policy(gpu_batch_size=4, num_gpu_batches=1)
-
-
-def test_a_budget_that_is_too_small_ends_the_command_first() -> None:
-    """No engine but that of the mixed weights is opened."""
-
-    def make(lossy: Lossy) -> Any:
-        assert lossy == Lossy(weights="mixed", budget="1M")
-        raise BudgetTooSmall("the budget is too small")
-
-    text = Text("sample", texts.sample(), ROWS, 2 * PROMPT)
-    with pytest.raises(BudgetTooSmall, match="the budget is too small"):
-        next(quality.measure(make, text, [INT8, Lossy(weights="mixed", budget="1M")]))
 
 
 # Statistics.

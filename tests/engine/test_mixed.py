@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
+from flexengine.commands import quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
-from flexengine.errors import InvalidInput
+from flexengine.errors import BudgetTooSmall, InvalidInput
 from flexengine.model import encoding
 from tests.helpers.chained import chained
 from tests.helpers.families import NEW, reference
@@ -218,3 +219,15 @@ def test_missing_files_and_options_that_exclude_each_other(job: Any, tmp_path: P
     assert "but it is for mixed weights" in capsys.readouterr().err
     assert job(MIX, "--layer-bits", str(tmp_path / "none.json")) == REFUSED
     assert "none.json cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_ends_the_command_first() -> None:
+    """No engine but that of the mixed weights is opened."""
+
+    def make(lossy: Lossy) -> Any:
+        assert lossy == Lossy(weights="mixed", budget="1M")
+        raise BudgetTooSmall("the budget is too small")
+
+    text = quality.read(None, 4, 64)
+    with pytest.raises(BudgetTooSmall, match="the budget is too small"):
+        next(quality.measure(make, text, [Lossy(weights="int8"), Lossy(weights="mixed", budget="1M")]))

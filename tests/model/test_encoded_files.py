@@ -1,7 +1,7 @@
 """Encoded weights of a whole model and of ranges of its layers: bytes, what is made, and what is made again."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,6 @@ def stored_bytes(model: Opened, name: str) -> bytes:
     with run.path.open("rb") as file:
         file.seek(run.start)
         return file.read(run.nbytes)
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -23,10 +23,14 @@ def test_directories(config: Any, count: int | None, tmp_path: Path) -> None:
     assert named_layers(str(tmp_path)) == count
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
-    assert [named_layers(name) for name in (str(tmp_path), str(file), "owner/name", "~nobody-here/m")] == [None] * 4
+@pytest.mark.parametrize("model", ["directory", "file.gguf", "owner/name", "~nobody-here/model"])
+def test_what_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that is cut off, a GGUF file that is cut off, a model of the hub, and the home of an unknown user."""
+    monkeypatch.chdir(tmp_path)
+    Path("directory").mkdir()
+    Path("directory/config.json").write_text("{")
+    Path("file.gguf").write_bytes(b"GGUF")
+    assert named_layers(model) is None
 
 
 @pytest.mark.demo
