@@ -54,6 +54,8 @@ _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} 
 
 def _option(tier: str) -> str:
     """Return the option that gives a tier more bytes, with {} for the bytes."""
+    if tier.startswith("worker"):
+        return "set --worker-mem {} or more"
     further = f"set --offload-dir (the directory of {tier}) to one with {{}} bytes free"
     return _OPTIONS.get(tier, further)
 
@@ -99,6 +101,18 @@ class StageLost(FlexError):
 
 class StageFailed(FlexError):
     """A stage of a pipeline raised an error that this package does not raise on purpose."""
+
+
+class WorkerLost(FlexError):
+    """An attention worker has died, hangs, or could not answer. A job continues with a new worker.
+
+    Attributes:
+        place: name of its place.
+    """
+
+    def __init__(self, place: str, name: str, why: str) -> None:
+        super().__init__(f"attention worker {name} is lost: {why}")
+        self.place = place
 
 
 class MemberFailed(FlexError):

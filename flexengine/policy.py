@@ -1,31 +1,43 @@
 """The policy: block shape, splits over the tiers, and switches. A policy is also a JSON file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, place_names
+from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, is_worker, place_names, workers_of
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
+REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
 
 MAX_NUMBER = 1_000_000_000  # largest whole number in a policy
 MOST_SLOTS = 1000  # more slots than any model has layers
 MOST_SEQUENCES = 1_000_000  # most sequences of a block
 
-Split = tuple[float, ...]  # a fraction for each place, from near to far; at least device, host and disk
+Split = tuple[float, ...]  # a fraction for each place in PLACES, from near to far; at least device, host and disk
+PLACES = (*place_names(MOST_DISKS), WORKERS)  # places that a split may name
 
 
-def _split(name: str, value: Sequence[float]) -> Split:
-    """Return the fractions without zeros of further disks at the end, so that equal splits compare equal. Raise
-    InvalidInput if they are no fractions that sum to 1."""
+def _split(name: str, value: Sequence[float] | Mapping[str, float]) -> Split:
+    """Return the fractions without zeros of further places at the end, so that equal splits compare equal. Raise
+    InvalidInput if they are no fractions that sum to 1.
+
+    Args:
+        value: fractions in the order of places, or by name of the place.
+    """
+    if isinstance(value, Mapping):
+        if unknown := [place for place in value if place not in PLACES]:
+            raise InvalidInput(f"policy {name} has a share on {shown(unknown[0])}; it may have shares on"
+                               f" {', '.join(PLACES)}")  # fmt: skip
+        value = [value.get(place, 0.0) for place in PLACES]
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     numeric = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
-    if not (numeric and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
+    if not (numeric and len(TIERS) <= len(numbers) <= len(PLACES)):
         raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
-                           f" more for each further offload directory, {MOST_DISKS - 1} at most")  # fmt: skip
+                           f" more for each further offload directory, {MOST_DISKS - 1} at most; or fractions by name,"
+                           ' such as {"host": 0.5, "workers": 0.5}')  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
         total = f", not {sum(numbers)}" if all(0 <= x <= MAX_NUMBER for x in numbers) else ""
         raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
@@ -36,7 +48,7 @@ def _split(name: str, value: Sequence[float]) -> Split:
 
 def places_of(split: Split) -> tuple[str, ...]:
     """Return the places of a split, in the order of its fractions."""
-    return place_names(len(split) - 2)
+    return PLACES[: len(split)]
 
 
 def thousandths(fractions: Sequence[float]) -> Split:
@@ -64,7 +76,8 @@ class Policy:
         num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
         weights: fractions of the weights on (device, host, disk), which sum to 1. Further fractions are for the second
             offload directory, the third, and so on.
-        cache: fractions of the KV cache, in the same form.
+        cache: fractions of the KV cache, in the same form, or by name of the place. Place "workers" is the attention
+            workers, each of which gets an equal part of this share, and computes attention over it.
         activations: fractions of the activations, in the same form.
         slots: number of buffers for streamed weights; 1 = no overlap, 2 = double buffering. KV cache and activations
             off the device have one buffer more if there is overlap.
@@ -74,6 +87,8 @@ class Policy:
         delegate: whether the CPU computes decode attention of sequences with KV cache on the host. Queries, keys and
             values of new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
             Activations must stay on the device.
+        partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences, by turns; heads:
+            some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
@@ -92,6 +107,7 @@ class Policy:
     schedule: str = "continuous"
     prefill_tokens: int = 2048
     delegate: bool = False
+    partition: str = REQUESTS
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
@@ -105,8 +121,22 @@ class Policy:
                                f" a block must have at most {MOST_SEQUENCES:,}")  # fmt: skip
         for name in ("weights", "cache", "activations"):
             object.__setattr__(self, name, _split(name, getattr(self, name)))
+        for name in ("weights", "activations"):
+            if shares(getattr(self, name)).get(WORKERS):
+                raise InvalidInput(f"policy {name} has a share on {WORKERS}, which hold KV cache only; give that share"
+                                   " to another place")  # fmt: skip
+        if self.works and self.activations[0] < 1:
+            raise InvalidInput(f"policy cache has a share on {WORKERS}, with activations {list(self.activations)};"
+                               " hidden states must stay on the device while workers attend; set activations to"
+                               " [1, 0, 0]")  # fmt: skip
         if self.schedule not in SCHEDULES:
             raise InvalidInput(f"policy schedule is {shown(self.schedule)}; it must be one of {', '.join(SCHEDULES)}")
+        if self.partition not in PARTITIONS:
+            raise InvalidInput(f"policy partition is {shown(self.partition)}; it must be one of"
+                               f" {', '.join(PARTITIONS)}")  # fmt: skip
+        if self.partition != REQUESTS and not self.works:
+            raise InvalidInput(f"policy partition is {self.partition}, but cache has no share on {WORKERS}; give it"
+                               " one, or leave out partition")  # fmt: skip
         if not isinstance(self.delegate, bool):
             raise InvalidInput(f"policy delegate is {shown(self.delegate)}; it must be true or false")
         if self.delegate and self.activations[0] < 1:
@@ -119,8 +149,16 @@ class Policy:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Return the places that the splits name, from near to far."""
-        return max(map(places_of, (self.weights, self.cache, self.activations)), key=len)
+        """Return the places that have a share, from near to far."""
+        return tuple(place for place in PLACES if place in TIERS or self._has_share(place))
+
+    def _has_share(self, place: str) -> bool:
+        return any(shares(split).get(place, 0.0) > 0 for split in (self.weights, self.cache, self.activations))
+
+    @property
+    def works(self) -> float:
+        """Return the share of the KV cache that is on attention workers."""
+        return shares(self.cache).get(WORKERS, 0.0)
 
     def spills(self, place: str) -> bool:
         """Return whether KV cache or activations have a share on a place."""
@@ -134,18 +172,29 @@ class Policy:
     def attends(self, cache_home: str) -> str:
         """Return the place that computes decode attention of sequences with KV cache on this tier: the place of an
         attender, or "device"."""
+        if is_worker(cache_home):
+            return cache_home
         return HOST if self.delegate and cache_home == HOST else DEVICE
 
-    @property
-    def attended(self) -> dict[str, str]:
+    def attended(self, homes: Iterable[str]) -> dict[str, str]:
         """Return, by tier of the KV cache, the place that computes decode attention, without tiers of the device's own
-        attention."""
-        homes = places_of(self.cache)
+        attention. homes: tiers of the KV cache."""
         return {home: place for home in homes if (place := self.attends(home)) != DEVICE}
+
+    def team(self, home: str, places: Iterable[str]) -> tuple[str, ...]:
+        """Return the attention workers that share the KV cache of a place: one, or all. () if the place is no worker.
+
+        Args:
+            home: place of the KV cache.
+            places: places of the machine.
+        """
+        if not is_worker(home):
+            return ()
+        return (home,) if self.partition == REQUESTS else workers_of(places)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {k: _readable(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @staticmethod
     def load(path: str | Path) -> "Policy":
@@ -153,3 +202,10 @@ class Policy:
         policy = from_fields(Policy, read_object(path, "policy file"), f"policy file {path}")
         assert isinstance(policy, Policy)
         return policy
+
+
+def _readable(split: Split) -> list[float] | dict[str, float]:
+    """Return the fractions of a split: by name if some are on attention workers, whose place follows many disks."""
+    if len(split) < len(PLACES):
+        return list(split)
+    return {place: share for place, share in shares(split).items() if share}

@@ -26,18 +26,19 @@ ALLOWED = {
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "activity", "read_retries", "places", "kernels"},
+    "attention": {"errors", "places", "codec", "kernels", "tier", "__version__"},
     "kv": {"errors", "kernels"},
     "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
     "runtime": {"errors", "activity", "places", "schedule"},
     "worker": {"errors", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "codec", "kernels",
-               "tier", "kv", "model"},
+               "tier", "attention", "kv", "model"},
     "parallel": {"errors", "worker"},
     "job": {"errors", "activity", "config"},
     "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "kernels", "tier", "kv",
                 "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"errors", "activity", "config", "lossy", "places", "policy", "strategy", "schedule", "plan", "codec",
-               "kernels", "tier", "kv", "model", "runtime", "worker", "parallel", "job", "measure", "texts",
-               "__version__"},
+               "kernels", "tier", "attention", "kv", "model", "runtime", "worker", "parallel", "job", "measure",
+               "texts", "__version__"},
     "apps": {"errors", "activity", "config", "lossy", "policy", "plan", "parallel", "job", "engine", "shipped",
              "__version__"},
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
@@ -197,7 +198,8 @@ def test_threads_are_made_in_few_places() -> None:
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
-    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "parallel.frames", "parallel.heartbeat", "model.overlap"}
+    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "parallel.frames", "parallel.heartbeat", "model.overlap",
+             "attention.client", "attention.server"}  # fmt: skip
     assert makers <= known
 
 

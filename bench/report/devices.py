@@ -78,6 +78,8 @@ def _loader(folder: Path) -> Iterator[Row]:
     for (model, weights), line in newest.items():
         yield (f"reading, encoding and writing {model} as {weights}",
                f"{short(line['overlapped'])} s overlapped, {short(line['ratio'])} of the slowest step"
-               f" ({line['slowest']}), {short(line['in_turn'])} s one after another; memory of"
-               f" {short(line['peak_in_largest'])} of the largest parameter",
+               f" ({line['slowest']}), {short(line['ratio_to_least'])} of the least possible seconds,"
+               f" {short(line['sum'])} s one after another; {short(line['cores_used'])} of"
+               f" {line['machine']['cores']} cores used; memory of {short(line['peak_in_largest'])} of the largest"
+               " parameter",
                "; ".join(line["wrong"]) or "files equal", line["time"][:10])  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.commands.messages import detail, say_error
 from flexengine.commands.progress import displayed
-from flexengine.errors import FlexError, MemberFailed, RanOut, StageFailed, StageLost
+from flexengine.errors import FlexError, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
 from flexengine.job.streams import stdout_is_open
 from flexengine.plan.words import clock
 
@@ -35,7 +35,8 @@ def exit_code(command: Callable[[], int]) -> int:
             detail(f"the command took {clock(time.monotonic() - began)}")
         sys.stdout.flush()
         return code
-    except (MemberFailed, RanOut, StageFailed, StageLost) as error:  # while the job ran; the journal has finished rows
+    # While the job ran; the journal has finished rows.
+    except (MemberFailed, RanOut, StageFailed, StageLost, WorkerLost) as error:
         say_error(str(error))
         return FAILED
     except FlexError as error:

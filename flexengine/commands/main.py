@@ -19,6 +19,7 @@ COMMANDS = {
     "wrangle": "clean a table: match entities, impute a column, detect errors, match schemas, transform by example",
     "lm-eval": "run tasks of lm-evaluation-harness",
     "helm": "run scenarios of HELM, in this environment or another",
+    "serve-attention": "hold KV cache for an engine on another machine, and compute attention over it",
     "verify": "compare a model's files with their checksums",
     "doctor": "show what this machine offers, and what is missing for speed",
     "cache": "list or clear converted models, encoded weights, kernels and measured rates",

@@ -84,6 +84,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     options["strategy"] = getattr(args, "strategy", None)  # of commands with pipelines
+    options |= {name: getattr(args, name) for name in ("attention_workers", "worker_mem") if hasattr(args, name)}
     options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
     return options
 

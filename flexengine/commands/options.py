@@ -111,6 +111,20 @@ def add_machine(group: Group) -> None:
                             " which may also hold a copy of some weights")  # fmt: skip
 
 
+def add_workers(group: Group) -> None:
+    """Add the options of attention workers."""
+    group.add_argument("--attention-workers", type=_workers, default=0, metavar="N|HOST:PORT,...",
+                       help="start N processes that hold KV cache and compute attention over it, or use those that"
+                            " flexengine serve-attention runs at these addresses; --policy names their share"
+                            " (docs/attention-workers.md)")  # fmt: skip
+    group.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache of each worker that is started")
+
+
+def _workers(text: str) -> int | list[str]:
+    """Return a number of attention workers, or their addresses."""
+    return int(text) if text.lstrip("-").isdecimal() else text.split(",")
+
+
 def add_lossy(group: Group) -> None:
     """Add the lossy switches, and the options that let the planner choose them."""
     group.add_argument("--weights", choices=(*WEIGHTS, MIXED),

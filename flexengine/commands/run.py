@@ -22,6 +22,7 @@ from flexengine.commands.options import (
     add_machine,
     add_rows,
     add_sampling,
+    add_workers,
     allowed,
     file_name,
     lossy_of,
@@ -50,6 +51,7 @@ def parser() -> Parser:
     _add_output(p.add_argument_group("output"))
     add_sampling(p.add_argument_group("sampling", "defaults for rows without fields of these names"))
     _add_machine(p.add_argument_group("model and machine"))
+    add_workers(p.add_argument_group("attention workers"))
     add_pipeline(p.add_argument_group("pipeline"))
     add_fleet(p.add_argument_group("fleet"))
     add_lossy(p.add_argument_group("lossy", "switches that save time and memory; results then differ from those of the"

@@ -25,7 +25,7 @@ from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Spans, Trace
 from flexengine.schedule.program import Program
-from flexengine.worker.attend import ATTENDERS, Attender
+from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import Layers, open_model
@@ -173,8 +173,8 @@ class Core:
             hidden = Hidden(self.facts, layout, self.machine, self.dtype, ports)
             undo.callback(hidden.close)
             attenders = dict[str, Attender]()
-            for place in sorted(set(layout.policy.attended.values())):
-                attenders[place] = ATTENDERS[place](self.facts, layout, self.machine, cache, self.dtype)
+            for place in sorted(layout.delegation):
+                attenders[place] = attender_of(place)(self.facts, layout, self.machine, cache, self.dtype)
                 undo.callback(attenders[place].close)
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)

@@ -6,7 +6,8 @@
     run       engine/generation.py  sweeps; results leave as rows finish   -> Result
     results   engine/state.py       counts, seconds, bytes                 -> summary
 
-If memory runs out, `prepare` and `run` are repeated with a smaller layout.
+If memory runs out, `prepare` and `run` are repeated with a smaller layout. If an attention worker is lost, they are
+repeated with a new worker.
 """
 
 import logging
@@ -23,12 +24,12 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import Generating, JobRows, best_read_rate
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
-from flexengine.engine.recovery import REPLANS, exhausted, given_too_large, replanned
+from flexengine.engine.recovery import RENEWALS, REPLANS, exhausted, given_too_large, renewed, replanned
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
 from flexengine.places import is_disk
@@ -111,9 +112,23 @@ class Job:
 
     def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
         """Yield the results of all rows. If memory runs out, continue with at most half the block, at most REPLANS
-        times; finished rows stay finished. Raise RanOut if that does not help, or if the policy was given."""
-        replans = 0
+        times; finished rows stay finished. If an attention worker is lost, continue with a new one.
+
+        Raises:
+            RanOut: memory ran out, and a smaller block does not help, or the policy was given.
+            WorkerLost: workers are lost again and again before a row is finished, or there is no new worker.
+        """
+        replans, losses, finished = 0, 0, 0
         while (lack := (yield from self._attempt(self.planner.watch(workload, layout), state))) is not None:
+            if isinstance(lack, WorkerLost):
+                losses = losses + 1 if state.progress.rows == finished else 1
+                finished = state.progress.rows
+                if losses > RENEWALS:
+                    raise lack
+                self.core.machine.tier(lack.place).renew()
+                state.replanned.append(renewed(lack, state.rows))
+                message(state.replanned[-1], logging.WARNING)
+                continue
             if self.planner.policy is not None:
                 raise given_too_large(lack, layout, lambda policy: self.planner.layout_under(policy, workload))
             if replans == REPLANS:
@@ -127,27 +142,27 @@ class Job:
             message(state.replanned[-1], logging.WARNING)
             layout = smaller
 
-    def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | None]:
-        """Yield results until all rows are done, or until memory runs out.
+    def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
+        """Yield results until all rows are done, memory runs out, or an attention worker is lost.
 
         Returns:
-            The shortage if memory ran out, else None. After a shortage, `state` holds the rows that remain.
+            The shortage, or the loss; None if all rows are done. Else `state` holds the rows that remain.
         """
         resources = self._prepare(watch, state)
-        if isinstance(resources, Shortage):
+        if isinstance(resources, Shortage | WorkerLost):
             return resources
         self.watch, self.layout = watch, watch.layout
         core = self.core
         reports = self._reports(resources, state, watch)
         arrangement = Arrangement(state.feed, core.shares)
         generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
-        lack: Shortage | None = None
+        lack: Shortage | WorkerLost | None = None
         failed = True
         try:
             with resources:
                 yield from generation.run(self.on_sweep)
             failed = False
-        except Shortage as error:
+        except (Shortage, WorkerLost) as error:
             lack = error.with_traceback(None)
             state.restart(generation.unfinished(), arrangement.feed)
         finally:
@@ -171,8 +186,9 @@ class Job:
         resources.watch(reports.look)
         return reports
 
-    def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage:
-        """Return the resources of the sweeps, or the shortage if their allocation ran out of memory."""
+    def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage | WorkerLost:
+        """Return the resources of the sweeps; the shortage if their allocation ran out of memory, or the loss of an
+        attention worker."""
         core, began = self.core, time.perf_counter()
         if self.calibrator.text is not None:
             _ = core.opened.origins  # calibrates with a second engine, so before this engine allocates memory
@@ -181,6 +197,8 @@ class Job:
             with activity("allocating", "allocating the memory of the plan"):
                 resources = core.prepare(watch, self.load_first)
         except Exception as error:
+            if isinstance(error, WorkerLost):
+                return error.with_traceback(None)
             if (lack := shortage(error, core.machine.kind == "cuda")) is None:
                 forget_variables(error)
                 raise

@@ -5,16 +5,21 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
+from flexengine.attention.local import local_workers
+from flexengine.attention.network import RemoteWorker, address_of
+from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.config import cache_root, parse_size, shown
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
 from flexengine.parallel.group import Group
+from flexengine.places import MOST_WORKERS, worker_names
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
@@ -35,6 +40,9 @@ class MachineOptions:
         offload_dir: directory for KV cache and activations that are offloaded to disk, or a list of directories on
             different disks. Further directories may also hold copies of weights. None is `offload` in the cache.
         links: link rates of a `sim` machine; None for no limits.
+        attention_workers: number of processes to start on this machine that hold KV cache and compute attention over it
+            (docs/attention-workers.md), or a list of addresses HOST:PORT of running ones.
+        worker_mem: bytes for KV cache of each worker that is started, in the same form as device_mem.
     """
 
     device: str = "auto"
@@ -42,6 +50,8 @@ class MachineOptions:
     host_mem: str | int | None = None
     offload_dir: str | Path | Sequence[str | Path] | None = None
     links: Links | None = None
+    attention_workers: int | Sequence[str] = 0
+    worker_mem: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.device not in KINDS:
@@ -49,6 +59,7 @@ class MachineOptions:
         _ = self._bytes
         _check_directories(self.offload_dir)
         check("links", self.links, Links | None, "a Links, such as Links(h2d=12e9), or None")
+        self._check_workers()
 
     @property
     def _bytes(self) -> tuple[int | None, int | None]:
@@ -56,6 +67,30 @@ class MachineOptions:
         sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
         device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
         return device, host
+
+    def _check_workers(self) -> None:
+        given = self.attention_workers
+        check("attention_workers", given, int | Sequence, "a number of processes, or a list of addresses HOST:PORT")
+        count = given if isinstance(given, int) else len(given)
+        if not 0 <= count <= MOST_WORKERS:
+            raise InvalidInput(f"--attention-workers is {count}; it must be 0 to {MOST_WORKERS}")
+        if not isinstance(given, int):
+            if self.worker_mem is not None:
+                raise InvalidInput(f"--worker-mem is {self.worker_mem}, but workers at addresses have memory of their"
+                                   " own; give it to flexengine serve-attention")  # fmt: skip
+            for address in given:
+                address_of(address)
+            if twice := next((each for each in given if list(given).count(each) > 1), None):
+                raise InvalidInput(f"--attention-workers names {twice} twice; name each worker once")
+            return
+        if count and self.worker_mem is None:
+            raise InvalidInput("--attention-workers needs --worker-mem, the bytes for KV cache of each worker; set it,"
+                               " for example to 2G")  # fmt: skip
+        if self.worker_mem is not None and not count:
+            raise InvalidInput(f"--worker-mem is {self.worker_mem}, but there are no attention workers; set"
+                               " --attention-workers, or leave it out")  # fmt: skip
+        if self.worker_mem is not None:
+            parse_size(self.worker_mem, "--worker-mem")
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -71,8 +106,22 @@ class MachineOptions:
 
     def machine(self) -> Machine:
         """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
-        return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing,
-                            self._processes)  # fmt: skip
+        started = self._workers()
+        try:
+            return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing,
+                                self._processes, started)  # fmt: skip
+        except BaseException:
+            for worker in started:
+                worker.close()
+            raise
+
+    def _workers(self) -> list[WorkerTier]:
+        """Return the attention workers. Raise WorkerLost if one cannot be started, or does not answer."""
+        given = self.attention_workers
+        if isinstance(given, int):
+            return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
+        each = zip(worker_names(len(given)), given, strict=True)
+        return worker_tiers([partial(RemoteWorker, place, address) for place, address in each])
 
     @property
     def _sharing(self) -> int:
@@ -146,6 +195,10 @@ class EngineOptions(MachineOptions):
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
         check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
         self._check_strategy()
+        if self.attention_workers and (self.policy is None or not self.policy.works):
+            raise InvalidInput(f"--attention-workers is {self.attention_workers}, but no policy gives them a share of"
+                               ' the KV cache; give a policy such as {"cache": {"workers": 1}} with --policy, or leave'
+                               " the workers out")  # fmt: skip
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
         check("sharing", self.sharing, int | None, "a number of engines of at least 1, or None")
         if self.sharing is not None and self.sharing < 1:
@@ -189,7 +242,7 @@ class EngineOptions(MachineOptions):
             progress: receives its reports.
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
-                       verify=False, group=None, strategy=None,
+                       verify=False, group=None, strategy=None, attention_workers=0, worker_mem=None,
                        progress=progress)  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from flexengine.errors import InvalidInput, OutOfMemory, RanOut
+from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
 from flexengine.plan.layout import Layout
 from flexengine.plan.words import count
 from flexengine.policy import Policy
 from flexengine.runtime.shortage import Shortage
 
 REPLANS = 3  # most replans of one job: after three that did not help, another is unlikely to
+RENEWALS = 8  # most losses of attention workers in a row before a row is finished: after them, another is likely
 
 
 def halved(policy: Policy) -> Policy | None:
@@ -40,6 +41,17 @@ def replanned(lack: Shortage, old: Layout, new: Layout, rows: int, times: int) -
             f" {new.total(tier):,} bytes of {tier} memory instead of {old.total(tier):,};"
             f" {count(rows, 'unfinished row is', 'unfinished rows are')} computed again"
             f" (replanned {times} of at most {REPLANS} times)")  # fmt: skip
+
+
+def renewed(loss: WorkerLost, rows: int) -> str:
+    """Return the message for a job that continues with a new attention worker.
+
+    Args:
+        loss: the loss of the worker.
+        rows: unfinished rows, which are computed again.
+    """
+    return (f"{loss}; continuing with a new worker;"
+            f" {count(rows, 'unfinished row is', 'unfinished rows are')} computed again")  # fmt: skip
 
 
 def given_too_large(lack: Shortage, layout: Layout, lay_out: Callable[[Policy], Layout]) -> RanOut:

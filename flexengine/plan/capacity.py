@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexengine.errors import InvalidInput
-from flexengine.places import DISK, TIERS, place_names
+from flexengine.places import DISK, WORKERS, is_disk, place_names, worker_names, workers_of
 from flexengine.policy import Policy
 
 
@@ -20,6 +20,7 @@ class Capacity:
         shared: whether host and device are one memory (a machine without a GPU).
         staged: whether data between a disk and the device passes through host staging.
         more_disks: bytes of each further offload directory, in order.
+        workers: bytes of each attention worker, in order.
     """
 
     device: int | None
@@ -28,28 +29,34 @@ class Capacity:
     shared: bool
     staged: bool
     more_disks: tuple[int | None, ...] = ()
+    workers: tuple[int | None, ...] = ()
 
     @cached_property
     def places(self) -> tuple[str, ...]:
         """Return all places, from near to far."""
-        return place_names(1 + len(self.more_disks))
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers)))
 
     @cached_property
     def limits(self) -> dict[str, int | None]:
         """Return the bytes by place."""
-        sizes = (self.device, self.host, self.disk, *self.more_disks)
+        sizes = (self.device, self.host, self.disk, *self.more_disks, *self.workers)
         return dict(zip(self.places, sizes, strict=True))
 
     def limited(self, limits: Mapping[str, int | None]) -> "Capacity":
         """Return the capacity with new limits for some places."""
         merged = {**self.limits, **limits}
-        more = tuple(merged[place] for place in self.places if place not in TIERS)
-        return replace(self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more)
+        more = tuple(merged[place] for place in self.places if is_disk(place) and place != DISK)
+        workers = tuple(merged[place] for place in workers_of(self.places))
+        return replace(self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more,
+                       workers=workers)  # fmt: skip
 
 
 def check_places(policy: Policy, capacity: Capacity) -> None:
     """Raise InvalidInput if the policy names a place that the machine does not have."""
-    if unknown := [place for place in policy.places if place not in capacity.places]:
+    if policy.works and not capacity.workers:
+        raise InvalidInput(f"the policy has a share of the KV cache on {WORKERS}, but there are no attention workers;"
+                           " start some with --attention-workers")  # fmt: skip
+    if unknown := [place for place in policy.places if place not in (*capacity.places, WORKERS)]:
         raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
                            " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"
                            " and its rates to links")  # fmt: skip

@@ -1,11 +1,11 @@
 """Seconds of the device lane by sweep: layers, head, attention and bookkeeping."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.places import DEVICE, TIERS, place_names
+from flexengine.places import DEVICE
 from flexengine.plan.paging import Array
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
@@ -57,12 +57,12 @@ class Prompts:
 
 
 def parts(
-    rates: Rates, policy: Policy, sweeps: Profile, prompts: Prompts, split: Sequence[float], chunks: int
+    rates: Rates, policy: Policy, sweeps: Profile, prompts: Prompts, split: Mapping[str, float], chunks: int
 ) -> dict[str, Array]:  # fmt: skip
     """Return the seconds of the device lane by kind of work and sweep.
 
     Args:
-        split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
+        split: by place, share of the sequences whose cache is there. A gpu_batch holds sequences of one place.
         chunks: number of head chunks if the head is streamed.
     """
     hardware, g = rates.hardware, policy.gpu_batch_size
@@ -70,15 +70,13 @@ def parts(
     full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = np.zeros(sweeps.times.shape)
-    # Sequences whose attention is delegated share no gpu_batch with prompts.
-    homes = place_names(len(split) - 2) if len(split) >= len(TIERS) else (DEVICE,)
-    delegated = [policy.attends(home) != DEVICE for home in homes]
-    for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
+    for home, share in ((home, share) for home, share in split.items() if share > 0):
         decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
         full = np.floor(decoding / g + 1e-9)
         rest = decoding - g * full
-        # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch.
-        joins_decode = (prompt < prompts.batch) & (not delegated[tier])
+        # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch. Sequences whose
+        # attention is delegated share no gpu_batch with prompts.
+        joins_decode = (prompt < prompts.batch) & (policy.attends(home) == DEVICE)
         apart = np.where(joins_decode, 0, prompt)  # prompt tokens in gpu_batches of their own
         joined = prompt - apart
         layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds

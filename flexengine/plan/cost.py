@@ -10,7 +10,7 @@ and hidden states on each tier. In the linear program the fractions are variable
 use the same terms.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -32,7 +32,7 @@ from flexengine.plan.rates import Rates
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.place import count_by_tier
+from flexengine.schedule.place import cache_homes, count_by_tier
 
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
 T = TypeVar("T")
@@ -119,17 +119,19 @@ class Cost:
 
     # Seconds by lane.
 
-    def lanes(self, policy: Policy, sweeps: Profile, split: Iterable[float], layout: Layout | None = None) -> Lanes:
+    def lanes(self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None = None) -> Lanes:
         """Return seconds by lane, fraction and sweep. Arguments as in `terms`."""
-        return by_lane(self.terms(policy, sweeps, list(split), layout), self.hardware)
+        return by_lane(self.terms(policy, sweeps, split, layout), self.hardware)
 
-    def terms(self, policy: Policy, sweeps: Profile, split: list[float], layout: Layout | None) -> Iterator[Term]:
+    def terms(
+        self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None
+    ) -> Iterator[Term]:
         """Yield the terms of a policy's sweeps.
 
         Args:
             policy: the policy.
             sweeps: sweeps of the job under the policy.
-            split: by tier, fraction of the sequences with KV cache there. A gpu_batch has sequences of one tier.
+            split: by place, fraction of the sequences with KV cache there. A gpu_batch has sequences of one place.
             layout: has the bytes of a layer that are read together; None for the whole layer.
         """
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
@@ -145,7 +147,8 @@ class Cost:
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
         """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention."""
-        places = policy.attended.values() if policy.block_size <= policy.gpu_batch_size else ()
+        homes = cache_homes(policy, self.hardware.places)
+        places = policy.attended(homes).values() if policy.block_size <= policy.gpu_batch_size else ()
         if not places:
             return self.crosstalk
         lanes = dict.fromkeys((routes(self.hardware).attend[place][1] for place in places), 1.0)
@@ -195,7 +198,7 @@ class Cost:
         split, room = self._split(layout)
         sweeps = self.sweeps(policy, room, round(sum(x for place, x in split.items() if place != "device"), 2))
         fractions = self.realised(layout, split)
-        seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split.values(), layout), fractions, policy)
+        seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split, layout), fractions, policy)
         entering = sweeps.prompt > 1e-9
         kinds = {"prefill": np.where(entering, sweeps.times, 0.0), "decode": np.where(entering, 0.0, sweeps.times)}
         counts = {kind: float(times.sum()) for kind, times in kinds.items()}
@@ -247,7 +250,7 @@ class Cost:
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Return by tier the fraction of the sequences with KV cache there, and the tokens of all pages. The device is
         filled first."""
-        homes = count_by_tier(layout.policy.block_size, layout.policy.cache)
+        homes = cache_homes(layout.policy, layout.places)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
         for tier in layout.pools:
@@ -275,7 +278,7 @@ class Cost:
 
     def phases(self, policy: Policy, sweeps: Profile) -> tuple[Phase, ...]:
         """Return the phases of a block shape. Resident weights are read in the first sweep."""
-        lanes = self.lanes(policy, sweeps, (1.0,))
+        lanes = self.lanes(policy, sweeps, {"device": 1.0})
         return phases(lanes, sweeps, load_resident(self.hardware, self.streamed_bytes))
 
 

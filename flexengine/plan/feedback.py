@@ -198,8 +198,8 @@ class Watch:
             **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
             peak=0.0, counted=away,
         )  # fmt: skip
-        lanes = self.cost.lanes(policy, profile, homes.mean(0).tolist(), self.layout)
-        split = dict(zip(self.layout.places, homes.mean(0), strict=True))
+        split = dict(zip(self.layout.places, homes.mean(0).tolist(), strict=True))
+        lanes = self.cost.lanes(policy, profile, split, self.layout)
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, split))
         for i, tier in enumerate(self.layout.places):
             fractions[fraction(CACHE, tier)], fractions[fraction(HIDDEN, tier)] = homes[:, i] / away, hidden[:, i]

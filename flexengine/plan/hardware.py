@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, disk_lanes, further_disks, is_disk, link_lanes, link_of, place_names
+from flexengine.places import (
+    MOST_DISKS,
+    MOST_WORKERS,
+    attention_lanes,
+    disk_lanes,
+    further_disks,
+    is_disk,
+    link_lanes,
+    link_of,
+    place_names,
+    worker_names,
+    workers_of,
+)
 from flexengine.plan.capacity import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
@@ -126,6 +138,7 @@ class Hardware:
     touch_busy: float = 0.0
     measured: bool = False
     more_disks: tuple[int | None, ...] = ()
+    workers: tuple[int | None, ...] = ()
     corrected: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,7 +152,8 @@ class Hardware:
         object.__setattr__(self, "attention", _attention(self.attention))
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
-        object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks))
+        object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks, MOST_DISKS - 1))
+        object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
         for name, factor in _object("corrected", self.corrected).items():
             positive(f"corrected {name}", factor)
         for name, lost in _object("delegation", self.delegation).items():
@@ -190,26 +204,28 @@ class Hardware:
     @property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
-                        self.more_disks)  # fmt: skip
+                        self.more_disks, self.workers)  # fmt: skip
 
     def with_capacity(self, capacity: Capacity) -> "Hardware":
         """Return the same rates with these capacities. The machine has rates for all places of the capacity."""
         host = None if capacity.shared else capacity.host
         return replace(self, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk,
-                       more_disks=capacity.more_disks)  # fmt: skip
+                       more_disks=capacity.more_disks, workers=capacity.workers)  # fmt: skip
 
     @property
     def places(self) -> tuple[str, ...]:
         """Return all places, from near to far."""
-        return place_names(1 + len(self.more_disks))
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers)))
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Return all lanes."""
-        further = further_disks(self.places)
-        disks = tuple(lane for disk in further for lane in disk_lanes(disk))
-        links = () if self.shared else tuple(lane for disk in further for lane in link_lanes(disk))
-        return LANES[:2] + disks + LANES[2:4] + links + LANES[4:]
+        workers = workers_of(self.places)
+        further = (*further_disks(self.places), *workers)
+        disks = tuple(lane for place in further for lane in disk_lanes(place))
+        links = () if self.shared else tuple(lane for place in further for lane in link_lanes(place))
+        attention = tuple(lane for worker in workers for lane in attention_lanes(worker))
+        return LANES[:2] + disks + LANES[2:4] + links + LANES[4:] + attention
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane.
@@ -298,9 +314,9 @@ def _size(name: str, size: object) -> int | None:
     return int(size) if isinstance(size, int) else int(number)
 
 
-def _sizes(name: str, value: object) -> tuple[int | None, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) >= MOST_DISKS:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of bytes, at most {MOST_DISKS - 1} of them")
+def _sizes(name: str, value: object, most: int) -> tuple[int | None, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of bytes, at most {most} of them")
     return tuple(_size(f"{name}[{number}]", size) for number, size in enumerate(value))
 
 

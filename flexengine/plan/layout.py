@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
-from flexengine.places import DISK, TIERS, further_disks, is_disk
+from flexengine.errors import ONE_SEQUENCE, OutOfMemory
+from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker
 from flexengine.plan import experts, gpu
+from flexengine.plan.buffers import book_delegation, read_buffers
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
-from flexengine.plan.pools import empty_pools, shared_out
+from flexengine.plan.pools import check_partition, empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
     TENSOR_ALIGN,
     aligned,
-    delegated,
     hidden_tokens,
     kernel_buffers,
     open_passes,
@@ -29,22 +29,19 @@ from flexengine.plan.sizes import (
     workspace,
 )
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy, shares
+from flexengine.policy import TOKENS, Policy, shares
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.place import count_by_tier, place_groups
+from flexengine.schedule.place import cache_homes, place_groups
 from flexengine.schedule.rings import num_buffers
 
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk if no layer is streamed
 MEAN_KEYS = "mean keys"
-DELEGATION = "delegation buffers"
 VALUES = "chosen values"
 EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
 COPYING = "copies of weights to a further disk"
 READING = "read buffers"
 ENTERING = "entering hidden states"
-READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
-SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
@@ -73,7 +70,9 @@ class Layout:
         port_buffer: device bytes of one buffer between a port and a forward pass.
         hidden_buffer: device bytes of one buffer for hidden states.
         hidden_home: bytes of hidden states off the device, by place.
-        delegation: bytes of queries, keys, values and outputs of delegated attention, on the device and on the host.
+        delegation: bytes of queries, keys, values and outputs of delegated attention, by place that computes it: on the
+            device, and also on the host if that is other memory.
+        desks: bytes in RAM of questions and answers of each attention worker, by place that several workers share.
         account: bytes by place and purpose. The ledgers must agree with these numbers.
     """
 
@@ -96,7 +95,8 @@ class Layout:
     port_buffer: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
-    delegation: int = 0
+    delegation: dict[str, int] = field(default_factory=dict)
+    desks: dict[str, int] = field(default_factory=dict)
     account: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,14 +148,16 @@ def lay_out(
     """
     placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
-    layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
+    layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, delegation={}, desks={},
+                     account=account)  # fmt: skip
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
     _ports(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
     waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
-    layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
-    _delegation(layout, model, capacity)
+    layout.book("device", "paused forwards", paused(model, policy, workload) + waiting
+                + suspended(model, policy, layout.places))  # fmt: skip
+    book_delegation(layout, model, capacity)
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     _cache(layout, model, workload, capacity)
@@ -269,47 +271,14 @@ def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("device" if capacity.shared else "host", ENTERING, states)
 
 
-def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
-    """Book buffers of delegated attention for all sequences, so that no gpu_batch waits for another.
-
-    The host also has a workspace for the kernels' output of one gpu_batch.
-    """
-    policy, rows = layout.policy, delegated(layout.policy)
-    if not policy.delegate:
-        return
-    if capacity.shared:
-        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device, and attention"
-                           " always runs there; set delegate to false")  # fmt: skip
-    if not rows:
-        raise InvalidInput(f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
-                           f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
-                           " to false")  # fmt: skip
-    layout.delegation = aligned(rows * model.sent)
-    for tier in ("device", "host"):
-        layout.book(tier, DELEGATION, layout.delegation)
-    layout.book("host", "delegation workspace", aligned(min(rows, policy.gpu_batch_size) * model.fetched))
-
-
-def read_buffers(model: ModelFacts, layout: Layout) -> int:
-    """Return the bytes of RAM buffers of all disks in use. Data is read into these buffers, then converted.
-
-    A disk has buffers for short reads and, if any read is long, for long reads. Consecutive weights are one read. Only
-    the part of a buffer that the longest read fills takes RAM.
-    """
-    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
-    long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
-    each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
-    used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
-    used |= layout.pools.keys() | layout.hidden_home.keys()
-    return each * (1 + len(used.intersection(further_disks(layout.places))))
-
-
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy, layers = layout.policy, len(model.layers)
-    homes, longest = count_by_tier(policy.block_size, policy.cache), workload.longest
+    homes, longest = cache_homes(policy, layout.places), workload.longest
+    check_partition(model, policy, layout.places)
     layout.groups = groups = model.cache_groups(longest)
     for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
-        layout.pools[tier] = empty_pools(model, groups, tier, workload, min(policy.gpu_batch_size, count))
+        slices = max(1, len(policy.team(tier, layout.places))) if policy.partition == TOKENS else 1
+        layout.pools[tier] = empty_pools(model, groups, tier, workload, min(policy.gpu_batch_size, count), slices)
         layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in layout.pools[tier])
         buffers = zip(layout.pools[tier], layout.page_bytes[tier], strict=True)
         layout.cache_buffer = max(layout.cache_buffer, *((pool.batch_pages or 0) * page for pool, page in buffers))
@@ -320,7 +289,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
-    if any(map(is_disk, homes)) and capacity.staged:
+    if any(map(is_staged, homes)) and capacity.staged:
         layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
     for tier in layout.places:
@@ -343,6 +312,10 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
         count: most sequences with KV cache there.
     """
     pools, longest, room = layout.pools[tier], workload.longest, _left(layout, tier, capacity)
+    team = layout.policy.team(tier, layout.places) or (tier,)
+    if len(team) > 1:
+        rooms = [left for member in team if (left := _left(layout, member, capacity)) is not None]
+        room = len(team) * (min(rooms) - ALIGN) if rooms else None
     sizes = [page * len(g.layers) for page, g in zip(layout.page_bytes[tier], layout.groups, strict=True)]
     least = [pool.held(longest) for pool in pools]
     needed = [workload.pages(count, pool) for pool in pools]
@@ -350,7 +323,9 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
     if not all(pages) and len(layout.pools) == 1:
         pages = least
     layout.pools[tier] = tuple(replace(pool, pages=n) for pool, n in zip(pools, pages, strict=True))
-    layout.book(tier, "KV cache", aligned(sum(n * size for n, size in zip(pages, sizes, strict=True))))
+    for member in team:
+        nbytes = sum(n * size for n, size in zip(pages, sizes, strict=True)) // len(team)
+        layout.book(member, "KV cache", aligned(nbytes))
     _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
     return sum(n * size for n, size in zip(least, sizes, strict=True))
 
@@ -361,7 +336,7 @@ def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
 
 def _in_ram(tier: str, capacity: Capacity) -> bool:
     """Return whether a place is in the memory that host and device share."""
-    return capacity.shared and not is_disk(tier)
+    return capacity.shared and not is_staged(tier)
 
 
 def _limit(tier: str, capacity: Capacity) -> int | None:
@@ -390,6 +365,8 @@ def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> 
 
 
 def _remedy(tier: str) -> str:
+    if is_worker(tier):
+        return "give the attention workers more memory with --worker-mem, or make the block smaller"
     which = "" if tier == DISK else f" (the directory of {tier})"
     more = f"set --offload-dir{which} to a directory with more free bytes" if is_disk(tier) else "give more memory"
     return f"{more}, move a share of the policy to another tier, or make the block smaller"

@@ -12,8 +12,9 @@ ways:
 
 from collections.abc import Mapping
 
+from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.layout import DELEGATION, Layout
+from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
 
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.

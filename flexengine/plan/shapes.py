@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from flexengine.places import TIERS
 from flexengine.plan.cost import Cost
 from flexengine.plan.least import smallest
 from flexengine.plan.sizes import delegated
@@ -130,4 +131,4 @@ def placed_like(shape: Policy, placed: Policy) -> Policy:
 
 def sensible(policy: Policy) -> Policy:
     """Return the policy, without delegation if no sequence of its block has its cache on the host."""
-    return policy if not policy.delegate or delegated(policy) else replace(policy, delegate=False)
+    return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)

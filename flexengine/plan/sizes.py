@@ -11,7 +11,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.admission import entrants
-from flexengine.schedule.place import count_by_tier
+from flexengine.schedule.place import cache_homes
 
 ALIGN = 4096  # bytes
 TENSOR_ALIGN = 64  # bytes, for tensors within a slot
@@ -109,15 +109,16 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
 
 
-def delegated(policy: Policy) -> int:
-    """Return the most sequences with delegated decode attention."""
-    homes = count_by_tier(policy.block_size, policy.cache)
-    return sum(sequences for home, sequences in homes.items() if policy.attends(home) != "device")
+def delegated(policy: Policy, places: Iterable[str]) -> dict[str, int]:
+    """Return the most sequences with delegated decode attention, by place that computes it. places: places of the
+    machine."""
+    homes = cache_homes(policy, places)
+    return {place: homes[home] for home, place in policy.attended(homes).items()}
 
 
-def suspended(model: ModelFacts, policy: Policy) -> int:
+def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
     """Return the device bytes of forward passes that wait for delegated attention.
 
     A token has q, k, v with and without rotation, and the residual with its norm and casts.
     """
-    return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
+    return aligned(sum(delegated(policy, places).values()) * (3 * model.sent + 4 * model.hidden * model.itemsize))

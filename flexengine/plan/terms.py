@@ -178,7 +178,7 @@ class Sweeping:
         """Yield the terms of delegated attention."""
         model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
         tokens = sweeps.decoding * sweeps.counted * len(model.layers)
-        for home, place in self.policy.attended.items():
+        for home, place in self.policy.attended(self.hardware.places).items():
             down, there, up = routes(self.hardware).attend[place]
             yield Move(up, CACHE, home, tokens * model.fetched, gpu_batch * model.fetched)
             yield Move(down, CACHE, home, tokens * model.sent, gpu_batch * model.sent)

@@ -217,12 +217,12 @@ def new_lane(kind: str, name: str) -> Lane:
     """Return a new lane.
 
     Args:
-        kind: inline, thread or stream. With stream, lanes whose names start with disk or cpu are Thread lanes, whose
-            tasks start after the tasks they depend on have ended on the GPU too.
+        kind: inline, thread or stream. With stream, lanes whose names start with disk, cpu or worker are Thread
+            lanes, whose tasks start after the tasks they depend on have ended on the GPU too.
         name: for threads and messages.
     """
     if kind == "inline":
         return Inline(name)
-    if kind == "stream" and not name.startswith(("disk", "cpu")):
+    if kind == "stream" and not name.startswith(("disk", "cpu", "worker")):
         return Stream(name)
     return Thread(name)

@@ -2,12 +2,13 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from flexengine.policy import Split, places_of
+from flexengine.places import WORKERS, workers_of
+from flexengine.policy import REQUESTS, Policy, Split, places_of
 
 
 def assign_tiers(sizes: Sequence[int], split: Split) -> list[str]:
@@ -66,6 +67,24 @@ def count_by_tier(count: int, split: Split) -> Mapping[str, int]:
     left out. Cached: the policy search requests the same assignments often."""
     tiers = Counter(assign_tiers([1] * count, split))
     return {tier: tiers[tier] for tier in places_of(split) if tiers[tier]}
+
+
+def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
+    """Return the number of sequences of a block per place of their KV cache. Places without sequences are left out.
+
+    Attention workers get equal parts of the share of all workers. If all workers hold a part of every sequence, the
+    first one stands for all.
+
+    Args:
+        policy: the policy.
+        places: places of the machine.
+    """
+    by_place = dict(count_by_tier(policy.block_size, policy.cache))
+    shared, workers = by_place.pop(WORKERS, 0), workers_of(places)
+    if policy.partition != REQUESTS:
+        workers = workers[:1]
+    each = {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)}
+    return by_place | {place: n for place, n in each.items() if n}
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from flexengine.places import HOST, TIERS, disk_lanes, is_disk, link_lanes, link_of
+from flexengine.places import (
+    HOST,
+    TIERS,
+    attention_lanes,
+    disk_lanes,
+    is_disk,
+    is_staged,
+    is_worker,
+    link_lanes,
+    link_of,
+    workers_of,
+)
 
 
 @dataclass(frozen=True)
@@ -24,23 +35,24 @@ class Routes:
     @staticmethod
     @cache
     def between(places: tuple[str, ...], staged: bool) -> "Routes":
-        """Return the routes of a machine. Every disk has a lane for reads and a lane for writes.
+        """Return the routes of a machine. Every disk and attention worker has a lane for reads and a lane for writes.
 
-        Each further disk also has lanes of its own between host and device. A lane runs its tasks in order, so on a
-        common lane data of a fast disk would wait for data of a slow disk.
+        Each further disk, and each worker, also has lanes of its own between host and device. A lane runs its tasks in
+        order, so on a common lane data of a fast disk would wait for data of a slow disk.
 
         Args:
             places: all places of the machine.
-            staged: whether data between a disk and the device passes through host staging. If not, RAM is the device,
-                and no attention is delegated.
+            staged: whether data between a disk or a worker and the device passes through host staging. If not, RAM is
+                the device, and no attention is delegated to the host.
         """
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
-        for disk in filter(is_disk, places):
-            (read, write), (up, down) = disk_lanes(disk), link_lanes(disk)
-            load[disk] = (read, up) if staged else (read,)
-            store[disk] = (down, write) if staged else (write,)
-        return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
+        for place in filter(is_staged, places):
+            (read, write), (up, down) = disk_lanes(place), link_lanes(place)
+            load[place] = (read, up) if staged else (read,)
+            store[place] = (down, write) if staged else (write,)
+        attend = {HOST: ("d2h", "cpu", "h2d")} if staged else {}
+        return Routes(load, store, attend | {worker: attention_lanes(worker) for worker in workers_of(places)})
 
 
 STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
@@ -50,10 +62,10 @@ _WAY = ("enter", "read", "cpu", "h2d", "device", "d2h", "write", "leave")
 
 def by_way(lanes: Iterable[str]) -> list[str]:
     """Return lanes in the order in which data passes them: disk reads, host, h2d, device, d2h, disk writes. Lanes of
-    further disks follow the lane of the first disk."""
+    further disks follow the lane of the first disk, lanes of workers those of disks."""
     return sorted(lanes, key=lambda lane: (_stop(lane), len(lane), lane))  # disk_read before disk2_read
 
 
 def _stop(lane: str) -> int:
-    name = lane.rpartition("_")[2] if is_disk(lane) else link_of(lane)
+    name = lane.rpartition("_")[2] if is_disk(lane) or is_worker(lane) else link_of(lane)
     return _WAY.index(name) if name in _WAY else len(_WAY)

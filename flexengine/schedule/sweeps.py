@@ -15,7 +15,7 @@ from flexengine.policy import Policy
 from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.place import assign_tiers, count_by_tier
+from flexengine.schedule.place import assign_tiers, cache_homes
 from flexengine.schedule.prefixes import Stem, Tokens, stems_above
 
 
@@ -122,7 +122,7 @@ class Sweeps:
     def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]], cohorts: int = 1) -> None:
         """Form the cohorts. cohorts: most cohorts; a cohort has at least one gpu_batch."""
         self.policy, self.pools, self.cohorts = policy, pools, cut(policy, cohorts)
-        self.places = [count_by_tier(cohort.block_size, policy.cache) for cohort in self.cohorts]
+        self.places = [cache_homes(cohort, pools) for cohort in self.cohorts]
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
         self.trunks: dict[tuple[Stem, str], Trunk] = {}

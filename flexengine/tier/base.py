@@ -137,5 +137,14 @@ class Tier(ABC):
         """Return the region as a 1-D tensor that shares its memory. Raise TypeError if the tier is a disk."""
         raise TypeError(f"regions of tier {self.name} cannot be addressed as tensors; use load and store")
 
+    @property
+    def attention_bytes(self) -> tuple[int, int]:
+        """Bytes of questions to the process that holds the tier and computes attention, and of its answers."""
+        return 0, 0
+
+    def renew(self) -> None:
+        """Replace lost memory of another process by new memory. Raise TypeError if the tier has memory of its own."""
+        raise TypeError(f"tier {self.name} is not in another process")
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to close
         """Close files and free buffers."""

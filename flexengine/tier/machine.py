@@ -22,7 +22,15 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, disk_lanes, is_disk, place_names
+from flexengine.places import (
+    MOST_DISKS,
+    attention_lanes,
+    disk_lanes,
+    is_disk,
+    is_staged,
+    is_worker,
+    place_names,
+)
 from flexengine.plan.capacity import Capacity
 from flexengine.schedule.routes import Routes
 from flexengine.tier import cuda
@@ -106,6 +114,7 @@ class Machine:
         device: tier of compute buffers; see the table above.
         host: tier of RAM.
         disks: tiers of the offload directories, one spill file each. The first also reads checkpoint files.
+        workers: tiers of the attention workers.
         capacity: bytes per tier, for the planner.
         routes: hops that data takes between tiers.
         lanes: kind of lanes that overlap transfers with compute: thread or stream.
@@ -119,6 +128,7 @@ class Machine:
     device: Tier
     host: Tier
     disks: tuple[Tier, ...]
+    workers: tuple[Tier, ...]
     capacity: Capacity
     routes: Routes
     lanes: str
@@ -133,12 +143,12 @@ class Machine:
     @cached_property
     def tiers(self) -> dict[str, Tier]:
         """Return the tier of every place, from near to far."""
-        return dict(zip(self.capacity.places, (self.device, self.host, *self.disks), strict=True))
+        return dict(zip(self.capacity.places, (self.device, self.host, *self.disks, *self.workers), strict=True))
 
     @property
     def same_device(self) -> list[tuple[str, str]]:
         """Return the pairs of disks whose directories lie on one device, and so share its rate."""
-        disks = zip(self.capacity.places[2:], map(device_of, self.directories), strict=True)
+        disks = zip(filter(is_disk, self.capacity.places), map(device_of, self.directories), strict=True)
         return [(a, b) for (a, one), (b, other) in combinations(disks, 2) if one == other]
 
     def tier(self, place: str) -> Tier:
@@ -153,8 +163,12 @@ class Machine:
     def traffic(self) -> dict[str, int]:
         """Return the bytes moved so far per link."""
         moved = dict[str, int]()
-        for disk in filter(is_disk, self.tiers):
-            moved |= zip(disk_lanes(disk), (self.tiers[disk].bytes_read, self.tiers[disk].bytes_written), strict=True)
+        for place in filter(is_staged, self.tiers):
+            tier = self.tiers[place]
+            moved |= zip(disk_lanes(place), (tier.bytes_read, tier.bytes_written), strict=True)
+            if is_worker(place):
+                send, _, fetch = attention_lanes(place)
+                moved |= zip((send, fetch), tier.attention_bytes, strict=True)
         return moved | {"h2d": self.host.bytes_read, "d2h": self.host.bytes_written}
 
     def synchronize(self) -> None:
@@ -182,7 +196,7 @@ class Machine:
 
 def make_machine(
     kind: str, device_mem: int | None, host_mem: int | None, offload_dirs: Sequence[Path], links: Links | None = None,
-    sharing: int = 1, processes: int = 1,
+    sharing: int = 1, processes: int = 1, workers: Sequence[Tier] = (),
 ) -> Machine:  # fmt: skip
     """Return the machine to run on.
 
@@ -196,6 +210,7 @@ def make_machine(
         links: rates, for kind sim only.
         sharing: engines that share RAM and disks of this machine. Each takes its part of what is free.
         processes: processes that share its GPUs.
+        workers: tiers of the attention workers.
 
     Raises:
         InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
@@ -234,10 +249,12 @@ def make_machine(
         sizes = (device_mem or int(cuda.free_memory() * HEADROOM) // cuda.sharing(processes), ram)
         device = cuda.CudaTier("device", Ledger("device", sizes[0]))
         host = cuda.PinnedTier("host", Ledger("host", ram))
-    capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more))
+    capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more),
+                        workers=tuple(worker.ledger.capacity for worker in workers))  # fmt: skip
     compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
     routes = Routes.between(capacity.places, staged=capacity.staged)
-    return Machine(kind, torch.device(compute), device, host, disks, capacity, routes, lanes, directories, fault)
+    return Machine(kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes,
+                   directories, fault)  # fmt: skip
 
 
 def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...]:

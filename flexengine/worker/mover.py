@@ -3,12 +3,12 @@
 A route has one leg, or two legs through host staging (disk - host - GPU). Each leg is a task in its own lane.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from flexengine.tier.base import Region
+from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 
 
@@ -27,10 +27,17 @@ class Part(NamedTuple):
 
 
 class Mover:
-    """Copies parts on one machine."""
+    """Copies parts on one machine.
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    Args:
+        teams: tiers to use in place of the machine's, by name.
+    """
+
+    def __init__(self, machine: Machine, teams: Mapping[str, Tier] | None = None) -> None:
+        self.machine, self._teams = machine, teams or {}
+
+    def _tier(self, name: str) -> Tier:
+        return self._teams.get(name) or self.machine.tier(name)
 
     def load(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
         """Copy parts one leg toward the device.
@@ -46,7 +53,7 @@ class Mover:
         pairs: list[tuple[Region, Tensor]] = []
         for part in parts:
             pairs += spread(part.pieces, device.view(part.device) if part.stage is None else host.view(part.stage))
-        self.machine.tier(tier).load_all(pairs)
+        self._tier(tier).load_all(pairs)
 
     def store(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
         """Copy parts one leg from the device toward their tier.
@@ -67,7 +74,7 @@ class Mover:
         if staging:
             host.store_all(staging)
         if pairs:
-            self.machine.tier(tier).store_all(pairs)
+            self._tier(tier).store_all(pairs)
 
 
 def spread(pieces: Sequence[Region], target: Tensor) -> list[tuple[Region, Tensor]]:

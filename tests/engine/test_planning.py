@@ -18,9 +18,10 @@ from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import Rows
 from flexengine.plan.assumed import assumed
+from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import lay_out, read_buffers
+from flexengine.plan.layout import lay_out
 from flexengine.plan.least import smallest
 from flexengine.plan.workload import Workload
 from flexengine.worker.opened import Opened, open_model

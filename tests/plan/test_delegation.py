@@ -103,7 +103,7 @@ def test_the_search_delegates_where_that_is_quicker_and_only_there() -> None:
     assert not any(p.policy.delegate for p in unknown.tried)
     assert slow_host.best.total_seconds <= 1.01 * unknown.best.total_seconds
     for p in quick_host.tried:  # each is one that runs
-        assert not p.policy.delegate or p.layout.delegation > 0
+        assert not p.policy.delegate or p.layout.delegation["host"] > 0
 
 
 def test_a_layout_is_refused_where_there_is_no_host_apart() -> None:

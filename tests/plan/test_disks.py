@@ -131,7 +131,7 @@ def test_bad_hardware(change: dict[str, object], message: str) -> None:
     ("split", "message"),
     [
         ((0.5, 0.5), "must be three fractions .device, host, disk., and one more for each further offload directory"),
-        ((0,) * 10 + (1,), "7 at most"),
+        ((0,) * 11 + (1,), "7 at most"),
         ((0, 0, 0.5, 0.6), "must be at least 0 and sum to 1, not 1.1"),
     ],
 )

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import TIERS
+from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.layout import READ, READ_BUFFERS, SHORT_READ, Layout, lay_out
+from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.sizes import slot_bytes, slot_offsets, workspace
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -27,10 +27,11 @@ from flexengine.worker import attend
 from flexengine.worker.attend import Attender, HostAttender
 from flexengine.worker.cache import Cache, View, packed
 from tests.helpers.attenders import PlainAttender
+from tests.helpers.attention_workers import thread_workers
 from tests.helpers.families import LENGTHS, NEW
 from tests.helpers.softmax import dense
 
-HOST = (0, 1, 0)
+ON_HOST: dict[str, Any] = dict(cache=(0, 1, 0), delegate=True)
 TENSOR = TensorFact("w", 64, 4, 4)
 # Two query heads for each KV head; layers of one head width and of less.
 MODEL = ModelFacts(((TENSOR,),) * 3, (), TENSOR, None, 601, 64, 128, 4, 2, 16, 4)
@@ -65,22 +66,32 @@ CASES = {
 class Job:
     """A job of random queries, keys and values: prompts are attended on the device, the rest by an attender.
 
+    Args:
+        attender: makes the attender.
+        fields: of the policy.
+        workers: number of attention workers.
+
     Attributes:
+        home: place of the KV cache.
         past: by layer and sequence, K and V of all tokens so far, [tokens, kv_heads, width].
         compared: gpu_batches and layers whose attention was compared.
     """
 
-    def __init__(self, case: Case, attender: Callable[..., Attender], directory: Path, host_mem: int | None = None):
+    def __init__(
+        self, case: Case, attender: Callable[..., Attender], directory: Path, fields: dict[str, Any] = ON_HOST,
+        workers: int = 0,
+    ) -> None:  # fmt: skip
         self.case, self.rng = case, torch.Generator().manual_seed(3)
         model = replace(MODEL, windows=case.windows, softcap=case.softcap)
-        self.model, policy = model, Policy(2, 3, cache=HOST, schedule="zigzag", delegate=True)
+        self.model, policy = model, Policy(2, 3, schedule="zigzag", **fields)
         workload = Workload.of((n, OUTPUTS) for n in PROMPTS)
-        self.machine = make_machine("sim", 1 << 30, host_mem or 1 << 30, [directory])
+        self.machine = make_machine("sim", 1 << 30, 1 << 30, [directory], workers=thread_workers(workers))
         layout = lay_out(model, policy, workload, self.machine.capacity)
         self.cache = Cache(model, layout, self.machine, load(), torch.float32)
         self.before = self.entries()
         self.attender = attender(model, layout, self.machine, self.cache, torch.float32)
-        self.sweeps, self.place = Sweeps(policy, layout.pools), policy.attends("host")
+        self.sweeps, (self.home,) = Sweeps(policy, layout.pools), layout.pools
+        self.place = policy.attends(self.home)
         stem = Stem((0,) * (PROMPTS[0] - 1), PROMPTS[0] - 1, None, 2)
         for i, n in enumerate(PROMPTS):
             shared = case.shared and i < 2
@@ -90,7 +101,7 @@ class Job:
         self.compared = 0
 
     def entries(self) -> list[dict[str, int]]:
-        return [dict(tier.ledger.entries) for tier in (self.machine.device, self.machine.host)]
+        return [dict(tier.ledger.entries) for tier in (self.machine.device, self.machine.host, *self.machine.workers)]
 
     def run(self, order: random.Random) -> None:
         """Compute all sweeps. order: of the calls for different gpu_batches."""
@@ -111,9 +122,12 @@ class Job:
             event = self._event(layer, batch)
             expected = self._expected(event, batch)
             if batch.attention == "device":
-                self.cache.load(layer, "host", view, 0, 0)
-                found = self.cache.attend(event, view, "host", 0)
-                self.cache.store(layer, "host", view, 0, 0)
+                hops = len(self.machine.routes.load[self.home])
+                for hop in range(hops):
+                    self.cache.load(layer, self.home, view, 0, hop)
+                found = self.cache.attend(event, view, self.home, 0)
+                for hop in range(hops):
+                    self.cache.store(layer, self.home, view, 0, hop)
             else:
                 self.attender.ask(k, event, view)
                 for x in (event.q, event.k, event.v, event.sinks):
@@ -167,20 +181,27 @@ class Conformance:
     """Tests that every attender must pass. A subclass sets `attender`."""
 
     attender: Callable[..., Attender]
+    fields: ClassVar[dict[str, Any]] = ON_HOST
+    workers = 0
+
+    def job(self, case: str, directory: Path) -> Job:
+        return Job(CASES[case], type(self).attender, directory, self.fields, self.workers)
 
     @pytest.mark.parametrize("case", CASES)
     @pytest.mark.parametrize("seed", [0, 1])
     def test_attention_is_a_softmax_over_all_tokens_seen(self, case: str, seed: int, tmp_path: Path) -> None:
         """Calls for different gpu_batches overlap in any order, and questions are copies."""
-        job = Job(CASES[case], type(self).attender, tmp_path)
+        job = self.job(case, tmp_path)
         job.run(random.Random(seed))
         assert job.compared >= 3 * 3 * (OUTPUTS - 1)  # layers, gpu_batches, decode steps
         job.attender.close()
         assert job.entries() == job.before
         job.cache.close()
+        job.machine.close()
+        assert all(not tier.ledger.used for tier in job.machine.tiers.values())
 
     def test_close_frees_all_memory_before_the_first_sweep_too(self, tmp_path: Path) -> None:
-        job = Job(CASES["plain"], type(self).attender, tmp_path)
+        job = self.job("plain", tmp_path)
         job.attender.close()
         assert job.entries() == job.before
 
@@ -204,6 +225,22 @@ class TestHost(Conformance):
 
 class TestPlain(Conformance):
     attender = PlainAttender
+
+
+class TestWorker(Conformance):
+    attender = staticmethod(attend.attender_of("worker1"))
+    fields: ClassVar[dict[str, Any]] = dict(cache={"workers": 1})
+    workers = 1
+
+
+class TestWorkersByHeads(TestWorker):
+    fields: ClassVar[dict[str, Any]] = dict(cache={"workers": 1}, partition="heads")
+    workers = 2
+
+
+class TestWorkersByTokens(TestWorker):
+    fields: ClassVar[dict[str, Any]] = dict(cache={"workers": 1}, partition="tokens")
+    workers = 3
 
 
 @pytest.mark.slow

@@ -21,14 +21,14 @@ from flexengine.engine.pipeline.words import Reader, Writer
 from flexengine.engine.stages import StageResult, Sweep
 from flexengine.model.sample import Sampled
 from flexengine.model.stop import Stops
-from flexengine.places import MOST_DISKS, place_names
+from flexengine.places import MOST_DISKS, MOST_WORKERS, place_names, worker_names
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.sweeps import Sequence as Claimed
 from flexengine.worker.worker import Text
 
 CLAIM, RELEASE = 0, 1
 NONE = -(1 << 62)
-_PLACES = place_names(MOST_DISKS)
+_PLACES = (*place_names(MOST_DISKS), *worker_names(MOST_WORKERS))
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ, SHORT_READERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import READ, READ_BUFFERS, READING, SHORT_READ, SHORT_READERS, lay_out
+from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -11,6 +11,7 @@ from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend
+from flexengine.places import is_worker
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.order import Batch, Piece
@@ -82,7 +83,7 @@ class Cache:
         groups = (
             tables_of(batch, pieces, pool, [held[p.sequence][g] for p in pieces],
                       {i: (tokens, ids[g]) for i, (tokens, ids) in shared.items()}, self.pools.page_shape(g, tier),
-                      compute, self._values is not None)
+                      compute, self._values is not None and not is_worker(tier))
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
         return View(sum(p.single for p in pieces), tuple(groups), self._means_of(pieces, compute))

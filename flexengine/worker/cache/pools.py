@@ -14,6 +14,7 @@ from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.cache.teams import Group, Team
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import PageShape
 
@@ -40,6 +41,7 @@ class Pools:
         shared: by sequence id; only for sequences with pages that the next sweep copies on write.
         dtype: dtype of page elements; uint8 for encoded pages.
         group: by layer, the number of its group.
+        teams: by tier, the attention workers that hold slices of its pages.
     """
 
     def __init__(
@@ -54,11 +56,19 @@ class Pools:
         self.shared: dict[int, Shared] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
         self._by_tier: dict[str, Region] = {}  # by tier
+        self.teams: dict[str, Team] = {}
         for tier, pools in layout.pools.items():
             each = zip(pools, layout.page_bytes[tier], layout.groups, strict=True)
             sizes = [pool.pages * page * len(group.layers) for pool, page, group in each]
             self._starts[tier] = list(accumulate(sizes, initial=0))
-            self._by_tier[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
+            if len(members := layout.policy.team(tier, layout.places)) > 1:
+                groups = [Group(start, page, pool.page_tokens) for start, page, pool in
+                          zip(self._starts[tier], layout.page_bytes[tier], pools, strict=False)]  # fmt: skip
+                self.teams[tier] = Team(machine, members, layout.policy.partition, groups, model.kv_heads,
+                                        model.head_dim, bits)  # fmt: skip
+                self._by_tier[tier] = self.teams[tier].take(regions, sum(sizes), "KV cache", dtype)
+            else:
+                self._by_tier[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
         layers = range(len(self.group)) if "device" in self.ids else ()
         self._on_device = [self._tensor(layer, "device") for layer in layers]
 

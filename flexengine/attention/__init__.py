@@ -1,0 +1,7 @@
+"""Attention workers: processes that hold KV pages and compute decode attention over them (Lamina, arXiv 2405.01814).
+
+A worker knows no model. It holds flat memory, and every question names the pages and the options of attention. So a
+worker cannot hold a wrong model or a wrong part of one: only its version and its kernels must be those of the engine.
+
+`link` carries messages, `messages` is their layout, `server` is the worker's side, `client` the engine's side.
+"""

@@ -1,0 +1,247 @@
+"""The engine's side of an attention worker: its memory, and questions that it answers."""
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexengine.attention.link import Broken, Link, Message
+from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
+from flexengine.attention.server import BEAT_SECONDS, Tables, identity, mapped_file
+from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.tier.base import aligned
+
+_NO_BODY = torch.empty(0, dtype=torch.uint8)
+
+
+class Pending:
+    """Bytes that a worker was asked for.
+
+    Args:
+        targets: contiguous tensors in RAM that receive the bytes, in order.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self.targets = targets
+        self._ended = threading.Event()
+        self._error: WorkerLost | None = None
+
+    def wait(self) -> None:
+        """Wait until the bytes are in the targets. Raise WorkerLost if the worker has died or has failed."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: WorkerLost | None = None) -> None:
+        """Let `wait` return, or raise an error."""
+        self._error = error
+        self._ended.set()
+
+
+class Client:
+    """A connection to a worker. Threads may call all methods at the same time.
+
+    Args:
+        shares: whether the worker is on this machine, so that it maps the same memory. Pages, questions and answers
+            are then written and read there, and messages hold none of them.
+
+    Attributes:
+        place: name of its place, such as workers1.
+        name: place, host and process, for messages.
+        memory: bytes for pages that the worker has.
+        asked: bytes of queries, keys and values sent.
+        answered: bytes of answers to them.
+    """
+
+    def __init__(self, link: Link, place: str, shares: bool = False) -> None:
+        """Greet the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
+        self.link, self.place, self.name = link, place, place
+        self.asked, self.answered, self.shares = 0, 0, shares
+        self._shared: dict[int, Tensor] = {}  # by handle
+        self._tickets, self._handles = itertools.count(), itertools.count()
+        self._pending: dict[int, Pending] = {}
+        self._ready = queue.SimpleQueue[bool | WorkerLost]()
+        self._lost: WorkerLost | None = None
+        self._lock, self._allocating = threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
+        try:
+            link.send(Kind.HELLO, (PROTOCOL,), text(identity()))
+            answer = link.receive()
+            body = words(link.take())
+        except Broken as error:
+            link.close()
+            raise self._error(str(error)) from error
+        if answer.kind != Kind.HELLO:
+            link.close()
+            raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
+        self.memory, self.name = answer.numbers[1], f"{place} ({body})"
+        for work in (self._receive, self._beat):
+            threading.Thread(target=work, name=f"flexengine-{place}", daemon=True).start()
+
+    def _error(self, why: str) -> WorkerLost:
+        return WorkerLost(self.place, self.name, why)
+
+    def _send(self, kind: Kind, numbers: Sequence[int] = (), *parts: Tensor) -> None:
+        self._call(lambda: self.link.send(kind, numbers, *parts))
+
+    def _call(self, send: Callable[[], None]) -> None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            send()
+        except Broken as error:
+            self._fail(str(error))
+            assert self._lost is not None
+            raise self._lost from error
+
+    def allocate(self, nbytes: int, counted: bool = True) -> int | None:
+        """Return the handle of new memory; None if the worker has too little.
+
+        Args:
+            nbytes: bytes of the memory.
+            counted: whether it is part of the worker's memory for pages; else it is shared memory that this process
+                books.
+        """
+        handle, size = next(self._handles), aligned(max(nbytes, 1))
+        with self._allocating:
+            if self.shares:
+                descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
+                try:
+                    os.ftruncate(descriptor, size)
+                    self._call(lambda: self.link.send_file(Kind.SHARE, (handle, size, int(counted)), descriptor))
+                finally:
+                    self._shared[handle] = mapped_file(descriptor, size)
+            else:
+                self._send(Kind.ALLOCATE, (handle, size))
+            ready = self._ready.get()
+        if isinstance(ready, WorkerLost):
+            raise ready
+        if not ready:
+            self._shared.pop(handle, None)
+        return handle if ready else None
+
+    def memory_of(self, handle: int) -> Tensor:
+        """Return shared memory, uint8."""
+        return self._shared[handle]
+
+    def free(self, handle: int) -> None:
+        """Free memory. Does nothing more if the worker is lost."""
+        self._shared.pop(handle, None)
+        if self._lost is None and not self._closed.is_set():
+            self._send(Kind.FREE, (handle,))
+
+    def write(self, handle: int, start: int, source: Tensor) -> None:
+        """Copy a contiguous tensor in RAM to byte `start` of memory."""
+        if (shared := self._shared.get(handle)) is not None:
+            shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
+            return
+        self._send(Kind.WRITE, (handle, start), source)
+
+    def read(self, handle: int, start: int, target: Tensor) -> Pending:
+        """Begin to copy bytes from byte `start` of memory on to a contiguous tensor in RAM."""
+        if (shared := self._shared.get(handle)) is not None:
+            target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
+            (done := Pending([])).end()
+            return done
+        ticket, pending = self._new([target])
+        self._send(Kind.READ, (ticket, handle, start, target.nbytes))
+        return pending
+
+    def tables(self, batch: int, group: int, tables: Tables) -> None:
+        """Send the page tables of a gpu_batch for a group of layers."""
+        numbers = (batch, group, tables.tables.shape[1], len(tables.pages), len(tables.copies))
+        self._send(Kind.TABLES, numbers, *(part.contiguous() for part in tables))
+
+    def sinks(self, layer: int, sinks: Tensor) -> None:
+        """Send the sinks of a layer, fp32 [heads] in RAM."""
+        self._send(Kind.SINKS, (layer,), sinks)
+
+    def ask(self, layer: int, question: Question, vectors: Tensor, target: Tensor) -> Pending:
+        """Send a question.
+
+        Args:
+            layer: number of the layer.
+            question: the question.
+            vectors: queries, keys and values, uint8, contiguous. If the question names shared memory, they are there.
+            target: uint8, contiguous; receives the answer. If the question names shared memory, it is there.
+        """
+        answer_bytes, targets = target.nbytes, [target]
+        question = replace(question, nbytes=vectors.nbytes)
+        if question.shared != NONE:
+            vectors, targets = _NO_BODY, []
+        ticket, pending = self._new(targets)
+        self._send(Kind.ASK, (ticket, layer), question.pack(), vectors)
+        with self._lock:
+            self.asked += question.nbytes
+            self.answered += answer_bytes
+        return pending
+
+    def _new(self, targets: Sequence[Tensor]) -> tuple[int, Pending]:
+        ticket, pending = next(self._tickets), Pending(targets)
+        with self._lock:
+            self._pending[ticket] = pending
+        if self._lost is not None:
+            raise self._lost
+        return ticket, pending
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(self.link.receive())
+        except Broken as error:
+            self._fail(str(error))
+
+    def _handle(self, message: Message) -> None:
+        number = message.numbers[0]
+        if message.kind == Kind.BEAT:
+            return
+        if message.kind == Kind.READY:
+            self._ready.put(bool(message.numbers[1]))
+            return
+        if message.kind not in (Kind.DATA, Kind.ANSWER, Kind.FAILED):
+            raise Broken(f"a message of unknown kind {message.kind} came")
+        with self._lock:
+            pending = self._pending.pop(number, None)
+        if pending is None:
+            raise Broken(f"it answered question {number}, which was not asked")
+        if message.kind == Kind.FAILED:
+            pending.end(self._error(f"it could not answer ({words(self.link.take())})"))
+            return
+        due = sum(target.nbytes for target in pending.targets)
+        if message.nbytes != due:
+            self._pending[number] = pending  # `_fail` ends it
+            raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
+        for target in pending.targets:
+            self.link.take_into(target)
+        pending.end()
+
+    def _fail(self, why: str) -> None:
+        """Let all calls that wait, and all later ones, raise WorkerLost."""
+        with self._lock:
+            self._lost = self._lost or self._error(why)
+            waiting, self._pending = list(self._pending.values()), {}
+        for pending in waiting:
+            pending.end(self._lost)
+        self._ready.put(self._lost)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS) and self._lost is None:
+            try:
+                self._send(Kind.BEAT)
+            except WorkerLost:
+                return
+
+    def close(self) -> None:
+        """Let the worker end."""
+        if not self._closed.is_set():
+            self._closed.set()
+            with contextlib.suppress(WorkerLost):
+                self._send(Kind.BYE)
+            self.link.close()
+

@@ -1,0 +1,77 @@
+"""The memory of an attention worker as a tier: pages of prompts are stored there, and read for later chunks."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flexengine.attention.client import Client
+from flexengine.errors import OutOfMemory
+from flexengine.tier.base import Region, Tier, aligned
+from flexengine.tier.ledger import Ledger
+
+
+class WorkerTier(Tier):
+    """Memory of one worker. `Region.place` is the handle of the memory.
+
+    Attributes:
+        client: connection to the worker.
+    """
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        """Connect to the worker. connect: starts the worker, or connects to a running one; may raise WorkerLost."""
+        self._connect, self.client = connect, connect()
+        self.name = self.client.place
+        self.ledger = Ledger(self.name, self.client.memory)
+        self._earlier = (0, 0)  # bytes of questions and answers of lost workers
+
+    def renew(self) -> None:
+        """Replace a lost worker by a new one, without any pages. All regions must be freed. Raise WorkerLost if there
+        is no new one."""
+        self.client.close()
+        self._earlier = self.attention_bytes
+        self.client = self._connect()
+
+    @property
+    def attention_bytes(self) -> tuple[int, int]:
+        return self._earlier[0] + self.client.asked, self._earlier[1] + self.client.answered
+
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
+        size = aligned(nbytes)
+        with self.ledger.booked(size, what):
+            if (handle := self.client.allocate(size)) is None:
+                raise OutOfMemory(self.name, what, size)
+        return Region(handle, 0, nbytes, dtype)
+
+    def free(self, region: Region, what: str) -> None:
+        self.client.free(region.place)
+        self.ledger.release(aligned(region.nbytes), what)
+
+    def load(self, region: Region, target: Tensor) -> None:
+        self.load_all([(region, target)])
+
+    def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
+        waiting = [self.client.read(region.place, region.start, target) for region, target in pairs]
+        for pending in waiting:
+            pending.wait()
+        self.count(read=sum(region.nbytes for region, _ in pairs))
+
+    def store(self, source: Tensor, region: Region) -> None:
+        self.client.write(region.place, region.start, source)
+        self.count(written=region.nbytes)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+
+def worker_tiers(connects: Sequence[Callable[[], Client]]) -> list[WorkerTier]:
+    """Return a tier for each worker. Raise the error of the first that cannot be connected, after ending the others."""
+    with contextlib.ExitStack() as connected:
+        tiers = list[WorkerTier]()
+        for connect in connects:
+            tiers.append(WorkerTier(connect))
+            connected.callback(tiers[-1].close)
+        connected.pop_all()
+    return tiers

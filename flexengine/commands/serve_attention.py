@@ -1,0 +1,44 @@
+"""flexengine serve-attention: hold KV cache for an engine on another machine, and compute attention over it."""
+
+import argparse
+import socket
+from collections.abc import Sequence
+
+from flexengine.commands.exit_codes import run_interruptible
+from flexengine.commands.messages import say
+from flexengine.commands.parser import Parser
+from flexengine.config import parse_size
+from flexengine.errors import InvalidInput
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("serve-attention", "Hold KV cache for flexengine run --attention-workers on another machine, and compute"
+                                  " attention over it, for one engine after the other.",
+               "Whoever reaches the address can use the worker: listen in a trusted network only.",
+               "HOST:PORT")  # fmt: skip
+    p.add_argument("address", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
+    p.add_argument("--worker-mem", metavar="SIZE", required=True, help="memory for KV cache, e.g. 32G")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 2 refused, 3 failed, 130 or 143 interrupted by SIGINT or SIGTERM."""
+    return run_interruptible(lambda _: run(parser().parse_args(argv)), "interrupted: the worker has ended")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve engines until the process is interrupted. Raise InvalidInput if it cannot listen at the address."""
+    memory = parse_size(args.worker_mem, "--worker-mem")
+    from flexengine.attention.network import address_of, serve_forever
+
+    host, port = address_of(args.address)
+    try:
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InvalidInput(f"cannot listen at {args.address} ({error.strerror or error}); give an address of this"
+                           " machine, and a free port") from error  # fmt: skip
+    with server:
+        say(f"listening at {args.address}, with {memory:,} bytes for KV cache; stop with Ctrl-C")
+        serve_forever(server, memory, say)
+    return 0

@@ -1,0 +1,134 @@
+"""The part that all attenders share: questions and answers in buffers on the device and in host RAM.
+
+Per token, 2 heads + 2 kv_heads vectors of head_dim elements cross the link, however many tokens are cached.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.model.forward import Attend
+from flexengine.plan.buffers import DELEGATION
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import Layout
+from flexengine.schedule.order import Batch
+from flexengine.tier.base import Region
+from flexengine.tier.machine import Machine
+from flexengine.worker.attend.base import Attender
+from flexengine.worker.cache import Cache, View
+from flexengine.worker.regions import Regions
+
+
+class Question(NamedTuple):
+    """The question of a gpu_batch in one layer, without its tensors.
+
+    Attributes:
+        layer: number of the layer.
+        tokens: tokens of the gpu_batch.
+        heads: number of query heads, number of KV heads.
+        width: elements of a head's output.
+        dtype: dtype of the queries.
+        options: scale, window, softcap and sinks; sinks are in RAM.
+    """
+
+    layer: int
+    tokens: int
+    heads: tuple[int, int]
+    width: int
+    dtype: torch.dtype
+    options: tuple[float, int | None, float | None, Tensor | None]
+
+
+class BufferedAttender(Attender):
+    """Copies questions to host RAM, and answers to the device. Subclasses compute attention between.
+
+    Each gpu_batch has a part of a device buffer and a part of a host buffer. A part holds queries, then keys, then
+    values. The output of attention overwrites the queries. Without a GPU, RAM is the device, and the buffers are one.
+
+    Args:
+        place: place that computes attention.
+
+    Attributes:
+        regions: memory of the attender.
+    """
+
+    def __init__(
+        self, place: str, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
+    ) -> None:
+        self.model, self.machine, self.cache, self.dtype = model, machine, cache, dtype
+        self.regions = Regions(machine)
+        self._in_ram_already = machine.capacity.shared
+        self._device_buf = self._take("device", layout.delegation[place])
+        self._host_buf = self._device_buf
+        if not self._in_ram_already:
+            self._host_buf = self._take("host", layout.delegation[place])
+        self._first: dict[int, int] = {}  # by gpu_batch: tokens before its part of a buffer
+        self._asked: dict[int, Question] = {}
+        self._sinks: dict[int, Tensor] = {}  # by layer
+
+    def _take(self, tier: str, nbytes: int) -> Region:
+        """Return a new buffer."""
+        return self.regions.take(tier, nbytes, DELEGATION, self.dtype)
+
+    def begin(self, batches: Mapping[int, Batch]) -> None:
+        tokens, self._first, self._asked = 0, {}, {}
+        for k, batch in batches.items():
+            self._first[k] = tokens
+            tokens += batch.tokens
+
+    def _parts(self, region: Region, k: int) -> tuple[Region, Region]:
+        """Return the parts of a buffer for a gpu_batch's question, and for its answer."""
+        asked, each = self._asked[k], self.model.head_dim * self.dtype.itemsize * self._asked[k].tokens
+        start = self._first[k] * self.model.sent
+        heads, kv_heads = asked.heads
+        return region.part(start, (heads + 2 * kv_heads) * each), region.part(start, heads * each)
+
+    def _in_ram(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return a gpu_batch's question and its answer in RAM, as flat tensors that share memory."""
+        tier = self.machine.device if self._in_ram_already else self.machine.host
+        question, answer = map(tier.view, self._parts(self._host_buf, k))
+        return question, answer
+
+    def _vectors(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of a question, each [tokens, heads, head_dim]."""
+        n, dim, (heads, kv_heads) = self._asked[k].tokens, self.model.head_dim, self._asked[k].heads
+        rows = flat.view(heads + 2 * kv_heads, n, dim)  # shape for splitting only
+        q, keys, values = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
+        return q.view(n, heads, dim), keys.view(n, kv_heads, dim), values.view(n, kv_heads, dim)
+
+    def ask(self, k: int, event: Attend, view: View) -> None:
+        width, event = event.v.shape[-1], self.cache.prepared(event, view)
+        heads, tokens = event.q.shape[1:3]
+        if event.sinks is not None and event.layer not in self._sinks:  # weights in a slot are overwritten
+            self._sinks[event.layer] = event.sinks.to("cpu", torch.float32, copy=True)
+        options = (event.scale, event.window, event.softcap, self._sinks.get(event.layer))
+        shape = (heads, event.k.shape[1])
+        self._asked[k] = Question(event.layer, tokens, shape, width, event.q.dtype, options)
+        flat = self.machine.device.view(self._parts(self._device_buf, k)[0])
+        for target, source in zip(self._vectors(flat, k), (event.q, event.k, event.v), strict=True):
+            target.copy_(source[0].transpose(0, 1))
+
+    def send(self, k: int) -> None:
+        if self._in_ram_already:
+            return
+        on_device, on_host = (self._parts(region, k)[0] for region in (self._device_buf, self._host_buf))
+        self.machine.host.store(self.machine.device.view(on_device), on_host)
+
+    def fetch(self, k: int) -> None:
+        if self._in_ram_already:
+            return
+        on_device, on_host = (self._parts(region, k)[1] for region in (self._device_buf, self._host_buf))
+        self.machine.host.load(on_host, self.machine.device.view(on_device))
+
+    def answer(self, k: int) -> Tensor:
+        asked = self._asked[k]
+        out = self.machine.device.view(self._parts(self._device_buf, k)[1])
+        out = out.view(1, asked.tokens, asked.heads[0], self.model.head_dim).to(asked.dtype)
+        return self.cache.restored(out, asked.width)
+
+    def close(self) -> None:
+        self._device_buf = self._host_buf = Region(None, 0, 0, self.dtype)
+        self._sinks.clear()
+        self.regions.free()

@@ -1,0 +1,219 @@
+"""Jobs with attention workers: the tokens of transformers, bytes by formula, losses of workers, refusals."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.attention import local
+from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.lossy import EXACT, Lossy
+from flexengine.plan.workload import Workload
+from tests.helpers.attention_workers import NetWorker, ThreadWorker
+from tests.helpers.families import LENGTHS, NEW
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+ALL = {"workers": 1}
+# (workers, policy fields)
+SPLITS: list[tuple[int, dict[str, Any]]] = [
+    (1, dict(gpu_batch_size=8, num_gpu_batches=1, cache=ALL)),
+    (3, dict(gpu_batch_size=2, num_gpu_batches=4, cache=ALL, schedule="zigzag")),
+    (2, dict(gpu_batch_size=3, num_gpu_batches=3, cache={"workers": 0.5, "device": 0.2, "disk": 0.3},
+             weights=(0.4, 0.3, 0.3), prefill_tokens=16)),
+    (2, dict(gpu_batch_size=3, num_gpu_batches=2, cache=ALL, partition="heads", schedule="diagonal")),
+    (3, dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.7, "device": 0.3}, partition="tokens",
+             slots=1, weights=(0, 0.5, 0.5), prefill_tokens=7)),
+]  # fmt: skip
+FORMS = [EXACT, Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3)]
+# Grouped heads, a soft cap with windows, sinks with windows: the first under all policies.
+RUNS = [("llama", split) for split in range(len(SPLITS))] + [(f, s) for f in ("gemma2", "gpt-oss") for s in (2, 3, 4)]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers be threads of this process."""
+    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+
+
+def generated(known: Any, workers: int, fields: dict[str, Any], rows: Any = None, **options: Any) -> list[list[int]]:
+    options = dict(device="sim") | options
+    with Engine(
+        known.directory, policy=Policy(**fields), attention_workers=workers, worker_mem="4M", **options
+    ) as engine:
+        results = engine.generate(known.rows if rows is None else rows, GREEDY)
+        assert [r.error for r in results] == [None] * len(results)
+        for place in engine.core.machine.tiers:
+            if place.startswith("worker"):
+                assert engine.summary.bytes[f"{place}_send"] > 0
+                assert engine.summary.peak_bytes[place] > 0
+        engine.close()
+        assert all(tier.ledger.used == 0 for tier in engine.core.machine.tiers.values())
+    return [r.token_ids for r in results]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("family", "split"), RUNS)
+def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family: str, split: int) -> None:
+    known, (workers, fields) = families(family), SPLITS[split]
+    device = "cpu" if split in (1, 3) else "sim"
+    assert generated(known, workers, fields, device=device, offload_dir=tmp_path) == known.expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("split", [1, 3, 4])
+@pytest.mark.parametrize("form", FORMS[1:], ids=str)
+def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, split: int, form: Lossy) -> None:
+    known, (workers, fields) = families("gpt-oss"), SPLITS[split]
+    if form.sparse_attention and split == 4:
+        with pytest.raises(InvalidInput, match="partition is tokens, but with sparse attention a worker cannot know"):
+            generated(known, workers, fields, lossy=form)
+        return
+    plain = {k: v for k, v in fields.items() if k not in ("cache", "partition")}
+    with Engine(known.directory, policy=Policy(**plain), device="sim", lossy=form) as engine:
+        expected = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
+    assert generated(known, workers, fields, lossy=form) == expected
+
+
+def test_tokens_over_tcp(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LocalWorker", NetWorker)
+    known, (workers, fields) = families("llama"), SPLITS[3]
+    assert generated(known, workers, fields) == known.expected
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("partition", ["requests", "heads", "tokens"])
+def test_bytes_of_a_token(families: Any, partition: str) -> None:
+    """(2 + 2 / G) e d per token and layer, where G query heads share a KV head (Lamina, section 3.2). With parts of the
+    tokens, each worker gets all queries, and one of them the new keys and values."""
+    known, workers = families("llama"), 2
+    policy = Policy(4, 2, cache=ALL, partition=partition)
+    with Engine(known.directory, policy=policy, device="cpu", attention_workers=workers, worker_mem="4M") as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        moved, facts = engine.summary.bytes, engine.facts
+        layout = engine.plan(Workload.of((len(p), NEW) for p in known.prompts))
+        page = layout.page_bytes["worker1"][0]
+    tokens, (heads, kv, dim) = len(facts.layers) * len(LENGTHS) * (NEW - 1), (facts.heads, facts.kv_heads, 16)
+    sent = sum(moved[f"worker{i}_send"] for i in (1, 2))
+    fetched = sum(moved[f"worker{i}_fetch"] for i in (1, 2))
+    if partition == "tokens":
+        assert sent == tokens * (workers * heads + 2 * kv) * dim * 4
+        assert fetched == tokens * workers * heads * (dim * 4 + 4)
+    else:
+        assert sent + fetched == tokens * (2 + 2 / (heads / kv)) * heads * dim * 4
+        assert moved["worker1_send"] == moved["worker2_send"]
+    size = layout.pools["worker1"][0].page_tokens
+    pages = sum(-(-n // size) for n in LENGTHS)  # of prompts, stored once
+    assert sum(moved[f"worker{i}_write"] for i in (1, 2)) == len(facts.layers) * pages * page
+    assert sum(moved[f"worker{i}_read"] for i in (1, 2)) == 0
+
+
+class Mortal(ThreadWorker):
+    """A worker whose connection breaks after some questions, `lives` times."""
+
+    lives = 0
+    questions = 0
+
+    def ask(self, *args: Any) -> Any:
+        Mortal.questions += 1
+        if Mortal.lives and Mortal.questions % 17 == 0:
+            Mortal.lives -= 1
+            self.link.close()
+        return super().ask(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [1, 2, 3, 4])
+def test_lost_workers_change_nothing(
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: int
+) -> None:  # fmt: skip
+    known, (workers, fields) = families("llama"), SPLITS[split]
+    monkeypatch.setattr(local, "LocalWorker", Mortal)
+    monkeypatch.setattr(Mortal, "lives", 3)
+    with Engine(known.directory, policy=Policy(**fields), device="sim", attention_workers=workers, worker_mem="4M",
+                offload_dir=tmp_path) as engine:  # fmt: skip
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        summary = engine.summary
+        assert len(summary.replanned) == 3
+        assert all("is lost: " in said and "continuing with a new worker" in said for said in summary.replanned)
+        assert (summary.rows, summary.generated_tokens) == (len(LENGTHS), len(LENGTHS) * NEW)
+
+
+def test_a_job_ends_if_workers_are_lost_again_and_again(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ThreadWorker):
+        def ask(self, *args: Any) -> Any:
+            self.link.close()
+            return super().ask(*args)
+
+    monkeypatch.setattr(local, "LocalWorker", Broken)
+    known = families("llama")
+    with Engine(known.directory, policy=Policy(8, 1, cache=ALL), device="cpu", attention_workers=1,
+                worker_mem="4M") as engine:  # fmt: skip
+        with pytest.raises(WorkerLost, match=r"attention worker worker1 \(.*, process \d+\) is lost: "):
+            engine.generate(known.rows, GREEDY)
+        monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+
+
+@pytest.mark.slow
+def test_a_killed_process_changes_nothing(families: Any) -> None:
+    """Workers are processes; one is killed in the middle of the job."""
+    known, killed = families("llama"), threading.Event()
+
+    def kill(progress: Any) -> None:
+        if progress.sweeps == 3 and not killed.is_set():
+            os.kill(engine.core.machine.tier("worker1").client.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            killed.set()
+
+    with Engine(known.directory, policy=Policy(4, 2, cache=ALL), device="cpu", attention_workers=1, worker_mem="4M",
+                on_sweep=kill) as engine:  # fmt: skip
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        assert len(engine.summary.replanned) == 1
+        process = engine.core.machine.tier("worker1").client.process  # type: ignore[attr-defined]
+    assert process.wait(10) == 0
+
+
+@pytest.mark.usefixtures("threads")
+def test_refusals(families: Any) -> None:
+    known = families("llama")
+    for fields, workers, message in (
+        (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but no policy gives them a share of the KV cache"),
+        (dict(cache=ALL, partition="heads"), 3, "2 KV heads cannot be divided evenly among 3 attention workers"),
+        (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
+        (dict(cache=ALL), 65, "--attention-workers is 65; it must be 0 to 64"),
+        (dict(cache=ALL), -1, "--attention-workers is -1; it must be 0 to 64"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            generated(known, workers, fields) if workers else Engine(
+                known.directory, policy=Policy(**fields), device="cpu"
+            ).generate(known.rows, GREEDY)
+    with pytest.raises(InvalidInput, match="--attention-workers needs --worker-mem"):
+        Engine(known.directory, policy=Policy(cache=ALL), attention_workers=1)
+    with pytest.raises(InvalidInput, match="--worker-mem is 1G, but there are no attention workers"):
+        Engine(known.directory, worker_mem="1G")
+
+
+@pytest.mark.usefixtures("threads")
+def test_too_little_memory_of_workers(families: Any) -> None:
+    known = families("llama")
+    policy = Policy(8, 1, cache=ALL)
+    with (
+        Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=20_000) as engine,
+        pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set --worker-mem 20480 or more"),
+    ):
+        engine.generate(known.rows, GREEDY)
+    with Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=70_000) as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        assert engine.summary.sweeps > NEW  # sequences had to wait
+
+
+def test_clients_of_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexengine.attention.client.identity", lambda: "flexengine 9.9 with OtherKernels")
+    with pytest.raises(InvalidInput, match=r"worker1 refuses: .* but the engine runs flexengine 9.9"):
+        ThreadWorker("worker1", 1000, 1)
+
+

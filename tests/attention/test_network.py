@@ -1,0 +1,61 @@
+"""Workers at addresses: flexengine serve-attention serves one engine after the other."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import InvalidInput, WorkerLost
+from tests.helpers.families import NEW
+from tests.helpers.forked import Forked
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+POLICY = Policy(4, 2, cache={"workers": 1})
+SERVE = "import sys; from flexengine.commands.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_worker_serves_one_engine_after_the_other(families: Any, tmp_path: Path) -> None:
+    known, address = families("llama"), f"127.0.0.1:{free_port()}"
+    worker = Forked(SERVE, ["serve-attention", address, "--worker-mem", "4M"], tmp_path, log := tmp_path / "log")
+    while "listening at" not in (log.read_text() if log.exists() else ""):
+        assert worker.poll() is None, worker.said()
+        time.sleep(0.05)
+    for _ in range(2):
+        with Engine(known.directory, policy=POLICY, device="cpu", attention_workers=[address]) as engine:
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+            assert engine.summary.peak_bytes["worker1"] > 0
+    with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as other:  # a scanner
+        other.sendall(b"GET / HTTP/1.0\r\n\r\n" + b" " * 60)
+        assert other.recv(100) == b""
+    os.kill(worker.pid, signal.SIGTERM)
+    assert worker.wait(20) == 143
+    said = log.read_text()
+    assert said.count("the engine has ended") == 2
+    assert "the engine is lost: it sends no messages of flexengine" in said
+
+
+def test_refusals(families: Any) -> None:
+    model, port = families("llama").directory, free_port()
+    for given, message in (
+        (["here"], "'here' is no address of an attention worker; give HOST:PORT"),
+        (["a:1", "b:99999"], "'b:99999' is no address"),
+        (["a:1", "a:1"], "--attention-workers names a:1 twice"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            Engine(model, policy=POLICY, attention_workers=given)
+    with pytest.raises(InvalidInput, match="but workers at addresses have memory of their own"):
+        Engine(model, policy=POLICY, attention_workers=["a:1"], worker_mem="1G")
+    with pytest.raises(WorkerLost, match=r"worker1 \(127.0.0.1:\d+\) is lost: it does not answer .*refused"):
+        Engine(model, policy=POLICY, device="cpu", attention_workers=[f"127.0.0.1:{port}"])
