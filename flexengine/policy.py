@@ -181,6 +181,11 @@ class Policy:
         attention. homes: tiers of the KV cache."""
         return {home: place for home in homes if (place := self.attends(home)) != DEVICE}
 
+    def attended_by(self, place: str) -> str:
+        """Return the place whose rate of attention counts for a place that computes attention: all workers together if
+        each holds a part of every sequence."""
+        return WORKERS if is_worker(place) and self.partition != REQUESTS else place
+
     def team(self, home: str, places: Iterable[str]) -> tuple[str, ...]:
         """Return the attention workers that share the KV cache of a place: one, or all. () if the place is no worker.
 

@@ -3,16 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.options import MachineOptions
 from flexengine.engine.survey import Reader, Refused
-from flexengine.errors import FlexError, InvalidInput, OutOfMemory
+from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
 from flexengine.measure import store
+from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
@@ -264,7 +265,19 @@ class Planner:
     def known(self) -> Hardware:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
         known = self._hardware or store.obtain(self.machine, self.opened)
-        return known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
+        known = known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
+        if not self.machine.workers or self._hardware_override:
+            return known
+        return replace(known, worker_attention=self._workers[0], worker_seconds=self._workers[1])
+
+    @cached_property
+    def _workers(self) -> tuple[dict[str, float], float]:
+        """Rates of the attention workers, which are measured once, before the first job takes their memory. Empty if one
+        is lost meanwhile, as the job replaces it, or has no room for a page."""
+        try:
+            return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
+        except (WorkerLost, OutOfMemory):
+            return {}, 0.0
 
     def hardware(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.places import WORKERS, is_worker, workers_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.page_size import EXTENT
@@ -87,9 +88,14 @@ class Attention:
     def _rates(self, place: str) -> Table:
         """Return (cached tokens of a sequence, bytes of KV per second) of decode attention that a place computes.
 
-        If the place's rate is unknown, it is assumed equal to the rate of moving the KV to the device.
+        If the place's rate is unknown, it is assumed equal to the rate of moving the KV to the device. Place "workers"
+        is all attention workers together.
         """
         hardware = self.hardware
+        if place == WORKERS or is_worker(place):
+            moved = at(hardware.links["h2d"], EXTENT)
+            workers = workers_of(hardware.places) if place == WORKERS else (place,)
+            return ((1.0, sum(hardware.worker_attention.get(worker, moved) for worker in workers)),)
         if place == "device":
             return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
         plain, flops = (hardware.host_attention, hardware.host_flops) if place == "host" else (None, 0.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.places import is_disk
+from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
@@ -133,7 +133,7 @@ class Clock:
         def delegated(task: Task, later: float) -> float:
             j, k = task.cell.layer, task.cell.batch
             if task.op is Op.ATTEND:
-                return attention[k][j]
+                return attention[k][j] + (hardware.worker_seconds if is_worker(task.home) else 0.0)
             before = projection_share(self.cost.model, j)
             part = before if task.op is Op.PROJECT else max(0.0, 1 - before - later)
             return part * float(self.curves[j](tokens[k])) + hardware.task_seconds
@@ -247,7 +247,8 @@ class Clock:
             length = sum(p.count for p in prompts if not p.start) / max(1, sum(not p.start for p in prompts))
             past = sum(p.start for p in prompts) / max(1, sum(p.start > 0 for p in prompts))
             attention = rates.attention[window]
-            work = attention.decode(sum(seen), sum(seen) / max(1, len(seen)), batch.attention)
+            place = self.layout.policy.attended_by(batch.attention)
+            work = attention.decode(sum(seen), sum(seen) / max(1, len(seen)), place)
             prompted = attention.prompt(pairs - late, length) + attention.continued(late, past)
             by_window[window] = float(work + prompted) + attention.call + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]

@@ -98,6 +98,9 @@ class Hardware:
             checkpoint; replaces crosstalk. device: seconds that one second of disk_read adds to the device. disk_read:
             seconds that one second of the device adds to disk_read. wake: seconds that a layer takes longer if the
             device has waited for its weights.
+        workers: bytes of each attention worker.
+        worker_attention: by attention worker, bytes of KV per second of decode attention; the rate of h2d if not known.
+        worker_seconds: seconds of a question to a worker and of its answer, without attention.
         delegation: by signature of the first layer, seconds that delegation adds to a layer of a gpu_batch, without
             attention itself; `task_seconds` if not measured.
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
@@ -139,6 +142,8 @@ class Hardware:
     measured: bool = False
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
+    worker_attention: Mapping[str, float] = field(default_factory=dict)
+    worker_seconds: float = 0.0
     corrected: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -156,10 +161,12 @@ class Hardware:
         object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
         for name, factor in _object("corrected", self.corrected).items():
             positive(f"corrected {name}", factor)
+        for name, rate in _object("worker_attention", self.worker_attention).items():
+            positive(f"worker_attention {name}", rate)
         for name, lost in _object("delegation", self.delegation).items():
             _known(f"delegation {name}", lost)
         positive("elementwise", self.elementwise)
-        seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
+        seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "worker_seconds")
         for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch", "touch_busy"):
             _known(name, getattr(self, name))
         if not (isinstance(self.name, str) and self.name.isprintable() and isinstance(self.measured, bool)):

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory, TooLittle
+from flexengine.places import is_worker
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout, booked_parts, lay_out
@@ -44,7 +45,8 @@ def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
         prefill_tokens: as in `Policy`.
         capacity: capacity of the machine. Where host and device are one memory, the host tier saves nothing.
     """
-    alone: list[Split] = [tuple(float(place == only) for place in capacity.places) for only in capacity.places]
+    places = [place for place in capacity.places if not is_worker(place)]
+    alone: list[Split] = [tuple(float(place == only) for place in places) for only in places]
     homes = [home for home in alone if not (capacity.shared and home[1])]
     weights = alone[2:3] if capacity.shared else [alone[2], alone[1], alone[0]]  # further disks hold copies at most
     return tuple(

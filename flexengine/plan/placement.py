@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Self
 
 from flexengine.errors import OutOfMemory
+from flexengine.places import is_worker
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
@@ -59,8 +60,9 @@ class Placement:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The machine's places."""
-        return self.tried.cost.hardware.places
+        """The machine's places among which the program divides data. Attention workers are used only by given
+        policies."""
+        return tuple(place for place in self.tried.cost.hardware.places if not is_worker(place))
 
     @property
     def delegates(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import is_disk
+from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.compute import decode_attention
 from flexengine.plan.experts import unused
@@ -182,7 +182,9 @@ class Sweeping:
             down, there, up = routes(self.hardware).attend[place]
             yield Move(up, CACHE, home, tokens * model.fetched, gpu_batch * model.fetched)
             yield Move(down, CACHE, home, tokens * model.sent, gpu_batch * model.sent)
-            yield Work(there, CACHE, home, decode_attention(self.rates, sweeps, place) * sweeps.counted)
+            attended = decode_attention(self.rates, sweeps, self.policy.attended_by(place)) * sweeps.counted
+            asking = self.hardware.worker_seconds if is_worker(place) else 0.0
+            yield Work(there, CACHE, home, attended + tokens / gpu_batch * asking)
             on_device = decode_attention(self.rates, sweeps) * sweeps.counted
             yield Work("device", CACHE, home, tokens / gpu_batch * self.rates.delegated - on_device)
 

@@ -39,11 +39,12 @@ def test_a_worker_serves_one_engine_after_the_other(families: Any, tmp_path: Pat
     with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as other:  # a scanner
         other.sendall(b"GET / HTTP/1.0\r\n\r\n" + b" " * 60)
         assert other.recv(100) == b""
+    while "the engine is lost: it sends no messages of flexengine" not in log.read_text():
+        assert worker.poll() is None, worker.said()
+        time.sleep(0.05)
     os.kill(worker.pid, signal.SIGTERM)
     assert worker.wait(20) == 143
-    said = log.read_text()
-    assert said.count("the engine has ended") == 2
-    assert "the engine is lost: it sends no messages of flexengine" in said
+    assert log.read_text().count("the engine has ended") == 2
 
 
 def test_refusals(families: Any) -> None:

@@ -14,6 +14,7 @@ from flexengine.attention.client import Client, Pending
 from flexengine.attention.messages import DTYPES, NONE, Question
 from flexengine.attention.tier import WorkerTier
 from flexengine.errors import OutOfMemory
+from flexengine.model.forward import Attend
 from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
@@ -72,6 +73,8 @@ class RemoteAttender(BufferedAttender):
             self.desks = [Desk(self, client, tier, layout.desks[place], DESKS) for client in self.clients]
         self._told: dict[tuple[int, int], list[Part]] = {}  # by gpu_batch and group: tables that the workers have
         self._sinks_told = set[int]()  # layers whose sinks the workers have
+        self._views: dict[int, View] = {}  # by gpu_batch
+        self._waiting: dict[int, list[Pending]] = {}  # by gpu_batch, answers to its question
 
     def _take(self, tier: str, nbytes: int) -> Region:
         """Return a buffer. A single worker reads the buffer in RAM itself."""
@@ -83,38 +86,50 @@ class RemoteAttender(BufferedAttender):
     def begin(self, batches: Mapping[int, Batch]) -> None:
         super().begin(batches)
         self._told.clear()
+        self._views.clear()
+        self._waiting.clear()
+
+    def ask(self, k: int, event: Attend, view: View) -> None:
+        super().ask(k, event, view)
+        self._views[k] = view
 
     def send(self, k: int) -> None:
+        """Send the question. The worker begins as soon as it has answered earlier ones, so it does not wait for the
+        lane of `attend`."""
         super().send(k)
         self.machine.synchronize()  # a GPU copies to RAM after the call
-
-    def attend(self, k: int, view: View) -> None:
-        asked = self._asked[k]
-        layer, sinks = asked.layer, asked.options[3]
-        parts = self._tell(k, layer, sinks, view)
+        layer, parts = self._asked[k].layer, self._tell(k)
         if len(self.desks) == 1:
             question, answer = self._parts(self._host_buf, k)
             at = question.start
-            self.desks[0].ask(layer, self._question(k, 0), at, question.nbytes, at, answer.nbytes).wait()
+            self._waiting[k] = [self.desks[0].ask(layer, self._question(k, 0), at, question.nbytes, at, answer.nbytes)]
             return
-        flat, answer_buf = self._in_ram(k)
-        vectors, at = self._vectors(flat, k), self._first[k] * self.row
-        out, out_bytes = at + self.model.sent * asked.tokens, self._answer_bytes(k)
-        waiting = list[Pending]()
-        for number, desk in enumerate(self.desks):
-            pieces = self._slice(vectors, parts[number], number)
-            nbytes = _put(pieces, desk.flat[at:])
-            waiting.append(desk.ask(layer, self._question(k, number), at, nbytes, out, out_bytes))
-        for pending in waiting:
-            pending.wait()
-        answers = [desk.flat[out : out + out_bytes] for desk in self.desks]
-        answer_buf.copy_(self._joined(answers, k, sinks).view(-1))
+        vectors, self._waiting[k] = self._vectors(self._in_ram(k)[0], k), []
+        at, out, out_bytes = self._places(k)
+        for number, (desk, part) in enumerate(zip(self.desks, parts, strict=True)):
+            nbytes = _put(self._slice(vectors, part, number), desk.flat[at:])
+            self._waiting[k].append(desk.ask(layer, self._question(k, number), at, nbytes, out, out_bytes))
 
-    def _tell(self, k: int, layer: int, sinks: Tensor | None, view: View) -> list[Part]:
+    def attend(self, k: int, view: View) -> None:
+        """Wait for the answers, and join them."""
+        for pending in self._waiting.pop(k):
+            pending.wait()
+        if len(self.desks) > 1:
+            _, out, out_bytes = self._places(k)
+            answers = [desk.flat[out : out + out_bytes] for desk in self.desks]
+            self._in_ram(k)[1].copy_(self._joined(answers, k, self._asked[k].options[3]).view(-1))
+
+    def _places(self, k: int) -> tuple[int, int, int]:
+        """Return the first byte of a gpu_batch's question at a desk of a team, that of its answer, and its bytes."""
+        at = self._first[k] * self.row
+        return at, at + self.model.sent * self._asked[k].tokens, self._answer_bytes(k)
+
+    def _tell(self, k: int) -> list[Part]:
         """Send page tables and sinks that the workers do not have yet. Return the workers' parts."""
+        layer, sinks = self._asked[k].layer, self._asked[k].options[3]
         group = self.cache.pools.group[layer]
         if (k, group) not in self._told:
-            tables, pool = self.cache.tables(view, layer), self.cache.layout.pool_of(self.place, layer)
+            tables, pool = self.cache.tables(self._views[k], layer), self.cache.layout.pool_of(self.place, layer)
             count = len(self.clients)
             parts = (by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial
                      else [whole(tables)] * count)  # fmt: skip

@@ -1,0 +1,138 @@
+"""Attention workers in processes of one machine, beside one process.
+
+python -m bench.workers [--cases block grid kills] [--turns 3] [--kills 40] [--folder DIR] [--out workers.jsonl]
+
+block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process, under
+the policy that its planner chooses, takes turns with the same process and workers that each have as much memory. grid:
+tokens of three families under all partitions and cache formats, with one to four workers, through shared memory and
+over TCP, beside those of one process. kills: a random worker is killed by SIGKILL after a random time, until so many
+were killed; tokens must be those of one process. Exit code: 1 if tokens differ.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench import harness
+from bench.harness import Record
+from bench.models import LlamaShape, demo_model, make
+from bench.workers.grid import grid
+
+CASES = ("block", "grid", "kills")
+SHAPE = LlamaShape(8, 512, 1408, 8, vocab=2000, positions=4096, dtype="float32")
+ROWS, CONTEXT, TOKENS = 16, 2000, 8
+MEMORY, HOST, DISK = 128 << 20, 40 << 20, 100e6  # bytes of device and host; bytes per second of the disk
+WORKERS = 4
+KILL_SECONDS = 4.0  # most seconds between two kills
+
+
+@dataclass
+class Case:
+    """A case without its fields, for the header."""
+
+
+def header(fields: Record) -> Record:
+    """Return the first fields of a record. fields: of the case."""
+    return {**harness.header("workers", Case(), [{"versions": harness.versions()}]), "case": fields}
+
+
+def side(job: Record, directory: Path, threads: int | None = None) -> Record:
+    """Return the record of a job in a process of its own."""
+    (path := directory / "job.json").write_text(json.dumps(job))
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    made = subprocess.run([sys.executable, "-m", "bench.workers.side", str(path)], capture_output=True, text=True,
+                          env=environment)  # fmt: skip
+    if made.returncode:
+        raise SystemExit(f"{job.get('policy')} failed:\n{made.stderr[-3000:]}")
+    found: Record = json.loads(made.stdout.splitlines()[-1])
+    return found
+
+
+def block(turns: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case block, and whether tokens are equal."""
+    model, rng = make(SHAPE, directory / "block"), random.Random(1)
+    job = {"model": str(model), "device": "sim", "memory": MEMORY, "host": HOST, "tokens": TOKENS,
+           "folder": str(directory), "links": {"disk_read": DISK, "disk_write": DISK},
+           "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(CONTEXT)] for _ in range(ROWS)]}  # fmt: skip
+    policy = {"gpu_batch_size": ROWS // 4, "num_gpu_batches": 4, "weights": [0.5, 0, 0.5], "cache": {"workers": 1},
+              "prefill_tokens": 512}  # fmt: skip
+    sides = {"one process": job,
+             "workers": {**job, "policy": policy, "workers": WORKERS, "worker_mem": MEMORY + HOST}}  # fmt: skip
+    runs: dict[str, list[Record]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, given in sides.items():
+            runs[name].append(run := side(given, directory))
+            print(f"  {name}: {run['tok_s']:.2f} tok/s, decode {run['decode_tok_s']:.2f}, predicted"
+                  f" {run['predicted_seconds']:.1f} s, took {run['measured_seconds']:.1f} s",
+                  file=sys.stderr)  # fmt: skip
+    rates = {name: median(run["tok_s"] for run in each) for name, each in runs.items()}
+    decode = {name: median(run["decode_tok_s"] for run in each) for name, each in runs.items()}
+    errors = {name: median(run["predicted_seconds"] / run["measured_seconds"] for run in each)
+              for name, each in runs.items()}  # fmt: skip
+    same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
+    case = {"name": "block", "rows": ROWS, "context": CONTEXT, "tokens": TOKENS, "workers": WORKERS, "memory": MEMORY,
+            "host": HOST, "worker_mem": MEMORY + HOST, "disk": DISK, "policy": policy}  # fmt: skip
+    record = header(case) | {
+        "tok_s": rates, "ratio": rates["workers"] / rates["one process"], "decode_tok_s": decode,
+        "decode_ratio": decode["workers"] / decode["one process"], "predicted_to_measured": errors, "same": same,
+        "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in each]
+                 for name, each in runs.items()},
+    }  # fmt: skip
+    return record, same
+
+
+def kills(count: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case kills, and whether tokens are those of one process."""
+    rng, killed, losses, runs, same = random.Random(2), 0, 0, 0, True
+    rows = [[rng.randrange(3, 40000) for _ in range(rng.randrange(1, 60))] for _ in range(24)]
+    job = {"model": str(demo_model()), "device": "cpu", "rows": rows, "tokens": 24}
+    expected = side(job, directory)["tokens"]
+    policies = [{"gpu_batch_size": 4, "num_gpu_batches": 2, "cache": {"workers": 0.75, "device": 0.25}, "partition": p}
+                for p in ("requests", "heads", "tokens")]  # fmt: skip
+    while killed < count:
+        given = {**job, "policy": policies[runs % 3], "workers": 3, "worker_mem": "200M", "kills": KILL_SECONDS,
+                 "seed": runs}  # fmt: skip
+        run = side(given, directory)
+        killed, losses, runs = killed + run["killed"], losses + run["losses"], runs + 1
+        same = same and run["tokens"] == expected
+        print(f"  {killed} killed, {losses} losses, {runs} runs, same: {same}", file=sys.stderr)
+    case = {"name": "kills", "rows": len(rows), "tokens": 24, "workers": 3}
+    return header(case) | {"kills": killed, "losses": losses, "runs": runs, "same": same}, same
+
+
+def main() -> int:
+    """Measure and print the cases that the command line names. Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--turns", type=harness.at_least_one, default=3)
+    parser.add_argument("--kills", type=harness.at_least_one, default=40)
+    parser.add_argument("--folder", type=Path, metavar="DIR",
+                        help="for models, which are kept, and spill files (default: a temporary one)")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="also append to bench/results/FILE")
+    args = parser.parse_args()
+    good = True
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.folder or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in args.cases:
+            if name == "block":
+                record, same = block(args.turns, directory)
+            elif name == "kills":
+                record, same = kills(args.kills, directory)
+            else:
+                found, same = grid(directory)
+                record = header({"name": "grid"}) | found
+            harness.emit(record, args.out)
+            good = good and same
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""One side of a case: a process that generates, with or without attention workers.
+
+python -m bench.workers.side JOB.json, with the fields: model, device, memory, host, links, policy (null lets the
+planner choose), workers (a number, or addresses), worker_mem, lossy, rows (token ids), tokens, kills (seconds after
+which a worker is killed, at most). Prints one JSON object.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.attention.local import LocalWorker
+from flexengine.attention.tier import WorkerTier
+from flexengine.lossy import Lossy
+
+
+class Killer(threading.Thread):
+    """Kills a random worker again and again, after a random time each.
+
+    Attributes:
+        killed: number of workers killed so far.
+    """
+
+    def __init__(self, engine: Engine, most_seconds: float, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.engine, self.most, self.rng, self.killed = engine, most_seconds, random.Random(seed), 0
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(self.rng.uniform(0.2, self.most)):
+            tier = self.rng.choice(self.engine.core.machine.workers)
+            assert isinstance(tier, WorkerTier)
+            client = tier.client
+            if isinstance(client, LocalWorker) and client.process.poll() is None:
+                os.kill(client.process.pid, signal.SIGKILL)
+                self.killed += 1
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Return seconds, tokens and bytes of a job."""
+    prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
+    policy = job.get("policy")
+    options: dict[str, Any] = {"links": Links(**job["links"])} if job.get("links") else {}
+    if job.get("workers"):
+        options |= {"attention_workers": job["workers"], "worker_mem": job.get("worker_mem")}
+    with tempfile.TemporaryDirectory(dir=job.get("folder")) as folder, Engine(
+        job["model"], device=job["device"], device_mem=job.get("memory"), host_mem=job.get("host"), offload_dir=folder,
+        policy=Policy(**policy) if policy else None, lossy=Lossy(**job.get("lossy", {})), progress=False, **options,
+    ) as engine:  # fmt: skip
+        killer = Killer(engine, job["kills"], job.get("seed", 0)) if job.get("kills") else None
+        if killer:
+            killer.start()
+        results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
+        if killer:
+            killer.ended.set()
+            killer.join()
+        summary = engine.summary
+    plan, first = summary.plan, len(results)  # the first token of each row is computed with its prompt
+    assert plan is not None
+    assert summary.policy is not None
+    return {
+        "tokens": [result.token_ids for result in results], "prefill_seconds": summary.prefill_seconds,
+        "decode_seconds": summary.decode_seconds, "sweeps": summary.sweeps,
+        "tok_s": summary.generated_tokens / (summary.prefill_seconds + summary.decode_seconds),
+        "decode_tok_s": (summary.generated_tokens - first) / max(1e-9, summary.decode_seconds),
+        "predicted_seconds": plan.predicted_seconds, "measured_seconds": plan.measured_seconds,
+        "policy": summary.policy.to_json(), "busy": summary.busy, "bytes": summary.bytes,
+        "peak_bytes": dict(summary.peak_bytes), "losses": len(summary.replanned),
+        "killed": killer.killed if killer else 0,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the job in the file that the command line names."""
+    print(json.dumps(run(json.loads(Path(sys.argv[1]).read_text()))))
+
+
+if __name__ == "__main__":
+    main()

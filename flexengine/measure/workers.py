@@ -1,0 +1,71 @@
+"""Measurement of attention workers: bytes of KV per second of decode attention, and seconds of a question."""
+
+import time
+from statistics import median
+
+import torch
+
+from flexengine.attention.messages import DTYPES, NONE, Question
+from flexengine.attention.server import Tables
+from flexengine.attention.tier import WorkerTier
+from flexengine.measure.links import WHAT
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.tier.base import Region
+from flexengine.tier.machine import Machine
+
+SEQUENCES, TOKENS, TURNS = 16, 512, 5  # of a question; questions of which the median counts
+
+
+def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> tuple[dict[str, float], float]:
+    """Return the bytes of KV per second of each worker, by place, and the seconds of a question without attention.
+
+    Takes about 0.1 s per worker.
+    Pages hold zeros in the compute dtype: attention over encoded pages is about as fast per token.
+
+    Raises:
+        WorkerLost: a worker has died.
+    """
+    rates, fixed = dict[str, float](), list[float]()
+    for tier in machine.workers:
+        assert isinstance(tier, WorkerTier)
+        whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (TOKENS, 1))
+        nbytes = SEQUENCES * TOKENS * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+        rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / TOKENS)
+        fixed.append(little)
+    return rates, max(fixed, default=0.0)
+
+
+def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
+    """Return the seconds of a question about sequences of as many tokens."""
+    page = 2 * model.kv_heads * PAGE_TOKENS * model.head_dim * dtype.itemsize
+    wanted, room = SEQUENCES * -(-tokens // PAGE_TOKENS), (tier.ledger.capacity or 0) // page - 1
+    fitting = max(1, min(wanted, room))  # pages in the worker's memory
+    region = tier.allocate(fitting * page, WHAT, dtype)
+    try:
+        return _timed(tier, region, model, dtype, tokens)
+    finally:
+        tier.free(region, WHAT)
+
+
+def _timed(tier: WorkerTier, region: Region, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
+    """Return the seconds of a question over pages in a region."""
+    kv_heads, dim, pages = model.kv_heads, model.head_dim, -(-tokens // PAGE_TOKENS)
+    fitting = region.nbytes // (2 * kv_heads * PAGE_TOKENS * dim * dtype.itemsize)
+    table = (torch.arange(SEQUENCES * pages, dtype=torch.int32) % fitting).view(SEQUENCES, pages)
+    lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32)
+    offsets = torch.full((SEQUENCES,), (tokens - 1) % PAGE_TOKENS, dtype=torch.int32)
+    last, none = table[:, -1].contiguous(), torch.empty(0, 2, dtype=torch.int32)
+    tier.client.tables(0, 0, Tables(table, lengths, lengths, last, offsets, none))
+    question = Question(
+        handle=region.place, start=0, pages=fitting, page_tokens=PAGE_TOKENS, heads=model.heads, kv_heads=kv_heads,
+        head_dim=dim, bits=0, pool_dtype=DTYPES.index(dtype), dtype=DTYPES.index(dtype), batch=0, group=0, window=NONE,
+        sinks=0, partial=0, scale=dim**-0.5, softcap=NONE, topk=NONE,
+    )  # fmt: skip
+    vectors = torch.zeros(SEQUENCES * (model.heads + 2 * kv_heads) * dim, dtype=dtype).view(torch.uint8)
+    target, seconds = torch.empty(SEQUENCES * model.heads * dim, dtype=dtype).view(torch.uint8), list[float]()
+    for _ in range(TURNS + 1):  # the first one is not counted
+        began = time.perf_counter()
+        tier.client.ask(0, question, vectors, target).wait()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:])
