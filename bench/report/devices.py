@@ -1,4 +1,5 @@
-"""The block of docs/benchmarks.md about several devices: pipelines, fleets, cluster plans, the loader of weights."""
+"""The block of docs/benchmarks.md about several devices: pipelines, attention workers, fleets, cluster plans, the
+loader of weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,13 +8,13 @@ from bench.harness import Record
 from bench.report.lines import RESULTS, records, short, table
 
 Row = tuple[str, str, str, str]  # run, figures, results, day
-COMMANDS = ("python -m bench.pipeline", "python -m bench.fleet", "python -m bench.cluster --out cluster.jsonl",
-            "python -m bench.loader --out loader.jsonl")  # fmt: skip
+COMMANDS = ("python -m bench.pipeline", "python -m bench.workers --out workers.jsonl", "python -m bench.fleet",
+            "python -m bench.cluster --out cluster.jsonl", "python -m bench.loader --out loader.jsonl")  # fmt: skip
 
 
 def devices_block(folder: Path = RESULTS) -> str:
     """Return the table of runs, and the commands under it."""
-    rows = [*_pipelines(folder), *_fleets(folder), *_regressions(folder), *_loader(folder)]
+    rows = [*_pipelines(folder), *_workers(folder), *_fleets(folder), *_regressions(folder), *_loader(folder)]
     if not rows:
         return "Not recorded yet."
     listed = "\n".join(COMMANDS)
@@ -47,6 +48,25 @@ def _pipelines(folder: Path) -> Iterator[Row]:
         yield (f"SIGKILL of each of {line['case']['stages']} stages, at random moments, and the same command again",
                f"{line['kills']} kills; the command ended after {short(line['slowest_end_seconds'])} s at most",
                "the bytes of one process" if line["same"] else "different", line["time"][:10])  # fmt: skip
+
+
+def _workers(folder: Path) -> Iterator[Row]:
+    found = _newest("workers", folder)
+    if line := found.get("block"):
+        case, rates, decode, plan = (line[k] for k in ("case", "tok_s", "decode_tok_s", "predicted_to_measured"))
+        yield (f"{case['workers']} attention workers, contexts of {case['context']:,} tokens, weights from a throttled"
+               " disk, beside one process with the memory of one of them",
+               f"{short(rates['workers'])} to {short(rates['one process'])} tok/s: {short(line['ratio'])}x; decode"
+               f" {short(decode['workers'])} to {short(decode['one process'])}; predicted seconds"
+               f" {short(plan['workers'])} and {short(plan['one process'])} of the measured ones",
+               _tokens(line), line["time"][:10])  # fmt: skip
+    if line := found.get("grid"):
+        yield ("1 to 4 attention workers x partitions x cache formats x 3 families, in shared memory and over TCP",
+               f"{line['runs']} runs", "tokens equal" if line["same"] else f"{len(line['differ'])} runs differ",
+               line["time"][:10])  # fmt: skip
+    if line := found.get("kills"):
+        yield (f"SIGKILL of one of {line['case']['workers']} attention workers, at random moments",
+               f"{line['kills']} kills in {line['runs']} runs", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:

@@ -5,8 +5,9 @@ python -m bench.workers [--cases block grid kills] [--turns 3] [--kills 40] [--f
 block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process, under
 the policy that its planner chooses, takes turns with the same process and workers that each have as much memory. grid:
 tokens of three families under all partitions and cache formats, with one to four workers, through shared memory and
-over TCP, beside those of one process. kills: a random worker is killed by SIGKILL after a random time, until so many
-were killed; tokens must be those of one process. Exit code: 1 if tokens differ.
+over TCP, beside those of one process. kills: rows are generated again and again while a random worker is killed by
+SIGKILL after a random time, until so many were killed; tokens must be those of one process. Exit code: 1 if tokens
+differ.
 """
 
 import argparse
@@ -22,15 +23,15 @@ from statistics import median
 
 from bench import harness
 from bench.harness import Record
-from bench.models import LlamaShape, demo_model, make
-from bench.workers.grid import grid
+from bench.models import LlamaShape, make
+from bench.workers.grid import VOCABULARY, grid, make_family
 
 CASES = ("block", "grid", "kills")
-SHAPE = LlamaShape(8, 512, 1408, 8, vocab=2000, positions=4096, dtype="float32")
-ROWS, CONTEXT, TOKENS = 16, 2000, 8
-MEMORY, HOST, DISK = 128 << 20, 40 << 20, 100e6  # bytes of device and host; bytes per second of the disk
-WORKERS = 4
-KILL_SECONDS = 4.0  # most seconds between two kills
+SHAPE = LlamaShape(16, 768, 2112, 8, vocab=2000, positions=4096, dtype="float32", kv_heads=2)
+ROWS, CONTEXT, TOKENS = 8, 2000, 12
+MEMORY, HOST, DISK = 176 << 20, 96 << 20, 200e6  # bytes of device and host; bytes per second of the disk
+WORKERS = 2
+KILL_SECONDS = 12.0  # most seconds between two kills
 
 
 @dataclass
@@ -59,10 +60,10 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case block, and whether tokens are equal."""
     model, rng = make(SHAPE, directory / "block"), random.Random(1)
     job = {"model": str(model), "device": "sim", "memory": MEMORY, "host": HOST, "tokens": TOKENS,
-           "folder": str(directory), "links": {"disk_read": DISK, "disk_write": DISK},
+           "folder": str(directory), "measure": True, "links": {"disk_read": DISK, "disk_write": DISK},
            "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(CONTEXT)] for _ in range(ROWS)]}  # fmt: skip
-    policy = {"gpu_batch_size": ROWS // 4, "num_gpu_batches": 4, "weights": [0.5, 0, 0.5], "cache": {"workers": 1},
-              "prefill_tokens": 512}  # fmt: skip
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": ROWS // 2, "schedule": "diagonal", "weights": [0.1, 0, 0.9],
+              "cache": {"workers": 1}, "prefill_tokens": 512}  # fmt: skip
     sides = {"one process": job,
              "workers": {**job, "policy": policy, "workers": WORKERS, "worker_mem": MEMORY + HOST}}  # fmt: skip
     runs: dict[str, list[Record]] = {name: [] for name in sides}
@@ -91,19 +92,19 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
 def kills(count: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case kills, and whether tokens are those of one process."""
     rng, killed, losses, runs, same = random.Random(2), 0, 0, 0, True
-    rows = [[rng.randrange(3, 40000) for _ in range(rng.randrange(1, 60))] for _ in range(24)]
-    job = {"model": str(demo_model()), "device": "cpu", "rows": rows, "tokens": 24}
+    rows = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 60))] for _ in range(24)]
+    job = {"model": str(make_family("llama", directory)), "device": "cpu", "rows": rows, "tokens": 100}
     expected = side(job, directory)["tokens"]
     policies = [{"gpu_batch_size": 4, "num_gpu_batches": 2, "cache": {"workers": 0.75, "device": 0.25}, "partition": p}
                 for p in ("requests", "heads", "tokens")]  # fmt: skip
-    while killed < count:
-        given = {**job, "policy": policies[runs % 3], "workers": 3, "worker_mem": "200M", "kills": KILL_SECONDS,
-                 "seed": runs}  # fmt: skip
+    for number, policy in enumerate(policies):
+        given = {**job, "policy": policy, "workers": 2, "worker_mem": "16M", "kill_seconds": KILL_SECONDS,
+                 "kills": -(-count // len(policies)), "seed": number}  # fmt: skip
         run = side(given, directory)
-        killed, losses, runs = killed + run["killed"], losses + run["losses"], runs + 1
-        same = same and run["tokens"] == expected
+        killed, losses, runs = killed + run["killed"], losses + run["losses"], runs + run["runs"]
+        same = same and run["results"] == [expected]
         print(f"  {killed} killed, {losses} losses, {runs} runs, same: {same}", file=sys.stderr)
-    case = {"name": "kills", "rows": len(rows), "tokens": 24, "workers": 3}
+    case = {"name": "kills", "rows": len(rows), "tokens": 100, "workers": 2}
     return header(case) | {"kills": killed, "losses": losses, "runs": runs, "same": same}, same
 
 

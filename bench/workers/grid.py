@@ -75,14 +75,14 @@ def grid(folder: Path) -> tuple[Record, bool]:
         for family in FAMILIES:
             model = make_family(family, folder)
             for form, lossy in FORMATS.items():
+                block = {"gpu_batch_size": 3, "num_gpu_batches": 3, "prefill_tokens": 40}
                 job = {"model": str(model), "device": "sim", "memory": "1G", "host": "1G", "rows": rows,
-                       "tokens": TOKENS, "lossy": lossy, "policy": {"gpu_batch_size": 3, "num_gpu_batches": 3}}
+                       "tokens": TOKENS, "lossy": lossy, "policy": block}  # fmt: skip
                 expected = run(job)["tokens"]
                 for partition, count in PARTITIONS:
                     if partition == "tokens" and form == "sparse":
                         continue  # refused
-                    policy = {"gpu_batch_size": 3, "num_gpu_batches": 3, "cache": {"workers": 0.8, "device": 0.2},
-                              "partition": partition, "prefill_tokens": 40}  # fmt: skip
+                    policy = {**block, "cache": {"workers": 0.8, "device": 0.2}, "partition": partition}
                     ways: dict[str, Record] = {"tcp": {"workers": addresses[:count]}}
                     if form in IN_MEMORY:
                         ways["shared memory"] = {"workers": count, "worker_mem": "16M"}

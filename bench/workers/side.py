@@ -1,8 +1,9 @@
 """One side of a case: a process that generates, with or without attention workers.
 
 python -m bench.workers.side JOB.json, with the fields: model, device, memory, host, links, policy (null lets the
-planner choose), workers (a number, or addresses), worker_mem, lossy, rows (token ids), tokens, kills (seconds after
-which a worker is killed, at most). Prints one JSON object.
+planner choose), workers (a number, or addresses), worker_mem, lossy, rows (token ids), tokens, measure (whether the
+machine's rates are measured first), kills (number of workers to kill while the rows are generated again and again),
+kill_seconds (most seconds between two kills). Prints one JSON object.
 """
 
 import json
@@ -54,13 +55,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], device=job["device"], device_mem=job.get("memory"), host_mem=job.get("host"), offload_dir=folder,
         policy=Policy(**policy) if policy else None, lossy=Lossy(**job.get("lossy", {})), progress=False, **options,
     ) as engine:  # fmt: skip
-        killer = Killer(engine, job["kills"], job.get("seed", 0)) if job.get("kills") else None
-        if killer:
-            killer.start()
+        if job.get("measure"):
+            engine.planner.hardware()  # so that predictions use this machine's rates
+        if job.get("kills"):
+            return _killed(engine, job, prompts)
         results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
-        if killer:
-            killer.ended.set()
-            killer.join()
         summary = engine.summary
     plan, first = summary.plan, len(results)  # the first token of each row is computed with its prompt
     assert plan is not None
@@ -72,9 +71,22 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "decode_tok_s": (summary.generated_tokens - first) / max(1e-9, summary.decode_seconds),
         "predicted_seconds": plan.predicted_seconds, "measured_seconds": plan.measured_seconds,
         "policy": summary.policy.to_json(), "busy": summary.busy, "bytes": summary.bytes,
-        "peak_bytes": dict(summary.peak_bytes), "losses": len(summary.replanned),
-        "killed": killer.killed if killer else 0,
+        "peak_bytes": dict(summary.peak_bytes),
     }  # fmt: skip
+
+
+def _killed(engine: Engine, job: dict[str, Any], prompts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Generate the rows again and again while workers are killed. Return the different results, and counts."""
+    killer, results, losses, runs = Killer(engine, job["kill_seconds"], job["seed"]), list[Any](), 0, 0
+    killer.start()
+    while killer.killed < job["kills"]:
+        made = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
+        if (tokens := [result.token_ids for result in made]) not in results:
+            results.append(tokens)
+        losses, runs = losses + len(engine.summary.replanned), runs + 1
+    killer.ended.set()
+    killer.join()
+    return {"results": results, "killed": killer.killed, "losses": losses, "runs": runs}
 
 
 def main() -> None:

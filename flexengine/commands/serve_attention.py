@@ -17,8 +17,8 @@ def parser() -> Parser:
                                   " attention over it, for one engine after the other.",
                "Whoever reaches the address can use the worker: listen in a trusted network only.",
                "HOST:PORT")  # fmt: skip
-    p.add_argument("address", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
-    p.add_argument("--worker-mem", metavar="SIZE", required=True, help="memory for KV cache, e.g. 32G")
+    p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
+    p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache, e.g. 32G")
     return p
 
 
@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Serve engines until the process is interrupted. Raise InvalidInput if it cannot listen at the address."""
+    if args.address is None or args.worker_mem is None:
+        raise InvalidInput("an address and --worker-mem are needed, as in flexengine serve-attention 10.0.0.2:29600"
+                           " --worker-mem 32G")  # fmt: skip
     memory = parse_size(args.worker_mem, "--worker-mem")
     from flexengine.attention.network import address_of, serve_forever
 

@@ -200,6 +200,9 @@ class EngineOptions(MachineOptions):
                                ' the KV cache; give a policy such as {"cache": {"workers": 1}} with --policy, or leave'
                                " the workers out")  # fmt: skip
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
+        if self.group is not None and self.attention_workers:
+            raise InvalidInput("attention workers cannot be combined with stages in several processes; leave out"
+                               " --attention-workers, or --stages")  # fmt: skip
         check("sharing", self.sharing, int | None, "a number of engines of at least 1, or None")
         if self.sharing is not None and self.sharing < 1:
             raise InvalidInput(f"sharing is {self.sharing}; it must be at least 1, or None")

@@ -272,8 +272,8 @@ class Planner:
 
     @cached_property
     def _workers(self) -> tuple[dict[str, float], float]:
-        """Rates of the attention workers, which are measured once, before the first job takes their memory. Empty if one
-        is lost meanwhile, as the job replaces it, or has no room for a page."""
+        """Rates of the attention workers, which are measured once, before the first job takes their memory. Empty if a
+        worker is lost meanwhile, as the job replaces it, or has no room for a page."""
         try:
             return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
         except (WorkerLost, OutOfMemory):
@@ -288,7 +288,7 @@ class Planner:
             except (FlexError, OSError) as error:
                 message(f"not measured: {error}", logging.WARNING)
         self._hardware = self._hardware or self.known()
-        return self._hardware
+        return self.known()
 
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:

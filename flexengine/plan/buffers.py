@@ -1,22 +1,37 @@
 """Bytes of buffers for delegated attention, and for reads from disks."""
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from flexengine.errors import InvalidInput
 from flexengine.places import further_disks, is_worker
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.sizes import ALIGN, aligned, delegated
-
-if TYPE_CHECKING:
-    from flexengine.plan.layout import Layout
+from flexengine.policy import Policy
 
 DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 
 
-def book_delegation(layout: "Layout", model: ModelFacts, capacity: Capacity) -> None:
+class Booked(Protocol):
+    """The part of a `plan.layout.Layout` that is read and booked here; its attributes are described there."""
+
+    policy: Policy
+    places: tuple[str, ...]
+    stored_bytes: dict[str, int]
+    pools: dict[str, Any]
+    cache_buffer: int
+    hidden_buffer: int
+    hidden_home: dict[str, int]
+    delegation: dict[str, int]
+    desks: dict[str, int]
+
+    def book(self, tier: str, what: str, nbytes: int) -> None:
+        """Add bytes of a purpose to the account of a place."""
+
+
+def book_delegation(layout: Booked, model: ModelFacts, capacity: Capacity) -> None:
     """Book buffers of delegated attention for all sequences, so that no gpu_batch waits for another.
 
     The host also has a workspace for the kernels' output of one gpu_batch.
@@ -42,7 +57,7 @@ def book_delegation(layout: "Layout", model: ModelFacts, capacity: Capacity) -> 
         layout.book("host", "delegation workspace", aligned(workspace_rows * model.fetched))
 
 
-def read_buffers(model: ModelFacts, layout: "Layout") -> int:
+def read_buffers(model: ModelFacts, layout: Booked) -> int:
     """Return the bytes of RAM buffers of all disks in use. Data is read into these buffers, then converted.
 
     A disk has buffers for short reads and, if any read is long, for long reads. Consecutive weights are one read. Only

@@ -4,7 +4,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
-from flexengine.places import DEVICE, DISK, MOST_DISKS, is_disk, link_of, place_names
+from flexengine.places import (
+    DEVICE,
+    DISK,
+    MOST_DISKS,
+    MOST_WORKERS,
+    is_disk,
+    is_staged,
+    is_worker,
+    link_of,
+    place_names,
+    worker_names,
+)
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -13,12 +24,13 @@ from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
-from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
+from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size, worker_lane
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 BAR_CHARACTERS = 40
 PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
+PLACE_MARKS |= dict.fromkeys(worker_names(MOST_WORKERS), "w")
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 SCHEDULES = {
     "row": "a gpu_batch enters when the one before has ended",
@@ -142,8 +154,8 @@ def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[st
         return [(place, account[place], capacity.limits[place]) for place in hardware.places]
     ram = {what: account["device"].get(what, 0) + account["host"].get(what, 0)
            for what in dict.fromkeys([*account["device"], *account["host"]])}  # fmt: skip
-    disks = [(place, account[place], capacity.limits[place]) for place in filter(is_disk, hardware.places)]
-    return [("RAM", ram, capacity.device), *disks]
+    others = [(place, account[place], capacity.limits[place]) for place in filter(is_staged, hardware.places)]
+    return [("RAM", ram, capacity.device), *others]
 
 
 def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) -> list[str]:
@@ -235,6 +247,8 @@ def waits_for(lane: str, shared: bool) -> str:
     disk, _, way = lane.partition("_")
     if is_disk(lane):
         return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
+    if is_worker(lane):
+        return worker_lane(lane)
     return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
             "cpu": "computing on the host"}[link_of(lane)]  # fmt: skip
 
