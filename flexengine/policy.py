@@ -87,7 +87,7 @@ class Policy:
         delegate: whether the CPU computes decode attention of sequences with KV cache on the host. Queries, keys and
             values of new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
             Activations must stay on the device.
-        partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences, by turns; heads:
+        partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
 
     Raises:

@@ -45,7 +45,7 @@ ALLOWED = {
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
     "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier",
-                 "attention",
+                 "attention", "kernels",
                  "model", "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped", "texts",
                  "__version__"},
     "run": {"commands"},

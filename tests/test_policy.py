@@ -174,6 +174,7 @@ def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
         "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
     }  # fmt: skip
     on_device = fields["activations"] == [1, 0, 0]
+    fields["partition"] = "requests"
     fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
     path.write_text(json.dumps(fields))
     policy = Policy.load(path)

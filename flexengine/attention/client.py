@@ -17,6 +17,7 @@ from flexengine.attention.server import BEAT_SECONDS, Tables, identity, mapped_f
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.tier.base import aligned
 
+END_SECONDS = 5.0  # until `close` no longer waits for a thread
 _NO_BODY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -60,7 +61,7 @@ class Client:
     """
 
     def __init__(self, link: Link, place: str, shares: bool = False) -> None:
-        """Greet the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
+        """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
         self.link, self.place, self.name = link, place, place
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
@@ -81,8 +82,10 @@ class Client:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
-        for work in (self._receive, self._beat):
-            threading.Thread(target=work, name=f"flexengine-{place}", daemon=True).start()
+        self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
+                         for work in (self._receive, self._beat)]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
 
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)
@@ -115,8 +118,9 @@ class Client:
                 try:
                     os.ftruncate(descriptor, size)
                     self._call(lambda: self.link.send_file(Kind.SHARE, (handle, size, int(counted)), descriptor))
-                finally:
                     self._shared[handle] = mapped_file(descriptor, size)
+                finally:
+                    os.close(descriptor)
             else:
                 self._send(Kind.ALLOCATE, (handle, size))
             ready = self._ready.get()
@@ -134,7 +138,8 @@ class Client:
         """Free memory. Does nothing more if the worker is lost."""
         self._shared.pop(handle, None)
         if self._lost is None and not self._closed.is_set():
-            self._send(Kind.FREE, (handle,))
+            with contextlib.suppress(WorkerLost):
+                self._send(Kind.FREE, (handle,))
 
     def write(self, handle: int, start: int, source: Tensor) -> None:
         """Copy a contiguous tensor in RAM to byte `start` of memory."""
@@ -194,7 +199,7 @@ class Client:
         try:
             while True:
                 self._handle(self.link.receive())
-        except Broken as error:
+        except Exception as error:  # Broken, or no memory for a body: in any case nothing more is received
             self._fail(str(error))
 
     def _handle(self, message: Message) -> None:
@@ -207,19 +212,20 @@ class Client:
         if message.kind not in (Kind.DATA, Kind.ANSWER, Kind.FAILED):
             raise Broken(f"a message of unknown kind {message.kind} came")
         with self._lock:
-            pending = self._pending.pop(number, None)
+            pending = self._pending.get(number)
         if pending is None:
             raise Broken(f"it answered question {number}, which was not asked")
+        error = None
         if message.kind == Kind.FAILED:
-            pending.end(self._error(f"it could not answer ({words(self.link.take())})"))
-            return
-        due = sum(target.nbytes for target in pending.targets)
-        if message.nbytes != due:
-            self._pending[number] = pending  # `_fail` ends it
+            error = self._error(f"it could not answer ({words(self.link.take())})")
+        elif message.nbytes != (due := sum(target.nbytes for target in pending.targets)):
             raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
-        for target in pending.targets:
-            self.link.take_into(target)
-        pending.end()
+        else:
+            for target in pending.targets:
+                self.link.take_into(target)
+        with self._lock:
+            self._pending.pop(number, None)  # only now: after an error, `_fail` ends it
+        pending.end(error)
 
     def _fail(self, why: str) -> None:
         """Let all calls that wait, and all later ones, raise WorkerLost."""
@@ -244,4 +250,6 @@ class Client:
             with contextlib.suppress(WorkerLost):
                 self._send(Kind.BYE)
             self.link.close()
+            for thread in self._threads:
+                thread.join(END_SECONDS)
 

@@ -20,6 +20,7 @@ NUMBERS = 5  # in a header, for the kind of message
 MAGIC = 0x464C4558_0000  # "FLEX", beside the kind
 MOST_KINDS = 1 << 16
 MOST_BODY = 1 << 40  # bytes; a larger body is damage
+MOST_TAKEN = 1 << 30  # bytes of a body that is read into new memory
 SILENT_SECONDS = 15.0  # without any byte, until the other process counts as lost
 
 
@@ -63,9 +64,21 @@ class Link:
             self._next_sent += 1
             try:
                 for view in (memoryview(head), *views):
-                    self._socket.sendall(view)
+                    self._send_all(view)
             except OSError as error:
-                raise Broken(self._reason(error)) from error
+                raise self._spoiled(error) from error
+
+    def _send_all(self, view: memoryview) -> None:
+        """Send bytes. The time limit holds for each part that the system takes, so a slow network is no silence."""
+        done = 0
+        while done < len(view):
+            done += self._socket.send(view[done:])
+
+    def _spoiled(self, error: OSError) -> Broken:
+        """End the connection after a message that was sent in part, so that nothing follows. Return the error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return Broken(self._reason(error))
 
     def send_file(self, kind: int, numbers: Sequence[int], descriptor: int) -> None:
         """Send a message with an open file, over a Unix socket. Its body is one byte. Raise Broken."""
@@ -73,10 +86,10 @@ class Link:
             head = HEADER.pack(MAGIC | kind, self._next_sent, 1, *numbers, *[0] * (NUMBERS - len(numbers)))
             self._next_sent += 1
             try:
-                self._socket.sendall(head)
+                self._send_all(memoryview(head))
                 socket.send_fds(self._socket, [b"\0"], [descriptor])
             except OSError as error:
-                raise Broken(self._reason(error)) from error
+                raise self._spoiled(error) from error
 
     def take_file(self) -> int:
         """Return the descriptor of the open file in the present message. Raise Broken if there is none."""
@@ -120,7 +133,9 @@ class Link:
             self._left -= target.nbytes
 
     def take(self) -> Tensor:
-        """Return the rest of the body, uint8 [bytes]."""
+        """Return the rest of the body, uint8 [bytes]. Raise Broken if it is too large for the memory."""
+        if self._left > MOST_TAKEN:
+            raise Broken(f"a body of {self._left} bytes came, where at most {MOST_TAKEN} are allowed")
         body = torch.empty(self._left, dtype=torch.uint8)
         self.take_into(body)
         return body

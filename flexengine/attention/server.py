@@ -82,7 +82,10 @@ class Server:
             for thread in threads:
                 thread.start()
             while (message := self.link.receive()).kind != Kind.BYE:
-                self._handle(message)
+                try:
+                    self._handle(message)
+                except (RuntimeError, ValueError, MemoryError) as error:  # of a body that is no tensor of its kind
+                    raise Broken(f"a message of kind {message.kind} cannot be read ({error})") from error
         finally:
             self._ended.set()
             self._asked.put(None)
@@ -117,7 +120,10 @@ class Server:
             link.send(Kind.READY, (a, int(self._allocate(a, b, aligned_buffer))))
         elif message.kind == Kind.SHARE:
             descriptor = link.take_file()
-            ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
+            try:
+                ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
+            finally:
+                os.close(descriptor)  # the mapping stays
             link.send(Kind.READY, (a, int(ready)))
         elif message.kind == Kind.FREE:
             self._held.pop(a, None)
@@ -180,12 +186,10 @@ class Server:
         while (asked := self._asked.get()) is not None:
             try:
                 try:
-                    answer = self._attend(asked)
-                except Exception as error:  # told to the engine, which ends the job
+                    self._answer(asked, self._attend(asked))
+                except Exception as error:  # told to the engine, whose job computes the rows again
                     self.link.send(Kind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
-                else:
-                    self._answer(asked, answer)
-            except Broken:  # the thread that receives raises it, too
+            except Broken:  # the connection has ended, so the thread that receives ends, too
                 return
             del asked
 
@@ -203,9 +207,9 @@ class Server:
         """Append the new keys and values, and return attention, [sequences, heads, head_dim]. If other workers hold
         other tokens, also return its log-sum-exp, fp32 [sequences, heads]."""
         ask, tables = asked.question, asked.tables
+        _check(ask, tables, self._sinks.get(asked.layer))
         pool, form = self._pool(ask)
         new, dim = len(tables.pages), ask.head_dim
-        _check(ask, tables)
         flat = asked.vectors.view(DTYPES[ask.dtype]).view(-1, dim)
         rows = [len(tables.lengths) * ask.heads, new * ask.kv_heads, new * ask.kv_heads]
         q, k, v = (x.view(-1, heads, dim) for x, heads in
@@ -254,11 +258,8 @@ class Server:
 
 
 def mapped_file(descriptor: int, nbytes: int) -> Tensor:
-    """Return uint8 [nbytes] in a mapping of an open file, which other processes map too. Closes the descriptor."""
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+    """Return uint8 [nbytes] in a mapping of an open file, which other processes map too."""
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def _tables(numbers: Tensor, pages: int, new: int, copies: int) -> Tables:
@@ -271,8 +272,20 @@ def _tables(numbers: Tensor, pages: int, new: int, copies: int) -> Tables:
     return Tables(tables.view(sequences, pages), lengths, seen, at, offsets, both.view(copies, 2))
 
 
-def _check(ask: Question, tables: Tables) -> None:
-    """Raise ValueError if tables name pages or tokens that do not exist: kernels read memory without checks."""
+def _check(ask: Question, tables: Tables, sinks: Tensor | None) -> None:
+    """Raise ValueError if a question or its tables name memory that does not exist: kernels read without checks."""
+    sizes = (ask.pages, ask.page_tokens, ask.heads, ask.kv_heads, ask.head_dim)
+    if min(sizes) < 1 or ask.heads % ask.kv_heads:
+        raise ValueError(f"pages, page_tokens, heads, kv_heads and head_dim are {sizes}; they must be at least 1, and"
+                         " kv_heads must divide heads")  # fmt: skip
+    if not (0 <= ask.dtype < len(DTYPES) and 0 <= ask.pool_dtype < len(DTYPES)):
+        raise ValueError(f"dtypes are numbers {ask.dtype} and {ask.pool_dtype}; they must be 0 to {len(DTYPES) - 1}")
+    if ask.topk != NONE and not 0 <= ask.topk <= 1:
+        raise ValueError(f"the share of values is {ask.topk}; it must be 0 to 1")
+    if ask.sinks and (sinks is None or len(sinks) != ask.heads):
+        raise ValueError(f"the layer has {0 if sinks is None else len(sinks)} sinks, but {ask.heads} heads")
+    if len(tables.pages) != len(tables.lengths) and not ask.partial:
+        raise ValueError(f"{len(tables.pages)} new tokens came for {len(tables.lengths)} sequences")
     limits = {"page tables": (tables.tables, ask.pages), "pages": (tables.pages, ask.pages),
               "offsets": (tables.offsets, ask.page_tokens), "copied pages": (tables.copies, ask.pages),
               "lengths": (tables.lengths, tables.tables.shape[1] * ask.page_tokens + 1),

@@ -30,8 +30,13 @@ class WorkerTier(Tier):
         """Replace a lost worker by a new one, without any pages. All regions must be freed. Raise WorkerLost if there
         is no new one."""
         self.client.close()
+        client = self._connect()
         self._earlier = self.attention_bytes
-        self.client = self._connect()
+        self.client, self.ledger.capacity = client, client.memory
+
+    @property
+    def local_bytes(self) -> int:
+        return self.client.memory if self.client.shares else 0
 
     @property
     def attention_bytes(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("serve-attention", "Hold KV cache for flexengine run --attention-workers on another machine, and compute"
                                   " attention over it, for one engine after the other.",
-               "Whoever reaches the address can use the worker: listen in a trusted network only.",
+               "Every program that reaches the address can use the worker: listen in a trusted network only.",
                "HOST:PORT")  # fmt: skip
     p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
     p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache, e.g. 32G")
@@ -33,9 +33,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput("an address and --worker-mem are needed, as in flexengine serve-attention 10.0.0.2:29600"
                            " --worker-mem 32G")  # fmt: skip
     memory = parse_size(args.worker_mem, "--worker-mem")
+    from flexengine import kernels
     from flexengine.attention.network import address_of, serve_forever
 
     host, port = address_of(args.address)
+    kernels.load()  # compiling them may take longer than an engine waits
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

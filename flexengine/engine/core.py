@@ -61,6 +61,14 @@ class Core:
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         check_model_kept(options.model, {"trace": options.trace})
         self.options, self.machine, self.driver = options, options.machine(), driver
+        try:
+            self._open(options, layers)
+        except BaseException:  # workers, files and connections must not outlive the error
+            self.machine.close()
+            raise
+
+    def _open(self, options: EngineOptions, layers: Layers | None) -> None:
+        """Open the model. Raise the errors of `Engine`."""
         self._check_disk(options.policy)
         driven = options.group is not None and options.group.rank > 0
         self.trace = Trace(None if driven else options.trace) if options.trace else None
@@ -82,7 +90,6 @@ class Core:
 
     def _check_disk(self, policy: Policy | None) -> None:
         if self.machine.no_offload and policy and policy.spills(DISK):
-            self.machine.close()
             raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
 
     @property

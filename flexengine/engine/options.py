@@ -74,6 +74,9 @@ class MachineOptions:
         count = given if isinstance(given, int) else len(given)
         if not 0 <= count <= MOST_WORKERS:
             raise InvalidInput(f"--attention-workers is {count}; it must be 0 to {MOST_WORKERS}")
+        if isinstance(given, str) or not (isinstance(given, int) or all(isinstance(each, str) for each in given)):
+            raise InvalidInput(f"attention_workers is {shown(given)}; it must be a number of processes, or a list of"
+                               " addresses HOST:PORT")  # fmt: skip
         if not isinstance(given, int):
             if self.worker_mem is not None:
                 raise InvalidInput(f"--worker-mem is {self.worker_mem}, but workers at addresses have memory of their"

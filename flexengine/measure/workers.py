@@ -21,7 +21,7 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
     """Return the bytes of KV per second of each worker, by place, and the seconds of a question without attention.
 
     Takes about 0.1 s per worker.
-    Pages hold zeros in the compute dtype: attention over encoded pages is about as fast per token.
+    Pages hold any numbers in the compute dtype: attention over encoded pages is about as fast per token.
 
     Raises:
         WorkerLost: a worker has died.

@@ -37,6 +37,9 @@ def book_delegation(layout: Booked, model: ModelFacts, capacity: Capacity) -> No
     The host also has a workspace for the kernels' output of one gpu_batch.
     """
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
+    if policy.works and not any(map(is_worker, rows)):
+        raise InvalidInput(f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
+                           f" {policy.block_size}; raise the share, or leave it out")  # fmt: skip
     if policy.delegate and capacity.shared:
         raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device, and attention"
                            " always runs there; set delegate to false")  # fmt: skip

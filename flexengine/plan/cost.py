@@ -17,6 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from flexengine.places import is_worker, workers_of
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -253,9 +254,14 @@ class Cost:
         homes = cache_homes(layout.policy, layout.places)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
+        workers, before = workers_of(layout.pools), 0.0
         for tier in layout.pools:
             tokens = layout.room(tier)
-            counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, live - sum(counts.values())))
+            left = live - sum(counts.values())
+            if is_worker(tier):  # sequences enter workers by turns
+                before = before or left
+                left = min(left, before / len(workers))
+            counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, left))
             room += tokens
         whole = sum(counts.values()) or 1.0
         return {tier: n / whole for tier, n in counts.items()}, room

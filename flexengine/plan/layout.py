@@ -326,7 +326,8 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
     for member in team:
         nbytes = sum(n * size for n, size in zip(pages, sizes, strict=True)) // len(team)
         layout.book(member, "KV cache", aligned(nbytes))
-    _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
+    for member in team:
+        _check(layout, member, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
     return sum(n * size for n, size in zip(least, sizes, strict=True))
 
 

@@ -217,12 +217,14 @@ def new_lane(kind: str, name: str) -> Lane:
     """Return a new lane.
 
     Args:
-        kind: inline, thread or stream. With stream, lanes whose names start with disk, cpu or worker are Thread
-            lanes, whose tasks start after the tasks they depend on have ended on the GPU too.
+        kind: inline, thread or stream. With stream, lanes of disks, of the CPU and of attention workers are Thread
+            lanes, whose tasks start after the tasks they depend on have ended on the GPU too. Questions to workers, and
+            their answers, are copied from and to the GPU, on Stream lanes.
         name: for threads and messages.
     """
     if kind == "inline":
         return Inline(name)
-    if kind == "stream" and not name.startswith(("disk", "cpu", "worker")):
+    copies = name.startswith("worker") and name.endswith(("_send", "_fetch"))
+    if kind == "stream" and (copies or not name.startswith(("disk", "cpu", "worker"))):
         return Stream(name)
     return Thread(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+from flexengine.places import is_worker, workers_of
 from flexengine.policy import Policy
 from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
@@ -235,7 +236,8 @@ class Sweeps:
             counts: by tier, number of live sequences.
             forecast: by tier, as `_forecast`.
         """
-        for tier, pools in self.pools.items():
+        for tier in self._by_load(forecast):
+            pools = self.pools[tier]
             if counts[tier] >= self.places[self._current].get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
@@ -251,6 +253,13 @@ class Sweeps:
             if all(peak_pages([*forecast[tier], *new], pool, late) <= pool.pages for pool in pools):
                 return tier, new
         return None
+
+    def _by_load(self, forecast: Mapping[str, list[Growing]]) -> list[str]:
+        """Return the tiers in the order in which sequences enter. Among attention workers, the one with the fewest
+        cached tokens comes first."""
+        loads = {worker: sum(each.tokens for each in forecast[worker]) for worker in workers_of(self.pools)}
+        workers = iter(sorted(loads, key=loads.__getitem__))
+        return [next(workers) if is_worker(tier) else tier for tier in self.pools]
 
     def in_prompt(self, piece: Piece) -> bool:
         """Return whether a piece of the sweep begun last is part of a prompt."""

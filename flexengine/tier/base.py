@@ -142,6 +142,11 @@ class Tier(ABC):
         """Bytes of questions to the process that holds the tier and computes attention, and of its answers."""
         return 0, 0
 
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of this machine's RAM that the process of an attention worker may take."""
+        return 0
+
     def renew(self) -> None:
         """Replace lost memory of another process by new memory. Raise TypeError if the tier has memory of its own."""
         raise TypeError(f"tier {self.name} is not in another process")

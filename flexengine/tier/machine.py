@@ -231,7 +231,8 @@ def make_machine(
     _allow_open_files()
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
-    ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0], sharing)
+    taken = sum(worker.local_bytes for worker in workers)
+    ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0], sharing, taken)
     free_disk, *more = _shared_out((free_disk, *_further(directories)), directories, sharing)
     disks = _disks(directories, (free_disk, *more))
     device: Tier
@@ -321,13 +322,17 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int) -> tuple[int, int, str]:
+def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int, taken: int) -> tuple[int, int, str]:
     """Return bytes of RAM (`ram_limit`, or what is free), bytes of the offload directory, and why it cannot be used.
 
     A directory in RAM (tmpfs) takes from the same memory: it gets the rest of the free RAM, or 1/RAM_DISK of the free
-    RAM if `ram_limit` is None.
+    RAM if `ram_limit` is None. Attention workers of this machine take `taken` bytes.
     """
-    usable = int(usable_memory() * HEADROOM) // sharing
+    free_ram = int(usable_memory() * HEADROOM)
+    if taken >= free_ram:
+        raise InvalidInput(f"attention workers may take {taken:,} bytes of RAM, but {free_ram:,} are free; give a"
+                           " smaller --worker-mem, or fewer workers")  # fmt: skip
+    usable = (free_ram - taken) // sharing
     try:
         free = usable_disk(offload_dir)
     except InvalidInput as error:

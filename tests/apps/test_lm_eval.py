@@ -255,7 +255,8 @@ def test_engine_options() -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"dtyp": "auto"}, "model_args has 'dtyp', which is no option; the options are allow, allow_symlinks, batch_size"),
+    ({"dtyp": "auto"}, "model_args has 'dtyp', which is no option; the options are allow, allow_symlinks, "
+     "attention_workers, batch_size"),
     ({"model": "a", "pretrained": "b"}, "model 'a' and pretrained 'b', which mean the same"),
     ({"lossy": Lossy("int4"), "cache": "int4"}, "lossy and cache are both given"),
     ({"weights": "int5"}, "int5"), ({"policy": "none.json"}, "there is no policy file none.json"),

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.attention import local
-from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory, WorkerLost
 from flexengine.lossy import EXACT, Lossy
 from flexengine.plan.workload import Workload
 from tests.helpers.attention_workers import NetWorker, ThreadWorker
@@ -184,6 +184,8 @@ def test_refusals(families: Any) -> None:
         (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but no policy gives them a share of the KV cache"),
         (dict(cache=ALL, partition="heads"), 3, "2 KV heads cannot be divided evenly among 3 attention workers"),
         (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
+        (dict(gpu_batch_size=1, num_gpu_batches=4, cache={"workers": 0.05, "device": 0.95}), 2,
+         "share of 0.05 on attention workers is no sequence of a block of 4"),
         (dict(cache=ALL), 65, "--attention-workers is 65; it must be 0 to 64"),
         (dict(cache=ALL), -1, "--attention-workers is -1; it must be 0 to 64"),
     ):
@@ -193,8 +195,39 @@ def test_refusals(families: Any) -> None:
             ).generate(known.rows, GREEDY)
     with pytest.raises(InvalidInput, match="--attention-workers needs --worker-mem"):
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=1)
+    with pytest.raises(InvalidInput, match=r"attention_workers is '10.* it must be a number of processes, or"):
+        Engine(known.directory, policy=Policy(cache=ALL), attention_workers="10.0.0.2:29600")
+    with pytest.raises(InvalidInput, match=r"attention workers may take [\d,]+ bytes of RAM, but [\d,]+ are free"):
+        Engine(known.directory, policy=Policy(cache=ALL), attention_workers=2, worker_mem="900G")
     with pytest.raises(InvalidInput, match="--worker-mem is 1G, but there are no attention workers"):
         Engine(known.directory, worker_mem="1G")
+
+
+@pytest.mark.usefixtures("threads")
+def test_sequences_are_divided_evenly(families: Any) -> None:
+    """A block that is not full does not fill one worker first."""
+    known = families("llama")
+    policy = Policy(8, 2, cache=ALL)
+    with Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem="4M") as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        written = [engine.summary.bytes[f"worker{i}_write"] for i in (1, 2)]
+    assert max(written) < 1.5 * min(written)
+
+
+@pytest.mark.usefixtures("threads")
+def test_no_worker_stays_behind_if_the_model_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[ThreadWorker]()
+
+    class Noted(ThreadWorker):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(local, "LocalWorker", Noted)
+    with pytest.raises(ModelNotFound):
+        Engine("/no/such/model", policy=Policy(cache=ALL), device="cpu", attention_workers=2, worker_mem="4M")
+    assert len(made) == 2
+    assert not any(worker.thread.is_alive() for worker in made)
 
 
 @pytest.mark.usefixtures("threads")

@@ -133,6 +133,7 @@ def with_tables(one: Link) -> None:
         ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 6 numbers came"),
         ([allocated, lambda one: one.send(Kind.ASK, (0, 0), QUESTION.pack(), VECTORS)], "before its page tables"),
         ([allocated, with_tables, lambda one: one.send(Kind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
+        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
     ],
 )
 def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]], reason: str) -> None:
@@ -148,9 +149,12 @@ def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]],
         ({}, torch.tensor([0, -1, 20, 20, 1, 3], dtype=torch.int32), "page tables hold -1 to 0; they must be below 4"),
         ({}, torch.tensor([0, 1, 0, 0, 1, 3], dtype=torch.int32), "lengths hold 0; they must be at least 1"),
         ({"pages": 400}, TABLES, "bytes 0 to 409600 of memory 0 were named, which has 4096 bytes"),
-        ({"heads": 3}, TABLES, "RuntimeError"),
+        ({"heads": 4}, TABLES, "RuntimeError"),
         ({"bits": 5}, TABLES, "an encoded cache of 5 bits"),
-        ({"dtype": 9}, TABLES, "IndexError"),
+        ({"dtype": 9}, TABLES, "dtypes are numbers 9 and 0; they must be 0 to 3"),
+        ({"page_tokens": 0}, TABLES, "they must be at least 1, and kv_heads must divide heads"),
+        ({"heads": 3, "kv_heads": 2}, TABLES, "kv_heads must divide heads"),
+        ({"topk": 1.5}, TABLES, "the share of values is 1.5; it must be 0 to 1"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tables: torch.Tensor, reason: str) -> None:
@@ -177,6 +181,23 @@ def test_an_engine_ends_after_a_wrong_answer() -> None:
         client.allocate(10)
     client.close()
     other.close()
+
+
+def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
+    """The call that waits for the answer raises; a later one, too, and freeing memory does not."""
+    one, other = socket.socketpair()
+    link = Link(other)
+    link.send(Kind.HELLO, (PROTOCOL, 1000), text("here"))
+    client = Client(Link(one), "worker1")
+    pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
+    other.sendall(HEADER.pack(MAGIC | Kind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
+    link.close()
+    with pytest.raises(WorkerLost, match="it ended in the middle of a message|its connection broke"):
+        pending.wait()
+    with pytest.raises(WorkerLost):
+        client.allocate(10)
+    client.free(0)
+    client.close()
 
 
 def test_other_programs_are_no_workers() -> None:

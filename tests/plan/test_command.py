@@ -174,7 +174,8 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
                  "--seed", "--top-k",
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
                  "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
-                 "--stages", "--strategy", "--interface", "--ray", "--actors", "--shard-rows"}  # fmt: skip
+                 "--stages", "--strategy", "--interface", "--ray", "--actors", "--shard-rows",
+                 "--attention-workers", "--worker-mem"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere
 
 

@@ -204,6 +204,7 @@ class Conformance:
         job = self.job("plain", tmp_path)
         job.attender.close()
         assert job.entries() == job.before
+        job.machine.close()
 
 
 class TestHost(Conformance):

@@ -42,7 +42,6 @@ class Desk:
             attender.regions.keep_room(tier, aligned(nbytes), what)
             handle = client.allocate(nbytes, counted=False)
             if handle is None:
-                attender.regions.free()
                 raise OutOfMemory(tier, what, nbytes)
             self.handle, self.flat = handle, client.memory_of(handle)
         else:
@@ -66,11 +65,17 @@ class RemoteAttender(BufferedAttender):
         tiers = [machine.tier(member) for member in layout.policy.team(place, layout.places)]
         self.clients = [tier.client for tier in tiers if isinstance(tier, WorkerTier)]
         self.desks: list[Desk] = []
-        super().__init__(place, model, layout, machine, cache, dtype)
+        try:
+            super().__init__(place, model, layout, machine, cache, dtype)
+            if len(self.clients) > 1:
+                tier = "device" if machine.capacity.shared else "host"
+                for client in self.clients:
+                    self.desks.append(Desk(self, client, tier, layout.desks[place], DESKS))
+        except BaseException:
+            self._free_desks()
+            self.regions.free()
+            raise
         self.row = model.sent + model.fetched + 4 * model.heads  # bytes of a token at a desk of a team
-        if len(self.clients) > 1:
-            tier = "device" if machine.capacity.shared else "host"
-            self.desks = [Desk(self, client, tier, layout.desks[place], DESKS) for client in self.clients]
         self._told: dict[tuple[int, int], list[Part]] = {}  # by gpu_batch and group: tables that the workers have
         self._sinks_told = set[int]()  # layers whose sinks the workers have
         self._views: dict[int, View] = {}  # by gpu_batch
@@ -199,11 +204,14 @@ class RemoteAttender(BufferedAttender):
         )  # fmt: skip
 
     def close(self) -> None:
+        self._free_desks()
+        super().close()
+
+    def _free_desks(self) -> None:
         for desk in self.desks:
             desk.flat = torch.empty(0, dtype=torch.uint8)
             if desk.handle != NONE:
                 desk.client.free(desk.handle)
-        super().close()
 
 
 def _put(pieces: Sequence[Tensor], target: Tensor) -> int:
