@@ -192,7 +192,7 @@ def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
     other.sendall(HEADER.pack(MAGIC | Kind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
     link.close()
-    with pytest.raises(WorkerLost, match="it ended in the middle of a message|its connection broke"):
+    with pytest.raises(WorkerLost, match=r"it ended in the middle of a message|its connection broke"):
         pending.wait()
     with pytest.raises(WorkerLost):
         client.allocate(10)
