@@ -11,7 +11,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.attention import local
 from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory, WorkerLost
-from flexengine.lossy import EXACT, Lossy
+from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from tests.helpers.attention_workers import NetWorker, ThreadWorker
 from tests.helpers.families import LENGTHS, NEW
@@ -28,7 +28,10 @@ SPLITS: list[tuple[int, dict[str, Any]]] = [
     (3, dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.7, "device": 0.3}, partition="tokens",
              slots=1, weights=(0, 0.5, 0.5), prefill_tokens=7)),
 ]  # fmt: skip
-FORMS = [EXACT, Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3)]
+# bench.workers compares all formats under all partitions.
+FORMS = [(1, Lossy(cache="bf16")), (1, Lossy(sparse_attention=0.3)), (3, Lossy(cache="int4")),
+         (3, Lossy(sparse_attention=0.3)), (4, Lossy(cache="int8")), (4, Lossy(cache="int4")),
+         (4, Lossy(sparse_attention=0.3))]  # fmt: skip
 # Grouped heads, a soft cap with windows, sinks with windows: the first under all policies.
 RUNS = [("llama", split) for split in range(len(SPLITS))] + [(f, s) for f in ("gemma2", "gpt-oss") for s in (2, 3, 4)]
 
@@ -66,8 +69,7 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("split", [1, 3, 4])
-@pytest.mark.parametrize("form", FORMS[1:], ids=str)
+@pytest.mark.parametrize(("split", "form"), FORMS, ids=str)
 def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, split: int, form: Lossy) -> None:
     known, (workers, fields) = families("gpt-oss"), SPLITS[split]
     if form.sparse_attention and split == 4:
