@@ -251,13 +251,19 @@ def machine() -> Record:
 
 
 def header(bench: str, case: Any, runs: Sequence[Record]) -> Record:
-    """Return the first fields of every record. The versions are those that the sides reported."""
+    """Return the first fields of every record. The versions are those that the sides reported.
+
+    Args:
+        bench: name of the bench.
+        case: fields of the case, as a dict or a dataclass.
+        runs: records of the sides.
+    """
     seen: Record = {}
     for entry in runs:
         seen |= entry.get("versions", {})
     return {
         "bench": bench,
-        "case": asdict(case),
+        "case": case if isinstance(case, dict) else asdict(case),
         "time": now(),
         "machine": machine(),
         "versions": seen,

@@ -150,10 +150,8 @@ class Policy:
     @property
     def places(self) -> tuple[str, ...]:
         """Return the places that have a share, from near to far."""
-        return tuple(place for place in PLACES if place in TIERS or self._has_share(place))
-
-    def _has_share(self, place: str) -> bool:
-        return any(shares(split).get(place, 0.0) > 0 for split in (self.weights, self.cache, self.activations))
+        weights = shares(self.weights)
+        return tuple(place for place in PLACES if place in TIERS or self.spills(place) or weights.get(place, 0.0) > 0)
 
     @property
     def works(self) -> float:

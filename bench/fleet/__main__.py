@@ -150,7 +150,7 @@ def measure(case: Case, rows: int, folder: Path, address: str) -> tuple[Record, 
     indices = [json.loads(line)["index"] for line in output.read_text().splitlines()]
     once = indices == list(range(rows))
     fields = {"name": case.name, "options": list(case.options), "rows": rows}
-    record = {**harness.header("fleet", case, [{"versions": harness.versions()}]), "case": fields}
+    record = harness.header("fleet", fields, [{"versions": harness.versions()}])
     record |= {"kills": kills, "runs": runs, "same": same, "once": once, "seconds": time.monotonic() - began}
     return record, same and once and kills == len(case.victims)
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,14 +47,9 @@ def side(job: Record, directory: Path) -> Record:
     return found
 
 
-@dataclass
-class Case:
-    """A case without its fields, for the header."""
-
-
 def header(fields: Record) -> Record:
     """Return the first fields of a record. fields: of the case."""
-    return {**harness.header("pipeline", Case(), [{"versions": harness.versions()}]), "case": fields}
+    return harness.header("pipeline", fields, [{"versions": harness.versions()}])
 
 
 def decode(turns: int, directory: Path) -> tuple[Record, bool]:

@@ -17,7 +17,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -34,14 +33,9 @@ WORKERS = 2
 KILL_SECONDS = 12.0  # most seconds between two kills
 
 
-@dataclass
-class Case:
-    """A case without its fields, for the header."""
-
-
 def header(fields: Record) -> Record:
     """Return the first fields of a record. fields: of the case."""
-    return {**harness.header("workers", Case(), [{"versions": harness.versions()}]), "case": fields}
+    return harness.header("workers", fields, [{"versions": harness.versions()}])
 
 
 def side(job: Record, directory: Path, threads: int | None = None) -> Record:

@@ -22,7 +22,7 @@ _NO_BODY = torch.empty(0, dtype=torch.uint8)
 
 
 class Pending:
-    """Bytes that a worker was asked for.
+    """Bytes that a worker will send, for a call that waits for them.
 
     Args:
         targets: contiguous tensors in RAM that receive the bytes, in order.
@@ -53,7 +53,7 @@ class Client:
             are then written and read there, and messages hold none of them.
 
     Attributes:
-        place: name of its place, such as workers1.
+        place: name of its place, such as worker1.
         name: place, host and process, for messages.
         memory: bytes for pages that the worker has.
         asked: bytes of queries, keys and values sent.
@@ -244,7 +244,7 @@ class Client:
                 return
 
     def close(self) -> None:
-        """Let the worker end."""
+        """End the connection, and with it the worker."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(WorkerLost):

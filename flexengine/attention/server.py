@@ -68,7 +68,7 @@ class Server:
         self.link, self.memory, self.name = link, memory, name
         self.kernels = kernels.load()
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
-        self._counted: dict[int, int] = {}  # by handle: bytes of pages
+        self._counted = set[int]()  # handles of memory for pages
         self._tables: dict[tuple[int, int], Tables] = {}  # by gpu_batch and group
         self._sinks: dict[int, Tensor] = {}  # by layer: fp32 [heads]
         self._asked = queue.SimpleQueue[Asked | None]()
@@ -127,7 +127,7 @@ class Server:
             link.send(Kind.READY, (a, int(ready)))
         elif message.kind == Kind.FREE:
             self._held.pop(a, None)
-            self._counted.pop(a, None)
+            self._counted.discard(a)
             if not self._held:
                 self._tables.clear()
                 self._sinks.clear()
@@ -155,13 +155,13 @@ class Server:
         except (MemoryError, OSError, RuntimeError):
             return False
         if counted:
-            self._counted[handle] = size
+            self._counted.add(handle)
         return True
 
     @property
     def _taken(self) -> int:
         """Bytes of pages."""
-        return sum(self._counted.values())
+        return sum(len(self._held[handle]) for handle in self._counted)
 
     def _part(self, handle: int, start: int, nbytes: int) -> Tensor:
         held = self._held.get(handle)

@@ -70,7 +70,6 @@ class WorkerTier(Tier):
         self.client.close()
 
 
-
 def worker_tiers(connects: Sequence[Callable[[], Client]]) -> list[WorkerTier]:
     """Return a tier for each worker. Raise the error of the first that cannot be connected, after ending the others."""
     with contextlib.ExitStack() as connected:

@@ -23,7 +23,7 @@ def test_directories(config: Any, count: int | None, tmp_path: Path) -> None:
     assert named_layers(str(tmp_path)) == count
 
 
-@pytest.mark.parametrize("model", ["directory", "file.gguf", "owner/name", "~nobody-here/model"])
+@pytest.mark.parametrize("model", ["directory", "file.gguf", "owner/name", "~no-such-user/model"])
 def test_what_cannot_be_read(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that is cut off, a GGUF file that is cut off, a model of the hub, and the home of an unknown user."""
     monkeypatch.chdir(tmp_path)
