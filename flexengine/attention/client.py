@@ -51,6 +51,7 @@ class Client:
     Args:
         shares: whether the worker is on this machine, so that it maps the same memory. Pages, questions and answers
             are then written and read there, and messages hold none of them.
+        threads: threads that compute, if the worker uses the processors of this machine; else 0.
 
     Attributes:
         place: name of its place, such as worker1.
@@ -60,9 +61,9 @@ class Client:
         answered: bytes of answers to them.
     """
 
-    def __init__(self, link: Link, place: str, shares: bool = False) -> None:
+    def __init__(self, link: Link, place: str, shares: bool = False, threads: int = 0) -> None:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
-        self.link, self.place, self.name = link, place, place
+        self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
         self._tickets, self._handles = itertools.count(), itertools.count()

@@ -198,10 +198,10 @@ class EngineOptions(MachineOptions):
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
         check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
         self._check_strategy()
-        if self.attention_workers and (self.policy is None or not self.policy.works):
-            raise InvalidInput(f"--attention-workers is {self.attention_workers}, but no policy gives them a share of"
-                               ' the KV cache; give a policy such as {"cache": {"workers": 1}} with --policy, or leave'
-                               " the workers out")  # fmt: skip
+        if self.attention_workers and self.policy is not None and not self.policy.works:
+            raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
+                               ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
+                               " the policy")  # fmt: skip
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
         if self.group is not None and self.attention_workers:
             raise InvalidInput("attention workers cannot be combined with stages in several processes; leave out"

@@ -100,7 +100,9 @@ class Hardware:
             device has waited for its weights.
         workers: bytes of each attention worker.
         worker_attention: by attention worker, bytes of KV per second of decode attention; the rate of h2d if not known.
+        worker_links: by attention worker, bytes per second of its connection; the rate of h2d if not known.
         worker_seconds: seconds of a question to a worker and of its answer, without attention.
+        worker_cores: by attention worker on this machine, the share of the machine's cores with which it computes.
         delegation: by signature of the first layer, seconds that delegation adds to a layer of a gpu_batch, without
             attention itself; `task_seconds` if not measured.
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
@@ -143,7 +145,9 @@ class Hardware:
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
     worker_attention: Mapping[str, float] = field(default_factory=dict)
+    worker_links: Mapping[str, float] = field(default_factory=dict)
     worker_seconds: float = 0.0
+    worker_cores: Mapping[str, float] = field(default_factory=dict)
     corrected: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,8 +165,12 @@ class Hardware:
         object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
         for name, factor in _object("corrected", self.corrected).items():
             positive(f"corrected {name}", factor)
-        for name, rate in _object("worker_attention", self.worker_attention).items():
-            positive(f"worker_attention {name}", rate)
+        for what in ("worker_attention", "worker_links"):
+            for name, rate in _object(what, getattr(self, what)).items():
+                positive(f"{what} {name}", rate)
+        for name, share in _object("worker_cores", self.worker_cores).items():
+            if not 0 <= _number(f"worker_cores {name}", share) <= 1:
+                raise InvalidInput(f"worker_cores {shown(name)} is {shown(share)}; it must be a share from 0 to 1")
         for name, lost in _object("delegation", self.delegation).items():
             _known(f"delegation {name}", lost)
         positive("elementwise", self.elementwise)
@@ -246,6 +254,8 @@ class Hardware:
 
     def lane_rates(self, lane: str) -> Table:
         """Return the rates of a lane's link. Without a GPU, the rates of h2d hold for both directions."""
+        if (rate := self.worker_links.get(lane.partition("_")[0])) is not None:
+            return ((1.0, rate),)
         return self.links.get(link_of(lane), self.links["h2d"])
 
     def weight_rates(self, lane: str) -> Table:

@@ -25,7 +25,7 @@ class ThreadWorker(Client):
         own, other = self.sockets()
         self.thread = threading.Thread(target=_serve, args=(other, memory), daemon=True)
         self.thread.start()
-        super().__init__(Link(own), place, shares=self.in_memory)
+        super().__init__(Link(own), place, shares=self.in_memory, threads=threads)
 
     @staticmethod
     def sockets() -> tuple[socket.socket, socket.socket]:
