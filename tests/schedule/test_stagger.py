@@ -46,6 +46,15 @@ def test_times_never_collide(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", NS)
+def test_an_interleaved_stage_needs_each_layer_once(n: int) -> None:
+    """All gpu_batches, in order, in one of its layers after the other: weights can stream."""
+    slices = interleaved(n).slices(5 * (n - 1))
+    for stage in range(n - 1):
+        expected = [(j, k) for j in range(stage, 5 * (n - 1), n - 1) for k in range(n)]
+        assert [(s.cell.layer, s.cell.batch) for s in slices if s.replica == stage] == expected
+
+
+@pytest.mark.parametrize("n", NS)
 @pytest.mark.parametrize("name", MOVING)
 def test_all_devices_are_always_busy(name: str, n: int) -> None:
     order = MOVING[name](n)
