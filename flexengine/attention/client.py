@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,16 +53,20 @@ class Client:
         shares: whether the worker is on this machine, so that it maps the same memory. Pages, questions and answers
             are then written and read there, and messages hold none of them.
         threads: threads that compute, if the worker uses the processors of this machine; else 0.
+        engine: number of the engine, drawn here if it is None. A worker ends an older connection of the same engine.
 
     Attributes:
         place: name of its place, such as worker1.
         name: place, host and process, for messages.
-        memory: bytes for pages that the worker has.
+        memory: bytes for pages that the worker has, without those that other engines hold.
+        others: bytes that other engines held when the worker last told.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
     """
 
-    def __init__(self, link: Link, place: str, shares: bool = False, threads: int = 0) -> None:
+    def __init__(
+        self, link: Link, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
+    ) -> None:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
         self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
@@ -73,7 +78,7 @@ class Client:
         self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         try:
-            link.send(Kind.HELLO, (PROTOCOL,), text(identity()))
+            link.send(Kind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity()))
             answer = link.receive()
             body = words(link.take())
         except Broken as error:
@@ -83,6 +88,7 @@ class Client:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
+        self.others = answer.numbers[2] - self.memory
         self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
                          for work in (self._receive, self._beat)]  # fmt: skip
         for thread in self._threads:
@@ -105,7 +111,7 @@ class Client:
             raise self._lost from error
 
     def allocate(self, nbytes: int, counted: bool = True) -> int | None:
-        """Return the handle of new memory; None if the worker has too little.
+        """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
 
         Args:
             nbytes: bytes of the memory.
@@ -208,6 +214,7 @@ class Client:
         if message.kind == Kind.BEAT:
             return
         if message.kind == Kind.READY:
+            self.others = message.numbers[3] - message.numbers[2]
             self._ready.put(bool(message.numbers[1]))
             return
         if message.kind not in (Kind.DATA, Kind.ANSWER, Kind.FAILED):
@@ -245,7 +252,7 @@ class Client:
                 return
 
     def close(self) -> None:
-        """End the connection, and with it the worker."""
+        """End the connection."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(WorkerLost):
@@ -253,4 +260,3 @@ class Client:
             self.link.close()
             for thread in self._threads:
                 thread.join(END_SECONDS)
-

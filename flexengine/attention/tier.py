@@ -46,7 +46,8 @@ class WorkerTier(Tier):
         size = aligned(nbytes)
         with self.ledger.booked(size, what):
             if (handle := self.client.allocate(size)) is None:
-                raise OutOfMemory(self.name, what, size)
+                held = f", as other engines hold {self.client.others:,} bytes of the worker"
+                raise OutOfMemory(self.name, what + held * (self.client.others > 0), size)
         return Region(handle, 0, nbytes, dtype)
 
     def free(self, region: Region, what: str) -> None:

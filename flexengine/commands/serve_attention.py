@@ -14,11 +14,11 @@ from flexengine.errors import InvalidInput
 def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("serve-attention", "Hold KV cache for flexengine run --attention-workers on another machine, and compute"
-                                  " attention over it, for one engine after the other.",
+                                  " attention over it. Several engines can use it at the same time.",
                "Every program that reaches the address can use the worker: listen in a trusted network only.",
                "HOST:PORT")  # fmt: skip
     p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
-    p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache, e.g. 32G")
+    p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache of all engines together, e.g. 32G")
     return p
 
 

@@ -5,13 +5,12 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
 from flexengine.attention.local import local_workers
-from flexengine.attention.network import RemoteWorker, address_of
+from flexengine.attention.network import address_of, connecting
 from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.config import cache_root, parse_size, shown
 from flexengine.engine.state import Progress
@@ -123,8 +122,7 @@ class MachineOptions:
         given = self.attention_workers
         if isinstance(given, int):
             return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
-        each = zip(worker_names(len(given)), given, strict=True)
-        return worker_tiers([partial(RemoteWorker, place, address) for place, address in each])
+        return worker_tiers([connecting(*each) for each in zip(worker_names(len(given)), given, strict=True)])
 
     @property
     def _sharing(self) -> int:
