@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.attention.network import address_of, serve_forever
+from flexengine.attention.pool import Pool
 from flexengine.attention.server import Asked, Server
 
 
@@ -31,7 +32,7 @@ def pool(job: dict[str, Any]) -> None:
 
     Server._attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
-        serve_forever(server, 1 << 26, lambda text: print(text, file=sys.stderr))
+        serve_forever(server, Pool(1 << 26), lambda text: print(text, file=sys.stderr))
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexengine.attention.files import mapped_file
 from flexengine.attention.link import Broken, Link, Message
 from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
-from flexengine.attention.server import BEAT_SECONDS, Tables, identity, mapped_file
+from flexengine.attention.server import BEAT_SECONDS, Tables, identity
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.tier.base import aligned
 
@@ -60,6 +61,7 @@ class Client:
         name: place, host and process, for messages.
         memory: bytes for pages that the worker has, without those that other engines hold.
         others: bytes that other engines held when the worker last told.
+        file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
     """
@@ -88,11 +90,15 @@ class Client:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
-        self.others = answer.numbers[2] - self.memory
+        self.others, self.file_rate = answer.numbers[2] - self.memory, answer.numbers[3]
         self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
                          for work in (self._receive, self._beat)]  # fmt: skip
         for thread in self._threads:
             thread.start()
+
+    def rename(self, place: str) -> None:
+        """Change the name of the worker's place."""
+        self.place, self.name = place, place + self.name.removeprefix(self.place)
 
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)

@@ -63,15 +63,14 @@ def connecting(place: str, address: str) -> Callable[[], RemoteWorker]:
     return partial(RemoteWorker, place, address, secrets.randbits(62))
 
 
-def serve_forever(server: socket.socket, memory: int, say: Callable[[str], None]) -> None:
+def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
     """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
         server: a listening socket.
-        memory: bytes for KV pages of all engines together.
+        pool: memory and processors for all engines; it is closed at the end.
         say: gets a line when a connection begins, and when it ends.
     """
-    pool = Pool(memory)
     try:
         while True:
             connection, (host, port, *_) = server.accept()

@@ -3,9 +3,14 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+from flexengine.attention import files
+from flexengine.tier.memory import aligned_buffer
 
 T = TypeVar("T")
 
@@ -25,11 +30,15 @@ class Pool:
 
     Attributes:
         memory: most bytes of pages, of all engines together.
+        folder: directory of the files that hold pages; None if pages are in memory.
+        file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
         taken: bytes of pages that engines hold.
     """
 
-    def __init__(self, memory: int) -> None:
-        self.memory, self.taken = memory, 0
+    def __init__(self, memory: int, folder: Path | None = None) -> None:
+        """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
+        self.memory, self.taken, self.folder = memory, 0, folder
+        self.file_rate = 0 if folder is None else files.read_rate(folder)
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
@@ -46,6 +55,10 @@ class Pool:
                 return False
             self.taken += nbytes
             return True
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return new memory, uint8, zeros. Raise MemoryError or OSError if there is none."""
+        return aligned_buffer(nbytes) if self.folder is None else files.mapped(self.folder, nbytes)
 
     def give_back(self, nbytes: int) -> None:
         """Give memory back."""

@@ -5,7 +5,6 @@ and hands questions to the pool, which all connections share (`attention/pool.py
 The engine orders its messages: pages that a question names are not written before the answer.
 """
 
-import mmap
 import os
 import queue
 import socket
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from flexengine import kernels
+from flexengine.attention.files import mapped_file
 from flexengine.attention.link import SILENT_SECONDS, Broken, Link, Message
 from flexengine.attention.messages import DTYPES, NONE, PROTOCOL, QUESTION_BYTES, Kind, Question, text, words
 from flexengine.attention.pool import Pool
 from flexengine.codec.cache import CacheFormat
 from flexengine.tier.base import aligned
-from flexengine.tier.memory import aligned_buffer
 
 BEAT_SECONDS = SILENT_SECONDS / 10
 
@@ -117,7 +116,7 @@ class Server:
             raise Broken(why)
         self.engine = hello.numbers[1]
         self.pool.join(self.engine, self)
-        self.link.send(Kind.HELLO, (PROTOCOL, self.pool.free, self.pool.memory), text(self.name))
+        self.link.send(Kind.HELLO, (PROTOCOL, self.pool.free, self.pool.memory, self.pool.file_rate), text(self.name))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
@@ -132,7 +131,7 @@ class Server:
         if message.kind == Kind.BEAT:
             return
         if message.kind == Kind.ALLOCATE:
-            self._ready(a, self._allocate(a, b, aligned_buffer))
+            self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == Kind.SHARE:
             descriptor = link.take_file()
             try:
@@ -288,11 +287,6 @@ class Server:
         dtype = DTYPES[ask.pool_dtype]
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self._part(ask.handle, ask.start, nbytes).view(dtype).view(shape), form
-
-
-def mapped_file(descriptor: int, nbytes: int) -> Tensor:
-    """Return uint8 [nbytes] in a mapping of an open file, which other processes map too."""
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def _tables(numbers: Tensor, pages: int, new: int, copies: int) -> Tables:

@@ -36,6 +36,8 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
         whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (TOKENS, 1))
         nbytes = SEQUENCES * TOKENS * 2 * model.kv_heads * model.head_dim * dtype.itemsize
         rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / TOKENS)
+        if tier.client.file_rate:  # the pages of this measurement were still in memory
+            rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
         fixed.append(little)
         links[tier.name] = _link_rate(tier)
         if tier.client.threads:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import product
 from operator import attrgetter
 
-from flexengine.places import WORKERS, workers_of
+from flexengine.places import WORKERS, workers_in_memory
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.tried import Tried
@@ -41,7 +41,7 @@ def split_of(share: float) -> Split:
 def try_workers(placement: Placement) -> None:
     """Solve the placement of every block size with attention workers, if the machine has any."""
     tried, shapes = placement.tried, placement.tried.shapes
-    workers = len(workers_of(tried.cost.hardware.places))
+    workers = len(workers_in_memory(tried.cost.hardware.places))
     if not workers:
         return
     ways = partitions(tried.cost.model.kv_heads, workers)

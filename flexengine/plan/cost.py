@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import is_worker, workers_of
+from flexengine.places import workers_in_memory
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -262,11 +262,11 @@ class Cost:
         homes = cache_homes(layout.policy, layout.places)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
-        workers, before = workers_of(layout.pools), 0.0
+        workers, before = workers_in_memory(layout.pools), 0.0
         for tier in layout.pools:
             tokens = layout.room(tier)
             left = live - sum(counts.values())
-            if is_worker(tier):  # sequences enter workers by turns
+            if tier in workers:  # sequences enter workers by turns
                 before = before or left
                 left = min(left, before / len(workers))
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, left))

@@ -99,6 +99,7 @@ class Hardware:
             seconds that one second of the device adds to disk_read. wake: seconds that a layer takes longer if the
             device has waited for its weights.
         workers: bytes of each attention worker.
+        filed: how many of the workers, the last ones, hold pages in a file.
         worker_attention: by attention worker, bytes of KV per second of decode attention; the rate of h2d if not known.
         worker_links: by attention worker, bytes per second of its connection; the rate of h2d if not known.
         worker_seconds: seconds of a question to a worker and of its answer, without attention.
@@ -144,6 +145,7 @@ class Hardware:
     measured: bool = False
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
+    filed: int = 0
     worker_attention: Mapping[str, float] = field(default_factory=dict)
     worker_links: Mapping[str, float] = field(default_factory=dict)
     worker_seconds: float = 0.0
@@ -165,6 +167,8 @@ class Hardware:
         object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
         for name, factor in _object("corrected", self.corrected).items():
             positive(f"corrected {name}", factor)
+        if not (isinstance(self.filed, int) and 0 <= self.filed < max(1, len(self.workers))):
+            raise InvalidInput(f"filed is {shown(self.filed)}; it must be a number of workers, fewer than all")
         for what in ("worker_attention", "worker_links"):
             for name, rate in _object(what, getattr(self, what)).items():
                 positive(f"{what} {name}", rate)
@@ -219,18 +223,18 @@ class Hardware:
     @property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
-                        self.more_disks, self.workers)  # fmt: skip
+                        self.more_disks, self.workers, self.filed)  # fmt: skip
 
     def with_capacity(self, capacity: Capacity) -> "Hardware":
         """Return the same rates with these capacities. The machine has rates for all places of the capacity."""
         host = None if capacity.shared else capacity.host
         return replace(self, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk,
-                       more_disks=capacity.more_disks, workers=capacity.workers)  # fmt: skip
+                       more_disks=capacity.more_disks, workers=capacity.workers, filed=capacity.filed)  # fmt: skip
 
     @property
     def places(self) -> tuple[str, ...]:
         """Return all places, from near to far."""
-        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers)))
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
     @property
     def lanes(self) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import filterfalse
 from typing import Self
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import is_worker, workers_of
+from flexengine.places import is_filed, is_worker, workers_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
@@ -148,8 +149,9 @@ class Placement:
         )  # fmt: skip
 
     def _attended(self, shape: Policy) -> dict[str, float]:
-        """Return the fraction of the sequences of a block by place of their KV cache."""
-        homes = cache_homes(shape, self.tried.cost.hardware.places)
+        """Return the fraction of the sequences of a block by place of their KV cache, as if none overflowed into
+        files."""
+        homes = cache_homes(shape, filterfalse(is_filed, self.tried.cost.hardware.places))
         return {place: count / sum(homes.values()) for place, count in homes.items()}
 
     def _allowed(self, choice: Choice) -> frozenset[str]:

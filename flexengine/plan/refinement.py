@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
-from flexengine.places import TIERS, workers_of
+from flexengine.places import TIERS, workers_in_memory
 from flexengine.plan.attended import partitions
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
@@ -96,7 +96,7 @@ class Refinement:
         for other, allowed in product(self.shapes.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
             self.placement.solve_placement(other, allowed)
         if policy.works:
-            ways = partitions(self.tried.cost.model.kv_heads, len(workers_of(self.tried.cost.hardware.places)))
+            ways = partitions(self.tried.cost.model.kv_heads, len(workers_in_memory(self.tried.cost.hardware.places)))
             for partition in ways:
                 self.tried.attempt(replace(policy, partition=partition))
         elif policy.cache[1] and not choice.hidden and self.placement.delegates:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from flexengine.attention.client import Client
 from flexengine.attention.link import Broken, Link
@@ -59,13 +60,13 @@ def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
 
 
 @contextlib.contextmanager
-def listening(memory: int) -> Iterator[tuple[str, list[str]]]:
-    """Run `serve_forever` in a thread. Yield its address, and the messages so far."""
+def listening(memory: int, folder: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Run `serve_forever` in a thread. Yield its address, and the messages so far. folder: as in `Pool`."""
     said = list[str]()
 
     def run(server: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the test closed the socket
-            serve_forever(server, memory, said.append)
+            serve_forever(server, Pool(memory, folder), said.append)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=run, args=(server,), daemon=True)
