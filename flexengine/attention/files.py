@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexengine.config import shown
 from flexengine.errors import InvalidInput
 
 MEASURED = 64 << 20  # bytes that are written and read to measure a disk
@@ -49,5 +48,5 @@ def read_rate(folder: Path) -> int:
                 pages.read()
             return max(1, round(MEASURED / (time.perf_counter() - began)))
     except OSError as error:
-        raise InvalidInput(f"directory {shown(str(folder))} cannot hold a file of pages ({error.strerror or error});"
+        raise InvalidInput(f"directory {str(folder)!r} cannot hold a file of pages ({error.strerror or error});"
                            " give a directory of a disk that can be written") from error  # fmt: skip
