@@ -11,7 +11,7 @@ from flexengine.commands.parser import Parser
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT
-from flexengine.plan import explain
+from flexengine.plan.hardware_text import hardware_text
 
 
 def parser() -> Parser:
@@ -52,4 +52,4 @@ def measure(args: argparse.Namespace) -> None:
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         write(args.save, text)
-    print(text if args.json else explain.hardware_text(hardware))
+    print(text if args.json else hardware_text(hardware))

@@ -5,7 +5,7 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from flexengine import __version__
 from flexengine.commands.exit_codes import REFUSED
 from flexengine.commands.habits import correct
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
+from flexengine.errors import InvalidInput
 
 _TWIN = "_option"  # end of the attribute of an option that a positional may stand for, until both are merged
 _VERBOSITY = ("quiet", "verbose")
@@ -26,6 +27,18 @@ _WORDS = (
     (r"argument (\S+?)(?:/--\S+)?: ignored explicit argument (.*)", r"{0} takes no value, but {1} is given"),
     (r"argument (\S+?)(?:/--\S+)?: (.*)", r"{0}: {1}"),
 )
+
+
+def refuse_given(args: argparse.Namespace, defaults: Mapping[str, object], why: str) -> None:
+    """Raise InvalidInput if an option has another value than its default.
+
+    Args:
+        defaults: default of each option, by attribute.
+        why: rest of the message, after the name of the option.
+    """
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            raise InvalidInput(f"--{name.replace('_', '-')} {why}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -31,11 +31,13 @@ from flexengine.commands.options import (
 from flexengine.commands.parser import Parser
 from flexengine.commands.plan_cluster import add_cluster, check_without, plan_cluster
 from flexengine.commands.plan_cluster import check as check_cluster
+from flexengine.commands.plan_slices import check as check_slices
+from flexengine.commands.plan_slices import print_slices
 from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput, ModelNotFound
 from flexengine.lossy import MIXED, Lossy, choices
-from flexengine.plan import explain, lp
+from flexengine.plan import explain, links, lp
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -88,6 +90,9 @@ def parser() -> Parser:
                              " policy")  # fmt: skip
     output.add_argument("--frontier", action="store_true", help="print latency against throughput")
     output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
+    output.add_argument("--slices", action="store_true",
+                        help="print the tensors that cross between attention and the rest of the model, in bytes per"
+                             " token, instead of a plan")  # fmt: skip
     output.add_argument("--plot", type=file_name, metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON")
     output.add_argument("--save", type=file_name, metavar="FILE.json",
@@ -112,9 +117,14 @@ def plan(args: argparse.Namespace) -> None:
     plan fits."""
     if args.cluster is not None:
         check_cluster(args)
+    elif args.slices:
+        check_slices(args)
     _check(args)
     if args.cluster is not None:
         plan_cluster(args, _workload)
+        return
+    if args.slices:
+        _print_slices(args)
         return
     given = policy_of(args)
     lossy = lossy_of(args)
@@ -161,6 +171,12 @@ def plan(args: argparse.Namespace) -> None:
             lp.save(placement_problem(*case, prediction.policy, options), args.save_lp)
 
 
+def _print_slices(args: argparse.Namespace) -> None:
+    kind = _other_machine(args).kind if args.hardware else machine_kind(args)
+    load_libraries()
+    print_slices(args, _opened(args, kind, Lossy()))
+
+
 def _report(
     args: argparse.Namespace, name: str, head: dict[str, Any], case: tuple[ModelFacts, Hardware, Workload],
     searched: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
@@ -190,7 +206,8 @@ def _report(
     options = Options(latency_limit=args.latency)
     better = ideas(*case, prediction, searched is not None, options, args.verbose)
     if args.json:
-        return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
+        more = links.as_json(*case, prediction) | {"helps": [h._asdict() for h in better]}
+        return _json(head | explain.as_json(prediction, hardware) | more)
     return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
 
 

@@ -11,6 +11,7 @@ from flexengine.activity import activity
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries, open_bare
 from flexengine.commands.options import AUTO, Group
+from flexengine.commands.parser import refuse_given
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.lossy import ALLOW, QUALITY, Lossy
@@ -32,7 +33,7 @@ THETA, GROUP, SECONDS = 1.0, 1, 60.0
 _UNUSED = {"hardware": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None, "plot": None,
            "save_lp": None, "device": "auto", "device_mem": None, "host_mem": None, "offload_dir": None,
            "compute": None, "cache": None, "sparse_attention": None, "calibrate": False,
-           "calibration_text": None}  # fmt: skip
+           "calibration_text": None, "slices": False}  # fmt: skip
 _DEFAULTS = {"theta": None, "harm": None, "group": None, "method": None, "batch": None, "search_seconds": None}
 
 
@@ -58,18 +59,12 @@ def add_cluster(group: Group) -> None:
 
 def check_without(args: argparse.Namespace) -> None:
     """Raise InvalidInput if an option of a cluster plan is given without --cluster."""
-    for name, default in _DEFAULTS.items():
-        if getattr(args, name) != default:
-            raise InvalidInput(f"--{name.replace('_', '-')} is for a plan with --cluster; give --cluster, or leave it"
-                               " out")  # fmt: skip
+    refuse_given(args, _DEFAULTS, "is for a plan with --cluster; give --cluster, or leave it out")
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options do not go with --cluster, a value is not allowed, or a file cannot be written."""
-    for name, default in _UNUSED.items():
-        if getattr(args, name) != default:
-            raise InvalidInput(f"--{name.replace('_', '-')} has no effect with --cluster, whose file describes the"
-                               " devices; leave one out")  # fmt: skip
+    refuse_given(args, _UNUSED, "has no effect with --cluster, whose file describes the devices; leave one out")
     limits = {"theta": 0.0, "group": 1, "batch": 1, "search_seconds": 1e-3}
     for name, least in limits.items():
         value = getattr(args, name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
-from flexengine.model.forward import ATTENTION, Attend, Forward, Head, Inputs, Layer, Logits, PausingLayer, Rows
+from flexengine.model.forward import ATTENTION, Attend, Forward, Inputs, Layer, Logits, PausingLayer
 from flexengine.model.masks import marked
 from flexengine.model.skeleton import Skeleton
 
@@ -97,22 +97,17 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
 def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
     """Run two packed tokens on the meta device. Yield the tensors of each pause in the range, then the logits."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    dtype = skeleton.model.dtype
     answer: Any = None
     with _ending(Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)) as forward:
         while not isinstance(event := forward.resume(answer), Logits):
-            if isinstance(event, Rows):
-                answer = torch.empty(skeleton.embedding[1], device="meta", dtype=dtype), event.ids
-            elif isinstance(event, Layer):
-                answer = event.hidden if event.index else event.hidden.detach()
+            answer = skeleton.trial_answer(event)
+            if isinstance(event, Layer):
+                answer = answer if event.index else answer.detach()
                 yield (answer,)
                 if event.index == len(skeleton.layers):
                     return
             elif isinstance(event, Attend):
                 yield event.q, event.k, event.v
-                answer = event.q.new_empty(1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
-            elif isinstance(event, Head):
-                answer = torch.empty(skeleton.head[1], device="meta", dtype=dtype), None, None
         yield (event.values,)
 
 

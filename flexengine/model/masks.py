@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.errors import UnsupportedModel
+from flexengine.model.forward import Attend
 
 _LARGEST = 1 << 17  # tokens; the mask function is tried on at most about twice as many
 _lock = threading.Lock()  # `marked` patches global state of transformers
@@ -45,6 +46,16 @@ def window_of(mask: Tensor) -> int | None:
     if isinstance(pattern, str):
         raise UnsupportedModel(pattern)
     return pattern  # type: ignore[no-any-return]
+
+
+def window_at(event: Attend) -> int | None:
+    """Return the window of a layer. Raise UnsupportedModel if its argument and its mask contradict each other."""
+    if event.mask is None:
+        return event.window
+    window = window_of(event.mask)
+    if event.window not in (None, window):
+        raise UnsupportedModel(f"layer {event.layer} has a window of {event.window} and a mask of {window} tokens")
+    return window
 
 
 def _marker(*_: Any, mask_function: Any = None, local_size: int | None = None, config: Any = None, **__: Any) -> Tensor:

@@ -31,7 +31,7 @@ from flexengine.model.fused import use_fused
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
 from flexengine.model.logits import LogitStep
-from flexengine.model.masks import marked, window_of
+from flexengine.model.masks import marked, window_at
 from flexengine.model.products import Invariance, is_experts, use_product
 
 _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
@@ -178,6 +178,16 @@ class Skeleton:
     def context_length(self) -> int | None:
         """Maximum number of tokens of a sequence; None if the config does not state it."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def trial_answer(self, event: Rows | Layer | Attend | Head) -> Any:
+        """Return the answer to a pause of a pass on the meta device, where weights and attention have no values."""
+        if isinstance(event, Layer):
+            return event.hidden
+        if isinstance(event, Attend):
+            return event.q.new_empty(1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
+        shape = self.head[1] if isinstance(event, Head) else self.embedding[1]
+        weight = torch.empty(shape, device="meta", dtype=self.model.dtype)
+        return (weight, None, None) if isinstance(event, Head) else (weight, event.ids)
 
 
 def _why(error: Exception) -> str:
@@ -336,23 +346,17 @@ def _trial(skeleton: Skeleton) -> None:
     forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
     seen: list[str] = []
     shapes: set[tuple[int, int, int]] = set()
-    vocabulary, hidden = skeleton.embedding[1]
     answer: Any = None
     while not isinstance(event := forward.resume(answer), Logits):
-        answer = None
-        if isinstance(event, Rows):
-            answer = torch.empty(vocabulary, hidden, device="meta", dtype=skeleton.model.dtype), event.ids
-        elif isinstance(event, Layer):
+        if isinstance(event, Layer):
             seen.append(f"layer {event.index}")
             if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
                 raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
-            answer = event.hidden
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
-            skeleton.windows[event.layer] = _window(event)
-            answer = _probe_attention(event, shapes)
-        elif isinstance(event, Head):
-            answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None, None
+            skeleton.windows[event.layer] = window_at(event)
+            shapes.add(_attention_shape(event))
+        answer = skeleton.trial_answer(event)
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if seen != order:
         pairs = zip_longest(seen, order, fillvalue="the end")
@@ -366,24 +370,14 @@ def _trial(skeleton: Skeleton) -> None:
                                f" {sorted(set(heads))} heads, which cannot share one page size")  # fmt: skip
 
 
-def _window(event: Attend) -> int | None:
-    """Return the window of a layer. Raise UnsupportedModel if its argument and its mask contradict each other."""
-    if event.mask is None:
-        return event.window
-    window = window_of(event.mask)
-    if event.window not in (None, window):
-        raise UnsupportedModel(f"layer {event.layer} has a window of {event.window} and a mask of {window} tokens")
-    return window
-
-
-def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor:
+def _attention_shape(event: Attend) -> tuple[int, int, int]:
+    """Return heads, KV heads and the largest width of a head. Raise UnsupportedModel if q, k, v do not fit together."""
     heads, tokens, head_dim = event.q.shape[1:]
     kv_heads, count, width = event.v.shape[1:]
     if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
         raise UnsupportedModel(f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
                                f" {tuple(event.v.shape)} values is not supported")  # fmt: skip
-    shapes.add((heads, kv_heads, max(head_dim, width)))
-    return event.q.new_empty(1, tokens, heads, width)
+    return heads, kv_heads, max(head_dim, width)
 
 
 def _restore_buffers(model: Any) -> None:

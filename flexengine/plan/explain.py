@@ -1,6 +1,6 @@
 """Explain a prediction as text: policy, placement of the data, memory, the bottleneck, and what would help."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
@@ -19,7 +19,8 @@ from flexengine.places import (
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.terms import routes
@@ -61,7 +62,8 @@ def report(
         memory(prediction, hardware, verbose), [""],
         lanes_table(prediction, hardware), [""],
         bottleneck(model, hardware, workload, prediction), [""],
-        totals(prediction),
+        *([words, [""]] if (words := worker_words(model, hardware, workload, prediction)) else []),
+        totals(prediction), price_words(model, hardware, workload, prediction),
         [] if helps is None else ["", *help_lines(helps)],
     ]
     return "\n".join(line.rstrip() for part in parts for line in part)
@@ -191,10 +193,11 @@ def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
     """Return a table with the seconds of a mean sweep of each kind, and of each lane's work in this sweep."""
     used = [lane for lane in hardware.lanes if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
     names = [lane_name(lane, hardware.shared) for lane in used]
-    lines = ["Seconds       sweeps  one sweep" + "".join(f"{name:>16}" for name in names)]
+    widths = [max(16, len(name) + 2) for name in names]
+    lines = ["Seconds       sweeps  one sweep" + "".join(f"{name:>{w}}" for name, w in zip(names, widths, strict=True))]
     for kind, by in prediction.lanes.items():
         if prediction.counts[kind] > 0:
-            cells = "".join(f"{_seconds(by.get(lane, 0.0)):>16}" for lane in used)
+            cells = "".join(f"{_seconds(by.get(lane, 0.0)):>{w}}" for lane, w in zip(used, widths, strict=True))
             lines.append(f"  {kind:<10}{_many(prediction.counts[kind]):>8}"
                          f"{_seconds(prediction.sweep_seconds[kind]):>11}{cells}")  # fmt: skip
     return lines
@@ -354,45 +357,3 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
         "fractions": p.fractions,
         "memory": {name: {"bytes": account, "capacity": limit} for name, account, limit in tiers(p, hardware)},
     }  # fmt: skip
-
-
-# A machine.
-
-
-def hardware_text(hardware: Hardware) -> str:
-    """Return a table of a machine's capacities and rates, at most one line per table of rates."""
-    shared = hardware.shared
-    limits = [("RAM" if shared and p == "device" else p, limit) for p, limit in hardware.capacity.limits.items()]
-    limits = [item for item in limits if not (shared and item[0] == "host")]
-    rows = [(f"{name} capacity", "no limit" if limit is None else size(limit)) for name, limit in limits]
-    rows += [(lane_name(lane, shared), _points(table, size, size, "/s")) for lane, table in hardware.links.items()]
-    rows.append(("model files", _points(hardware.checkpoint_read, size, size, "/s")))
-    rows += [(f"products {dtype}", _points(t, _rows, _flops, "")) for dtype, t in hardware.products.items()]
-    rows.append(("prompt attention", _points(hardware.prompt_attention, _rows, _flops, "")))
-    rows.append(("decode attention", _points(hardware.decode_attention, _rows, size, "/s")))
-    rows += [("host attention", f"{size(hardware.host_attention)}/s")] if hardware.host_attention else []
-    rows.append(("elementwise", f"{size(hardware.elementwise)}/s"))
-    for what in ("cell", "task", "sweep", "sequence"):
-        rows.append((f"one {what}", f"{getattr(hardware, f'{what}_seconds') * 1e6:,.1f} microseconds"))
-    for lane, others in hardware.crosstalk.items():
-        slowed = ", ".join(f"by {percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
-        rows += [(f"{lane_name(lane, shared)} slowed", slowed)] if slowed else []
-    rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
-    layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
-    rows.append(("measured for models", f"{layers}, {heads}"))
-    return "\n".join([machine(hardware), *(f"  {name:<22}{text}" for name, text in rows)])
-
-
-def _points(table: Table, x_text: Callable[[float], str], y_text: Callable[[float], str], per: str) -> str:
-    """Return at most four points of a table as text, the first and the last included."""
-    chosen = sorted({round(i * (len(table) - 1) / 3) for i in range(4)})
-    points = [(x_text(table[i][0]), y_text(table[i][1])) for i in chosen]
-    return f"{points[0][1]}{per}" if len(points) == 1 else ", ".join(f"{y}{per} at {x}" for x, y in points)
-
-
-def _rows(count: float) -> str:
-    return f"{count:,.0f}"
-
-
-def _flops(rate: float) -> str:
-    return f"{digits(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{digits(rate / 1e9)} GFLOP/s"

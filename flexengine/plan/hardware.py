@@ -24,6 +24,7 @@ from flexengine.places import (
     disk_lanes,
     further_disks,
     is_disk,
+    is_worker,
     link_lanes,
     link_of,
     place_names,
@@ -109,6 +110,7 @@ class Hardware:
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
             computes; 0 if not known.
         measured: False for rates that were not measured.
+        prices: by place, its price in any unit of money, also per time. Places without one cost nothing.
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
 
@@ -151,6 +153,7 @@ class Hardware:
     worker_seconds: float = 0.0
     worker_cores: Mapping[str, float] = field(default_factory=dict)
     corrected: Mapping[str, float] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -192,6 +195,10 @@ class Hardware:
         lanes = self.lanes
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {lane for disk in filter(is_disk, self.places) for lane in disk_lanes(disk)}
+        for place, price in _object("prices", self.prices).items():
+            if place not in self.places:
+                raise InvalidInput(f"prices has {shown(place)}; it may have {', '.join(self.places)}")
+            positive(f"price of {place}", price)
         if unknown := set(self.links) - needed - {"d2h"}:
             links = ", ".join(sorted(needed | {"d2h"}))
             raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {links}; further"
@@ -245,6 +252,10 @@ class Hardware:
         links = () if self.shared else tuple(lane for place in further for lane in link_lanes(place))
         attention = tuple(lane for worker in workers for lane in attention_lanes(worker))
         return LANES[:2] + disks + LANES[2:4] + links + LANES[4:] + attention
+
+    def price(self, works: bool) -> float:
+        """Return the price of all places. works: whether attention workers are among them."""
+        return sum(price for place, price in self.prices.items() if works or not is_worker(place))
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane.

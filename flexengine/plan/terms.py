@@ -164,7 +164,7 @@ class Sweeping:
         for place in way.load:
             delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming
-            stored = sweeps.prompt_stored if place == "host" else sweeps.stored
+            stored = sweeps.prompt_stored if delegated or place == "host" else sweeps.stored
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
                 for lane in lanes:
                     transfer = page_transfer(self.hardware, lane, self.page_tokens * model.kv_token, gpu_batch)

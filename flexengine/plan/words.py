@@ -21,6 +21,14 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds as text with three digits and a unit, such as 1.23 ms."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * factor:
+            return f"{digits(seconds / factor)} {unit}"
+    return f"{digits(seconds * 1e9)} ns" if seconds > 0 else "0 s"
+
+
 def digits(x: float) -> str:
     """Return about three significant digits of a number, such as 0.123, 1.23 or 1,234."""
     places = 2 if x < 9.995 else 1 if x < 99.95 else 0

@@ -13,8 +13,9 @@ from flexengine.commands import measure, run
 from flexengine.commands import plan as command
 from flexengine.engine import planner as planning
 from flexengine.engine.options import MachineOptions
-from flexengine.plan import explain, whatif
+from flexengine.plan import whatif
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.hardware_text import hardware_text
 from flexengine.plan.search import Search, search
 from flexengine.policy import Policy
 from tests.helpers.explained import CPU, GPU
@@ -244,7 +245,7 @@ def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine
 
 def test_a_table_of_rates_is_cut_to_four_points() -> None:
     table = tuple((float(2**i), 1e9 * (i + 1)) for i in range(12))
-    text = explain.hardware_text(replace(GPU, checkpoint_read=table))
+    text = hardware_text(replace(GPU, checkpoint_read=table))
     row = next(line for line in text.splitlines() if line.startswith("  model files"))
     assert row.count(" at ") == 4
     assert "1.00 GB/s at 1 B" in row

@@ -1,0 +1,208 @@
+"""Explain attention workers in a plan: bytes over their links, the bandwidth that hides them, and where they pay.
+
+The numbers are means of a decode sweep (of a prefill sweep if there is no other): seconds of its lanes, as the cost
+model predicts them. A link hides under two conditions: its transfers take less time than the products of the block
+(Lamina, arXiv 2405.01814, section 3.2), and the attention of one gpu_batch is back before the device has computed the
+others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flexengine.places import DEVICE, attention_lanes, workers_in_memory, workers_of
+from flexengine.plan.cost import Cost
+from flexengine.plan.crossover import Span, near, span
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.problem import CACHE, fraction
+from flexengine.plan.words import digits, duration, size
+from flexengine.plan.workload import Workload
+from flexengine.policy import REQUESTS, TOKENS
+
+NEGLIGIBLE = 0.01  # share of a sweep
+_FLOAT = 4  # bytes of a log-sum-exp
+
+
+def token_bytes(model: ModelFacts, partition: str, workers: int) -> int:
+    """Return the bytes of one token and layer over all links. With partition `tokens`, every worker gets the queries,
+    and sends an output and a log-sum-exp per head."""
+    if partition != TOKENS:
+        return model.sent + model.fetched
+    queries = model.fetched  # as many bytes as the output
+    return model.sent + (workers - 1) * queries + workers * (model.fetched + _FLOAT * model.heads)
+
+
+def least_bandwidth(nbytes: float, layers: int, block: float, seconds: float) -> float:
+    """Return Lamina's minimum bandwidth: the bytes per second at which transfers take as long as products.
+
+    Args:
+        nbytes: bytes of a token and layer: (2 + 2/G) e d.
+        layers: number of layers.
+        block: sequences whose attention is at workers.
+        seconds: of the products of one step.
+    """
+    return nbytes * block * layers / seconds
+
+
+@dataclass(frozen=True)
+class Links:
+    """Work in one layer of a mean sweep, in seconds, and the links to the workers.
+
+    Attributes:
+        computing: of the device, for all gpu_batches.
+        loading: of the busiest other lane that belongs to no worker, such as reads of weights.
+        moving: transfers of the busiest worker, both ways.
+        attending: attention of the busiest worker, with the handling of its questions.
+        away: from the question of one gpu_batch to its answer.
+        batches: gpu_batches that decode.
+        rate: bytes per second of a worker's link, as the plan counts.
+        least: `least_bandwidth` of all links together.
+        token_bytes: bytes of a token over all links.
+        workers: number of workers.
+    """
+
+    computing: float
+    loading: float
+    moving: float
+    attending: float
+    away: float
+    batches: float
+    rate: float
+    least: float
+    token_bytes: int
+    workers: int
+
+    @staticmethod
+    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Links | None":
+        """Return the links of a prediction; None if workers attend to nothing."""
+        policy, workers = prediction.policy, workers_of(hardware.places)
+        kind = "decode" if prediction.counts["decode"] > 0 else "prefill"
+        layer = {lane: x / len(model.layers) for lane, x in prediction.lanes[kind].items()}
+        work = {w: [layer.get(lane, 0.0) for lane in attention_lanes(w)] for w in workers}
+        share = sum(prediction.fractions.get(fraction(CACHE, w), 0.0) for w in workers)
+        if not share or not any(map(sum, work.values())):
+            return None
+        rate = at(hardware.lane_rates(attention_lanes(workers[0])[0]), policy.gpu_batch_size * model.sent)
+        asked = {w: times[0] * rate / model.sent / policy.gpu_batch_size for w, times in work.items()}
+        total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(workers_in_memory(workers)))
+        # A gpu_batch asks one worker, or all of them if each holds a part of every sequence.
+        asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items() if n}
+        batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
+        others = [x for lane, x in layer.items() if lane != DEVICE and "worker" not in lane]
+        return Links(
+            computing=layer[DEVICE], loading=max(others, default=0.0),
+            moving=max(down + up for down, _, up in work.values()),
+            attending=max(attention for _, attention, _ in work.values()),
+            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=rate,
+            least=least_bandwidth(nbytes, 1, total * policy.gpu_batch_size, layer[DEVICE]),
+            token_bytes=nbytes, workers=len(workers),
+        )  # fmt: skip
+
+    @property
+    def meanwhile(self) -> float:
+        """Seconds of the layer in which the device need not compute the gpu_batch whose attention is away."""
+        return max(self.computing, self.loading) - self.computing / self.batches
+
+    @property
+    def longest(self) -> str:
+        """The work that takes longest in a layer."""
+        times = {"products": self.computing, "loads": self.loading, "transfers": self.moving,
+                 "attention": self.attending}  # fmt: skip
+        return max(times, key=lambda name: times[name])
+
+    @property
+    def hides(self) -> bool:
+        """Whether the device waits for no worker, or for less than `NEGLIGIBLE` of the time."""
+        waits = self.away - self.meanwhile
+        return self.longest in ("products", "loads") and waits < NEGLIGIBLE * max(self.computing, self.loading)
+
+
+def worker_words(
+    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
+) -> list[str]:  # fmt: skip
+    """Return lines on the attention workers of a plan; [] if there are none."""
+    links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+    if links is None:
+        return []
+    return [
+        f"Workers     {_bytes(model, prediction.policy.partition, links)}",
+        f"            products hide their links from {_rate(links.least)} on, {_rate(links.least / links.workers)} for"
+        f" each worker; {_counted(hardware, links)}",
+        f"            a layer of a sweep: products {duration(links.computing)}, transfers of a worker"
+        f" {duration(links.moving)}, its attention {duration(links.attending)}",
+        f"            {_verdict(links)}",
+        f"            {_crossing(span(model, hardware, workload, prediction.policy))}",
+    ]
+
+
+def as_json(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> dict[str, Any]:
+    """Return `Links` and the lengths of prompts at which workers pay as a JSON object; {} if there are no workers."""
+    links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+    if links is None:
+        return {}
+    found = span(model, hardware, workload, prediction.policy)
+    more = {"meanwhile": links.meanwhile, "longest": links.longest, "hides": links.hides, "pays": found}
+    return {"workers": asdict(links) | more}
+
+
+def price_words(
+    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
+) -> list[str]:  # fmt: skip
+    """Return a line on tokens per second and unit of price; [] if the hardware has no prices."""
+    if not hardware.prices:
+        return []
+    works = bool(prediction.policy.works)
+    line = _per_price(prediction, hardware.price(works), "")
+    if works and (other := near(Cost(model, hardware, workload), prediction.policy)) is not None:
+        line += f"; {_per_price(other, hardware.price(False), ' without workers')}"
+    return [f"Price       {line}"]
+
+
+def _per_price(prediction: Prediction, price: float, which: str) -> str:
+    if not price:
+        return f"no place{which} has a price"
+    return f"{digits(prediction.tok_s / price)} tok/s per unit of price{which} (places cost {digits(price)})"
+
+
+def _bytes(model: ModelFacts, partition: str, links: Links) -> str:
+    group, e = model.heads // model.kv_heads, model.itemsize
+    form = "4 e d" if group == 1 else "(2 + 2/G) e d"
+    if partition == TOKENS:
+        form = "(2 n + 2/G) e d + 4 n h"
+    values = {"e": e, "d": model.heads * model.head_dim, "G": group, "n": links.workers, "h": model.heads}
+    known = ", ".join(f"{name} {value:,}" for name, value in values.items() if name in form)
+    return f"a token moves {links.token_bytes:,} bytes per layer over the links: {form}, with {known}"
+
+
+def _rate(rate: float) -> str:
+    return f"{size(rate)}/s"
+
+
+def _counted(hardware: Hardware, links: Links) -> str:
+    measured = bool(hardware.worker_links)
+    return f"each link carries {_rate(links.rate)}" + ("" if measured else " if as fast as copies to the device")
+
+
+def _verdict(links: Links) -> str:
+    """Return whether the link hides, and the longest work."""
+    if links.hides:
+        return (f"the link hides: {links.longest} take longest, and attention of a gpu_batch is back after"
+                f" {duration(links.away)} of {duration(links.meanwhile)} until the device needs it")  # fmt: skip
+    if links.longest == "transfers":
+        return "the link does not hide: its transfers take longest"
+    if links.longest == "attention":
+        return "the device waits for workers: their attention takes longest"
+    return (f"the device waits for workers: {links.longest} take longest, but attention of a gpu_batch is back after"
+            f" {duration(links.away)}, and the device needs it after {duration(links.meanwhile)}; more gpu_batches"
+            " help")  # fmt: skip
+
+
+def _crossing(found: Sequence[Span]) -> str:
+    """Return the contexts at which workers pay, in words."""
+    if not found:
+        return "by predicted seconds, this job is faster with its KV cache near, for prompts of any length"
+    shown = [f"from {s.first:,} tokens on" if s.last is None else f"from {s.first:,} to {s.last:,} tokens"
+             for s in found]  # fmt: skip
+    return f"by predicted seconds, this job is faster than with its KV cache near for prompts {', and '.join(shown)}"
