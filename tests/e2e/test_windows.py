@@ -26,7 +26,7 @@ from tests.helpers.families import prompts_of, reference
 ENDLESS = Capacity(None, None, None, shared=False, staged=True)
 D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
 FAMILIES = ("gemma3", "gpt-oss", "mistral")  # every second layer has a window of 9 tokens; in Mistral all have
-LENGTHS, NEW = (150, 3, 61, 100, 33), 24  # up to 17 windows, and more than a page of new tokens
+LENGTHS, NEW = (150, 3, 61, 100, 33), 17  # up to 17 windows, and more than a page of new tokens
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 
 
