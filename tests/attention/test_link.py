@@ -93,9 +93,9 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 QUESTION = Question(
     handle=0, start=0, pages=4, page_tokens=16, heads=2, kv_heads=1, head_dim=8, bits=0, pool_dtype=0, dtype=0, batch=0,
-    group=0, window=-1, sinks=0, partial=0, scale=1.0, softcap=-1.0, topk=-1.0,
+    group=0, window=-1, sinks=0, partial=0, first=0, scale=1.0, softcap=-1.0, topk=-1.0,
 )  # fmt: skip
-TABLES = torch.tensor([0, 1, 20, 20, 1, 3], dtype=torch.int32)  # one sequence of 20 tokens on pages 0 and 1
+TABLES = torch.tensor([0, 1, 20, 20, 1, 3, 0], dtype=torch.int32)  # one sequence of 20 tokens on pages 0 and 1
 VECTORS = torch.zeros(4 * 8)
 
 
@@ -129,8 +129,8 @@ def with_tables(one: Link) -> None:
         ([lambda one: one.send(Kind.WRITE, (3, 0), BODY)], "bytes 0 to 100 of memory 3 were named, which has none"),
         ([allocated, lambda one: one.send(Kind.WRITE, (0, 4000), BODY)], "bytes 4000 to 4100 of memory 0 were named"),
         ([allocated, lambda one: one.send(Kind.READ, (0, 0, -8, 16))], "bytes -8 to 8 of memory 0 were named"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 5 numbers came"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 6 numbers came"),
+        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 6 numbers came"),
+        ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 7 numbers came"),
         ([allocated, lambda one: one.send(Kind.ASK, (0, 0), QUESTION.pack(), VECTORS)], "before its page tables"),
         ([allocated, with_tables, lambda one: one.send(Kind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
         ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
@@ -145,9 +145,9 @@ def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]],
     [
         ({"pages": 1}, TABLES, "page tables hold 0 to 1; they must be below 1"),
         ({"page_tokens": 8}, TABLES, "lengths hold 20 to 20; they must be below 17"),
-        ({}, torch.tensor([0, 1, 20, 20, 4, 3], dtype=torch.int32), "pages hold 4 to 4; they must be below 4"),
-        ({}, torch.tensor([0, -1, 20, 20, 1, 3], dtype=torch.int32), "page tables hold -1 to 0; they must be below 4"),
-        ({}, torch.tensor([0, 1, 0, 0, 1, 3], dtype=torch.int32), "lengths hold 0; they must be at least 1"),
+        ({}, torch.tensor([0, 1, 20, 20, 4, 3, 0], dtype=torch.int32), "pages hold 4 to 4; they must be below 4"),
+        ({}, torch.tensor([0, -1, 20, 20, 1, 3, 0], dtype=torch.int32), "page tables hold -1 to 0; they must be below 4"),
+        ({}, torch.tensor([0, 1, 0, 0, 1, 3, 0], dtype=torch.int32), "lengths hold 0; they must be at least 1"),
         ({"pages": 400}, TABLES, "bytes 0 to 409600 of memory 0 were named, which has 4096 bytes"),
         ({"heads": 4}, TABLES, "RuntimeError"),
         ({"bits": 5}, TABLES, "an encoded cache of 5 bits"),
