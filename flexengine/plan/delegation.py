@@ -128,6 +128,11 @@ def rule_of(model: ModelFacts, topk: float | None = None, **rates: float | int |
     return Rule(model.kv_token, model.sent, model.fetched, read=read_share(topk, model.heads / model.kv_heads), **rates)  # type: ignore[arg-type]
 
 
+def keys_share(model: ModelFacts, layer: int) -> float:
+    """Return the share of a layer's FLOP in k and v projections."""
+    return projection_share(model, layer) * 2 * model.kv_heads / (model.heads + 2 * model.kv_heads)
+
+
 def projection_share(model: ModelFacts, layer: int) -> float:
     """Return the share of a layer's FLOP in q, k and v projections, which precede attention."""
     active = model.active or 1

@@ -134,7 +134,7 @@ class ModelFacts:
 
     @property
     def fetched(self) -> int:
-        """Return the bytes of one token's attention output, fetched from delegated attention."""
+        """Return the bytes of one token's attention output, fetched from delegated attention, or of its queries."""
         return self.heads * self.head_dim * self.itemsize
 
     @cached_property
