@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flexengine.model.forward import Attend, Pass, PausingLayer, Queried, Query
+from flexengine.model.forward import Attend, Pass, PausingLayer, Queried
 from flexengine.model.linear import FastLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -143,10 +143,11 @@ def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     tried = QueriesFirst(module)
     own = {name: _numbers(x, rng) for name, x in (*module.named_parameters(), *module.named_buffers())
            if x.numel() <= _MOST_ELEMENTS and not name.startswith(PROJECTIONS)}  # fmt: skip
-    current = Pass(partial(functional_call, module, own))
+    current: Any = Pass(partial(functional_call, module, own))
     current.queries_first = True
     try:
         first = current.switch(_numbers(args, rng), _numbers(kwargs, rng))
+        queries = first.attend.q.clone()  # the second run may change them in place
         second = current.switch()
     except Exception:  # the module reads what a trial does not have
         return False
@@ -154,9 +155,8 @@ def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         tried.undo()
         if current and not current.dead:
             current.throw()
-    if not isinstance(first, Query) or not isinstance(second, Attend):
-        return False
-    return torch.equal(first.attend.q, second.q) and not torch.equal(first.attend.k, second.k)
+    alike = isinstance(second, Attend) and torch.equal(queries, second.q)
+    return alike and not torch.equal(first.attend.k, second.k)
 
 
 def _numbers(x: Any, rng: torch.Generator) -> Any:
