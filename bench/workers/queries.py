@@ -1,8 +1,9 @@
 """Queries first, measured against not: python -m bench.workers.queries JOB.json is the process of one case.
 
 One engine generates the same rows in turns, with queries that go first and without. The links between the simulated
-device and its worker are throttled. In cases of kind "slowed", device and worker take given seconds (slowed.py), and the
-virtual clock has the same seconds. In cases of kind "computed", one thread computes for the device, one for the worker.
+device and its worker are throttled. In cases of kind "slowed", device and worker take given seconds (slowed.py), and
+the virtual clock has the same seconds. In cases of kind "computed", one thread computes for the device, one for the
+worker.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from flexengine.schedule.routes import Routes
 from flexengine.schedule.simulate import simulate
 
 LAYERS, HEADS, VOCABULARY = 8, 16, 2000
-SEQUENCES, TOKENS = 8, 24
+SEQUENCES, TOKENS = 8, 14
 SIDES = {"without": False, "first": True}
 
 
@@ -73,10 +74,10 @@ class Case:
 
 
 def _slowed(kv_heads: int, batches: int) -> Case:
-    """Return a case whose q projection takes 2 ms per gpu_batch, and whose attention takes 8 ms for all sequences."""
+    """Return a case whose q projection takes 4 ms per gpu_batch, and whose attention takes 16 ms for all sequences."""
     hidden, context = 128, 48
-    product, attention = 2e-3 / hidden**2, 8e-3 / (SEQUENCES * (context + TOKENS / 2))
-    return Case("slowed", kv_heads, batches, hidden, 352, context, 4e6, 50e-6, product, attention)
+    product, attention = 4e-3 / hidden**2, 16e-3 / (SEQUENCES * (context + TOKENS / 2))
+    return Case("slowed", kv_heads, batches, hidden, 352, context, 2e6, 50e-6, product, attention)
 
 
 CASES = [_slowed(kv_heads, batches) for kv_heads in (16, 4) for batches in (1, 2, 4)] + [
@@ -134,17 +135,20 @@ def virtual(case: Case, queries_first: bool) -> float:
     batches = [Batch(tuple(Piece(k * sequences + i, 1, 1, True) for i in range(sequences)), "worker1", "device",
                      "worker1", queries_first) for k in range(case.batches)]  # fmt: skip
     program = Program([()] * (LAYERS + 1), LAYERS, 2, routes)
-    shares = {name: torch_rows * case.hidden * case.product
-              for name, torch_rows in (("q", case.hidden), ("kv", 2 * case.kv_heads * dim))}  # fmt: skip
-    rest = (case.hidden + 3 * case.ffn) * case.hidden * case.product
-    moved = {name: case.latency + 4 * sequences * width / case.rate
-             for name, width in (("q", case.hidden), ("kv", 2 * case.kv_heads * dim),
-                                 ("all", case.hidden + 2 * case.kv_heads * dim))}  # fmt: skip
+    queries, keys = case.hidden, 2 * case.kv_heads * dim  # elements of a token
+
+    def computed(elements: int) -> float:
+        return elements * case.hidden * case.product
+
+    def moved(elements: int) -> float:
+        return case.latency + 4 * sequences * elements / case.rate
+
     attended = sequences * (case.context + TOKENS / 2) * case.attention
-    whole = {Op.PROJECT: shares["q"] + shares["kv"], Op.SEND: moved["all"], Op.ATTEND: attended}
-    parts = {Op.PROJECT: shares["q"], Op.SEND: moved["q"], Op.PROJECT_KEYS: shares["kv"], Op.SEND_KEYS: moved["kv"],
-             Op.ATTEND_CACHED: attended, Op.ATTEND: 0.0}  # fmt: skip
-    seconds = {Op.FINISH: rest, Op.FETCH: moved["q"], Op.COMPUTE: 0.0} | (parts if queries_first else whole)
+    whole = {Op.PROJECT: computed(queries + keys), Op.SEND: moved(queries + keys), Op.ATTEND: attended}
+    parts = {Op.PROJECT: computed(queries), Op.SEND: moved(queries), Op.PROJECT_KEYS: computed(keys),
+             Op.SEND_KEYS: moved(keys), Op.ATTEND_CACHED: attended, Op.ATTEND: 0.0}  # fmt: skip
+    rest = {Op.FINISH: computed(case.hidden + 3 * case.ffn), Op.FETCH: moved(queries), Op.COMPUTE: 0.0}
+    seconds = rest | (parts if queries_first else whole)
     return simulate(program.sweep(0, batches, False), lambda task: seconds[task.op]).seconds
 
 
@@ -177,12 +181,11 @@ def run(job: dict[str, Any]) -> Record:
 
 
 def figures(case: Case, found: Record) -> Record:
-    """Return a case's record from its `run`: medians of each side, the saving, and the virtual clock's."""
+    """Return the figures of a case's record from its `run`: medians of each side, the saving, the virtual clock's."""
     sides = {side: {key: _median([each[key] for each in runs]) for key in runs[0]}
              for side, runs in found["runs"].items()}  # fmt: skip
     seconds = {side: each["sweep_seconds"] for side, each in sides.items()}
-    record = {"case": {"name": "queries", "of": case.name, **asdict(case)}, "same": found["same"],
-              "saved": 1 - seconds["first"] / seconds["without"], "sides": sides,
+    record: Record = {"same": found["same"], "saved": 1 - seconds["first"] / seconds["without"], "sides": sides,
               "all_seconds": {side: [each["sweep_seconds"] for each in runs]
                               for side, runs in found["runs"].items()}}  # fmt: skip
     if case.kind == "slowed":

@@ -120,6 +120,16 @@ def with_tables(one: Link) -> None:
     one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
 
 
+def asked(first: int) -> Callable[[Link], None]:
+    """Return what sends question 0. first: whether its queries go first."""
+    vectors = VECTORS[: 2 * 8] if first else VECTORS
+    return lambda one: one.send(Kind.ASK, (0, 0), replace(QUESTION, first=first).pack(), vectors)
+
+
+def added(one: Link) -> None:
+    one.send(Kind.ADD, (0,), VECTORS[2 * 8 :])
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
@@ -134,6 +144,11 @@ def with_tables(one: Link) -> None:
         ([allocated, lambda one: one.send(Kind.ASK, (0, 0), QUESTION.pack(), VECTORS)], "before its page tables"),
         ([allocated, with_tables, lambda one: one.send(Kind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
         ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
+        ([lambda one: one.send(Kind.ADD, (0,), VECTORS)], "keys and values of question 0 came, whose queries did not"),
+        ([allocated, with_tables, asked(0), lambda one: one.send(Kind.ADD, (0,), VECTORS)], "queries did not go first"),
+        ([allocated, with_tables, asked(1), asked(1)], "question 0 came twice"),
+        ([allocated, with_tables, asked(1), added, added], "keys and values of question 0 came"),
+        ([allocated, with_tables, asked(1), lambda one: one.send(Kind.ADD, (1,), VECTORS)], "of question 1 came"),
     ],
 )
 def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]], reason: str) -> None:
@@ -165,6 +180,33 @@ def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tabl
     pending = worker.ask(0, replace(QUESTION, handle=handle, **fields), VECTORS.view(torch.uint8), BODY[:64].clone())
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
         pending.wait()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "queries", "added", "reason"),
+    [
+        ({"topk": 0.5}, 16, 16, "queries cannot go first if the new token decides which values are read"),
+        ({}, 24, 16, "96 bytes of queries came, but 64 were due"),
+        ({}, 8, 16, "RuntimeError"),
+        ({}, 16, 8, "RuntimeError"),
+        ({"heads": 3, "kv_heads": 2}, 24, 16, "kv_heads must divide heads"),
+    ],
+)
+def test_queries_that_go_first_and_cannot_be_answered_are_told(
+    fields: dict[str, Any], queries: int, added: int, reason: str
+) -> None:  # fmt: skip
+    """All calls that wait raise WorkerLost, also if keys and values are sent after the error."""
+    worker = NetWorker("worker1", 1 << 16, 1)
+    handle = worker.allocate(4 * 2 * 16 * 8 * 4)
+    worker.link.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
+    question = replace(QUESTION, handle=handle, first=1, **fields)
+    pending = worker.ask(0, question, torch.zeros(queries).view(torch.uint8), BODY[:64].clone())
+    worker.add(pending, torch.zeros(added).view(torch.uint8), None)
+    with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
+        pending.wait()
+    with pytest.raises(WorkerLost, match=reason):
+        pending.wait_cached()
     worker.close()
 
 
