@@ -93,7 +93,8 @@ def first(turns: int, directory: Path) -> Iterator[tuple[Record, bool]]:
         job = {"case": asdict(case), "turns": turns, "folder": str(directory)}
         found = queries.figures(case, side(job, directory, threads=1, module="queries"))
         print(f"  {case.name}: {found['saved']:.1%} saved", file=sys.stderr)
-        yield header({"name": "queries", "of": case.name, "turns": turns, **asdict(case)}) | found, found["same"]
+        shape = {"of": case.name, "turns": turns, "heads": queries.HEADS, **asdict(case)}
+        yield header({"name": "queries", **shape}) | found, found["same"]
 
 
 def kills(count: int, directory: Path) -> tuple[Record, bool]:
