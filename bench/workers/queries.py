@@ -70,7 +70,8 @@ class Case:
 
     def policy(self, queries_first: bool) -> Policy:
         """Return the policy of a side."""
-        return Policy(SEQUENCES // self.batches, self.batches, cache={"workers": 1}, queries_first=queries_first)
+        cache: Any = {"workers": 1}
+        return Policy(SEQUENCES // self.batches, self.batches, cache=cache, queries_first=queries_first)
 
 
 def _slowed(kv_heads: int, batches: int) -> Case:

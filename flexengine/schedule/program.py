@@ -308,7 +308,7 @@ class Program:
             Task(Op.ATTEND, cell, there, (far,), (("kv", j, k), far), place),
             Task(Op.FETCH, cell, up, (far,), (near,), place),
         )
-        after = (send, attend, fetch)
+        after: tuple[Task, ...] = (send, attend, fetch)
         if batch.queries_first:
             near_kv, far_kv = ("near kv", k), ("far kv", k)
             keys = Task(Op.PROJECT_KEYS, cell, "device", weights, (run, near_kv), slot=slot)

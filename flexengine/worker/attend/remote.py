@@ -126,8 +126,8 @@ class RemoteAttender(BufferedAttender):
         super().send_added(k)
         self.machine.synchronize()
         if len(self.desks) == 1:
-            added = self._to_send(self._host_buf, k, added=True)
-            self.desks[0].add(self._waiting[k][0], added.start, added.nbytes)
+            sent = self._to_send(self._host_buf, k, added=True)
+            self.desks[0].add(self._waiting[k][0], sent.start, sent.nbytes)
             return
         vectors, at = self._vectors(self._in_ram(k)[0], k), self._places(k)[0]
         for number, (desk, part, pending) in enumerate(zip(self.desks, self._tell(k), self._waiting[k], strict=True)):
