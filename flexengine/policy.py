@@ -89,6 +89,8 @@ class Policy:
             Activations must stay on the device.
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
+        queries_first: whether attention workers get queries before keys and values are computed, and begin with the
+            cached tokens (Lamina, section 3.4).
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
@@ -108,6 +110,7 @@ class Policy:
     prefill_tokens: int = 2048
     delegate: bool = False
     partition: str = REQUESTS
+    queries_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
@@ -137,8 +140,12 @@ class Policy:
         if self.partition != REQUESTS and not self.works:
             raise InvalidInput(f"policy partition is {self.partition}, but cache has no share on {WORKERS}; give it"
                                " one, or leave out partition")  # fmt: skip
-        if not isinstance(self.delegate, bool):
-            raise InvalidInput(f"policy delegate is {shown(self.delegate)}; it must be true or false")
+        for name in ("delegate", "queries_first"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"policy {name} is {shown(getattr(self, name))}; it must be true or false")
+        if self.queries_first and not self.works:
+            raise InvalidInput(f"policy queries_first is true, but cache has no share on {WORKERS}; give it one, or set"
+                               " queries_first to false")  # fmt: skip
         if self.delegate and self.activations[0] < 1:
             raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states must"
                                " stay on the device while the CPU attends; set activations to [1, 0, 0]")  # fmt: skip

@@ -53,6 +53,7 @@ def _pipelines(folder: Path) -> Iterator[Row]:
 
 def _workers(folder: Path) -> Iterator[Row]:
     found = _newest("workers", folder)
+    yield from _queries_first(folder)
     if line := found.get("block"):
         case, rates, decode, plan = (line[k] for k in ("case", "tok_s", "decode_tok_s", "predicted_to_measured"))
         yield (f"{case['workers']} attention workers, contexts of {case['context']:,} tokens, weights from a throttled"
@@ -89,6 +90,21 @@ def _staggered(folder: Path) -> Iterator[Row]:
         )  # fmt: skip
         yield ("2 engines on one attention worker, links and attention throttled", figures, _tokens(line),
                line["time"][:10])  # fmt: skip
+
+
+def _queries_first(folder: Path) -> Iterator[Row]:
+    lines = {line["case"]["of"]: line for line in records("workers", folder=folder)
+             if line["case"]["name"] == "queries"}  # fmt: skip
+    ways = {"slowed": "device and worker that take given seconds", "computed": "one thread each for device and worker"}
+    for line in lines.values():
+        case, (plain, first) = line["case"], (line["sides"][side] for side in ("without", "first"))
+        heads, batches = case["heads"] // case["kv_heads"], case["batches"]
+        clock = f"; virtual time {line['virtual_saved']:.1%}" if "virtual_saved" in line else ""
+        busy = ", ".join(f"{words} {100 * first['busy'][lane]:.0f} and {100 * plain['busy'][lane]:.0f} %"
+                         for lane, words in (("device", "device"), ("worker1", "worker")))  # fmt: skip
+        yield (f"queries first, {heads} query heads per KV head, {batches} in flight; {ways[case['kind']]}",
+               f"{short(1e3 * first['sweep_seconds'])} to {short(1e3 * plain['sweep_seconds'])} ms per decode sweep:"
+               f" {line['saved']:.1%} saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:

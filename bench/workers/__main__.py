@@ -1,14 +1,15 @@
 """Attention workers in processes of one machine, beside one process.
 
-python -m bench.workers [--cases block choice grid kills] [--turns 3] [--kills 40] [--folder DIR] [--out workers.jsonl]
+python -m bench.workers [--cases block choice grid queries kills] [--turns 3] [--kills 40] [--folder DIR] [--out FILE]
 
 block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process, under
 the policy that its planner chooses, takes turns with the same process and workers that each have as much memory.
 choice: jobs for which workers pay, and jobs for which they do not: without workers, with workers that the planner may
 use, and with workers that it must use. grid: tokens of three families under all partitions and cache formats, with one
-to four workers, through shared memory and over TCP, beside those of one process. kills: rows are generated again and
-again while a random worker is killed by SIGKILL after a random time, until so many were killed; tokens must be those of
-one process. Exit code: 1 if tokens differ.
+to four workers, through shared memory and over TCP, beside those of one process. queries: seconds of a decode sweep
+with queries that go first and without, for models with and without grouped heads and one or more gpu_batches in flight.
+kills: rows are generated again and again while a random worker is killed by SIGKILL after a random time, until so many
+were killed; tokens must be those of one process. Exit code: 1 if tokens differ.
 """
 
 import argparse
@@ -18,17 +19,19 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 from bench import harness
 from bench.harness import Record
 from bench.models import LlamaShape, make
-from bench.workers import choice
+from bench.workers import choice, queries
 from bench.workers.grid import VOCABULARY, grid, make_family
 
-CASES = ("block", "choice", "grid", "kills")
+CASES = ("block", "choice", "grid", "queries", "kills")
 SHAPE = LlamaShape(16, 768, 2112, 8, vocab=2000, positions=4096, dtype="float32", kv_heads=2)
 ROWS, CONTEXT, TOKENS = 8, 2000, 12
 MEMORY, HOST, DISK = 176 << 20, 96 << 20, 200e6  # bytes of device and host; bytes per second of the disk
@@ -41,11 +44,11 @@ def header(fields: Record) -> Record:
     return harness.header("workers", fields, [{"versions": harness.versions()}])
 
 
-def side(job: Record, directory: Path, threads: int | None = None) -> Record:
-    """Return the record of a job in a process of its own."""
+def side(job: Record, directory: Path, threads: int | None = None, module: str = "side") -> Record:
+    """Return the record of a job in a process of its own. module: of this package, which runs it."""
     (path := directory / "job.json").write_text(json.dumps(job))
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    made = subprocess.run([sys.executable, "-m", "bench.workers.side", str(path)], capture_output=True, text=True,
+    made = subprocess.run([sys.executable, "-m", f"bench.workers.{module}", str(path)], capture_output=True, text=True,
                           env=environment)  # fmt: skip
     if made.returncode:
         raise SystemExit(f"{job.get('policy')} failed:\n{made.stderr[-3000:]}")
@@ -102,6 +105,16 @@ def chosen(turns: int, directory: Path) -> tuple[Record, bool]:
     return record, all(each["same"] for each in found.values())
 
 
+def first(turns: int, directory: Path) -> Iterator[tuple[Record, bool]]:
+    """Yield the records of case queries, and whether tokens are equal."""
+    for case in queries.CASES:
+        job = {"case": asdict(case), "turns": turns, "folder": str(directory)}
+        found = queries.figures(case, side(job, directory, threads=1, module="queries"))
+        print(f"  {case.name}: {found['saved']:.1%} saved", file=sys.stderr)
+        shape = {"of": case.name, "turns": turns, "heads": queries.HEADS, **asdict(case)}
+        yield header({"name": "queries", **shape}) | found, found["same"]
+
+
 def kills(count: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case kills, and whether tokens are those of one process."""
     rng, killed, losses, runs, same = random.Random(2), 0, 0, 0, True
@@ -136,18 +149,25 @@ def main() -> int:
         directory = args.folder or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         for name in args.cases:
-            if name == "block":
-                record, same = block(args.turns, directory)
-            elif name == "choice":
-                record, same = chosen(args.turns, directory)
-            elif name == "kills":
-                record, same = kills(args.kills, directory)
-            else:
-                found, same = grid(directory)
-                record = header({"name": "grid"}) | found
-            harness.emit(record, args.out)
-            good = good and same
+            for record, same in measured(name, args, directory):
+                harness.emit(record, args.out)
+                good = good and same
     return 0 if good else 1
+
+
+def measured(name: str, args: argparse.Namespace, directory: Path) -> Iterator[tuple[Record, bool]]:
+    """Yield the records of a case, and whether tokens are equal."""
+    if name == "block":
+        yield block(args.turns, directory)
+    elif name == "choice":
+        yield chosen(args.turns, directory)
+    elif name == "kills":
+        yield kills(args.kills, directory)
+    elif name == "queries":
+        yield from first(args.turns, directory)
+    else:
+        found, same = grid(directory)
+        yield header({"name": "grid"}) | found, same
 
 
 if __name__ == "__main__":

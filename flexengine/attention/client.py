@@ -15,7 +15,8 @@ from torch import Tensor
 from flexengine.attention.files import mapped_file
 from flexengine.attention.link import Broken, Link, Message
 from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
-from flexengine.attention.server import BEAT_SECONDS, Tables, identity
+from flexengine.attention.server import BEAT_SECONDS, identity
+from flexengine.attention.tables import Tables
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.tier.base import aligned
 
@@ -28,12 +29,23 @@ class Pending:
 
     Args:
         targets: contiguous tensors in RAM that receive the bytes, in order.
+        ticket: number of the question.
     """
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        self.targets = targets
-        self._ended = threading.Event()
+    def __init__(self, targets: Sequence[Tensor], ticket: int = NONE) -> None:
+        self.targets, self.ticket = targets, ticket
+        self._cached, self._ended = threading.Event(), threading.Event()
         self._error: WorkerLost | None = None
+
+    def wait_cached(self) -> None:
+        """Wait until attention over the cached tokens is computed, if the queries went first. Raise as `wait`."""
+        self._cached.wait()
+        if self._error is not None:
+            raise self._error
+
+    def cached(self) -> None:
+        """Let `wait_cached` return."""
+        self._cached.set()
 
     def wait(self) -> None:
         """Wait until the bytes are in the targets. Raise WorkerLost if the worker has died or has failed."""
@@ -44,6 +56,7 @@ class Pending:
     def end(self, error: WorkerLost | None = None) -> None:
         """Let `wait` return, or raise an error."""
         self._error = error
+        self._cached.set()
         self._ended.set()
 
 
@@ -186,7 +199,8 @@ class Client:
         Args:
             layer: number of the layer.
             question: the question.
-            vectors: queries, keys and values, uint8, contiguous. If the question names shared memory, they are there.
+            vectors: queries, keys and values, uint8, contiguous; queries alone if they go first. If the question names
+                shared memory, they are there.
             target: uint8, contiguous; receives the answer. If the question names shared memory, it is there.
         """
         answer_bytes, targets = target.nbytes, [target]
@@ -200,8 +214,22 @@ class Client:
             self.answered += answer_bytes
         return pending
 
+    def add(self, pending: Pending, vectors: Tensor, at: int | None) -> None:
+        """Send the keys and values of a question whose queries went first.
+
+        Args:
+            pending: its answer.
+            vectors: uint8, contiguous.
+            at: first byte of the vectors in the question's shared memory; None if they are not there.
+        """
+        nbytes, body = vectors.nbytes, vectors if at is None else _NO_BODY
+        self._send(Kind.ADD, (pending.ticket, at or 0, nbytes), body)
+        with self._lock:
+            self.asked += nbytes
+
     def _new(self, targets: Sequence[Tensor]) -> tuple[int, Pending]:
-        ticket, pending = next(self._tickets), Pending(targets)
+        ticket = next(self._tickets)
+        pending = Pending(targets, ticket)
         with self._lock:
             self._pending[ticket] = pending
         if self._lost is not None:
@@ -223,12 +251,15 @@ class Client:
             self.others = message.numbers[3] - message.numbers[2]
             self._ready.put(bool(message.numbers[1]))
             return
-        if message.kind not in (Kind.DATA, Kind.ANSWER, Kind.FAILED):
+        if message.kind not in (Kind.DATA, Kind.CACHED, Kind.ANSWER, Kind.FAILED):
             raise Broken(f"a message of unknown kind {message.kind} came")
         with self._lock:
             pending = self._pending.get(number)
         if pending is None:
             raise Broken(f"it answered question {number}, which was not asked")
+        if message.kind == Kind.CACHED:
+            pending.cached()
+            return
         error = None
         if message.kind == Kind.FAILED:
             error = self._error(f"it could not answer ({words(self.link.take())})")

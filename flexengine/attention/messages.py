@@ -13,9 +13,11 @@
 | WRITE | engine | handle, first byte | bytes for the memory |
 | READ | engine | ticket, handle, first byte, bytes | none |
 | DATA | worker | ticket | bytes of the memory |
-| TABLES | engine | gpu_batch, group, pages of a table, new tokens, copies | page tables, see `server.Tables` |
+| TABLES | engine | gpu_batch, group, pages of a table, new tokens, copies | page tables, see `tables.Tables` |
 | SINKS | engine | layer | fp32 [heads] |
-| ASK | engine | ticket, layer | a Question, then q, k, v unless they are in shared memory |
+| ASK | engine | ticket, layer | a Question, then q, k, v unless they are in shared memory; only q if `first` |
+| CACHED | worker | ticket | none; attention of a `first` question over the cached tokens is computed |
+| ADD | engine | ticket, first byte, bytes | k, v of a `first` question, unless they are in shared memory |
 | ANSWER | worker | ticket | attention, then its log-sum-exp if `partial`; none if they are in shared memory |
 | FAILED | worker | ticket | why it could not answer |
 | BYE | engine | | none; the connection ends |
@@ -50,9 +52,11 @@ class Kind(enum.IntEnum):
     FAILED = 14
     BYE = 15
     SHARE = 16
+    ADD = 17
+    CACHED = 18
 
 
-_QUESTION = struct.Struct("<15q3d4q")
+_QUESTION = struct.Struct("<16q3d4q")
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,12 @@ class Question:
         window: tokens that a query sees; NONE for all.
         sinks: 1 if the layer has sinks, which came before.
         partial: 1 if other workers hold other tokens of the sequences. The window is then in the page tables.
+        first: 1 if queries go first: keys and values follow in a message ADD.
         scale: factor of the scores.
         softcap: cap of the scores; NONE for none.
         topk: share of the values that are read; NONE for all.
         shared: handle of shared memory for q, k, v and the output; NONE if messages hold them.
-        at: first byte of q, k, v in it.
+        at: first byte of q, k, v in it, or of q if `first`.
         nbytes: their bytes.
         out: first byte of the output in it.
     """
@@ -99,6 +104,7 @@ class Question:
     window: int
     sinks: int
     partial: int
+    first: int
     scale: float
     softcap: float
     topk: float

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,40 +22,36 @@ from flexengine.attention.files import mapped_file
 from flexengine.attention.link import SILENT_SECONDS, Broken, Link, Message
 from flexengine.attention.messages import DTYPES, NONE, PROTOCOL, QUESTION_BYTES, Kind, Question, text, words
 from flexengine.attention.pool import Pool
+from flexengine.attention.tables import Tables, check
 from flexengine.codec.cache import CacheFormat
+from flexengine.kernels.merge import merge
 from flexengine.tier.base import aligned
 
 BEAT_SECONDS = SILENT_SECONDS / 10
 
 
-class Tables(NamedTuple):
-    """Page tables of a gpu_batch for a group of layers, all int32.
+@dataclass
+class Asked:
+    """A question.
 
     Attributes:
-        tables: [sequences, pages], pages of each sequence.
-        lengths: [sequences], tokens of each sequence in these pages, with the new one if it is here.
-        seen: [sequences], number of the last of them that the query sees.
-        pages: [new tokens], page of each new token.
-        offsets: [new tokens], its offset in the page.
-        copies: [copies, 2], pages (from, to) that are copied before tokens are appended.
+        vectors: q, then k, then v; q alone if it goes first.
+        part: attention over the cached tokens, and its log-sum-exp; None before it is computed.
     """
-
-    tables: Tensor
-    lengths: Tensor
-    seen: Tensor
-    pages: Tensor
-    offsets: Tensor
-    copies: Tensor
-
-
-class Asked(NamedTuple):
-    """A question. vectors: q, then k, then v."""
 
     ticket: int
     layer: int
     question: Question
     vectors: Tensor
     tables: Tables
+    part: tuple[Tensor, Tensor] | None = None
+
+
+class Added(NamedTuple):
+    """Keys and values of a question whose queries went first. vectors: k, then v."""
+
+    asked: Asked
+    vectors: Tensor
 
 
 class Server:
@@ -74,7 +71,8 @@ class Server:
         self._counted = set[int]()  # handles of memory for pages
         self._tables: dict[tuple[int, int], Tables] = {}  # by gpu_batch and group
         self._sinks: dict[int, Tensor] = {}  # by layer: fp32 [heads]
-        self._asked = queue.SimpleQueue[tuple[Asked, Future[tuple[Tensor, ...]]] | None]()
+        self._first: dict[int, Asked] = {}  # by ticket: questions whose keys and values have not come
+        self._asked = queue.SimpleQueue[tuple[Asked, Future[tuple[Tensor, ...] | None]] | None]()
         self._ended, self._left = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -145,18 +143,20 @@ class Server:
                 self.pool.give_back(len(self._held[a]))
             self._held.pop(a, None)
             if not self._held:
-                self._tables.clear()
-                self._sinks.clear()
+                for known in (self._tables, self._sinks, self._first):
+                    known.clear()
         elif message.kind == Kind.WRITE:
             link.take_into(self._part(a, b, message.nbytes))
         elif message.kind == Kind.READ:
             link.send(Kind.DATA, (a,), self._part(b, c, d))
         elif message.kind == Kind.TABLES:
-            self._tables[a, b] = _tables(link.take().view(torch.int32), c, d, e)
+            self._tables[a, b] = Tables.unpack(link.take().view(torch.int32), c, d, e)
         elif message.kind == Kind.SINKS:
             self._sinks[a] = link.take().view(torch.float32)
         elif message.kind == Kind.ASK:
             self._ask(a, b)
+        elif message.kind == Kind.ADD:
+            self._add(a, b, c)
         else:
             raise Broken(f"a message of unknown kind {message.kind} came")
 
@@ -202,13 +202,29 @@ class Server:
         if tables is None or (question.sinks and layer not in self._sinks):
             raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
         asked = Asked(ticket, layer, question, vectors, tables)
-        self._asked.put((asked, self.pool.compute(lambda: self._computed(asked))))
+        if question.first:
+            if ticket in self._first:
+                raise Broken(f"question {ticket} came twice")
+            self._first[ticket] = asked
+        self._queue(asked, lambda: self._attend_cached(asked) if question.first else self._attend(asked))
 
-    def _computed(self, asked: Asked) -> tuple[Tensor, ...]:
-        """Return the answer, in the pool's thread. Raise Broken, without computing, if the connection has ended."""
-        if self._ended.is_set():
-            raise Broken("the connection has ended")
-        return self._attend(asked)
+    def _add(self, ticket: int, at: int, nbytes: int) -> None:
+        vectors, asked = self.link.take(), self._first.pop(ticket, None)
+        if asked is None:
+            raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
+        if (shared := asked.question.shared) != NONE:
+            vectors = self._part(shared, at, nbytes)
+        self._queue(asked, lambda: self._attend_new(asked, vectors))
+
+    def _queue(self, asked: Asked, work: Callable[[], tuple[Tensor, ...] | None]) -> None:
+        """Let the pool's thread compute a part of an answer, unless the connection has ended by then."""
+
+        def compute() -> tuple[Tensor, ...] | None:
+            if self._ended.is_set():
+                raise Broken("the connection has ended")
+            return work()
+
+        self._asked.put((asked, self.pool.compute(compute)))
 
     def _reply(self) -> None:
         """Send answers in the order of the questions. After the connection has ended, wait for those that are being
@@ -217,7 +233,8 @@ class Server:
             asked, answer = item
             try:
                 try:
-                    self._answer(asked, answer.result())
+                    if (found := answer.result()) is not None:
+                        self._answer(asked, found)
                 except Exception as error:  # told to the engine, whose job computes the rows again
                     self.link.send(Kind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
             except Broken:  # the connection has ended, so the thread that receives ends, too
@@ -226,7 +243,11 @@ class Server:
                 del item, asked, answer
 
     def _answer(self, asked: Asked, answer: tuple[Tensor, ...]) -> None:
+        """Send an answer, or, if it is empty, that attention over the cached tokens is computed."""
         ask = asked.question
+        if not answer:
+            self.link.send(Kind.CACHED, (asked.ticket,))
+            return
         if ask.shared == NONE:
             self.link.send(Kind.ANSWER, (asked.ticket,), *answer)
             return
@@ -239,24 +260,69 @@ class Server:
         """Append the new keys and values, and return attention, [sequences, heads, head_dim]. If other workers hold
         other tokens, also return its log-sum-exp, fp32 [sequences, heads]."""
         ask, tables = asked.question, asked.tables
-        _check(ask, tables, self._sinks.get(asked.layer))
-        pool, form = self._pool(ask)
-        new, dim = len(tables.pages), ask.head_dim
-        flat = asked.vectors.view(DTYPES[ask.dtype]).view(-1, dim)
-        rows = [len(tables.lengths) * ask.heads, new * ask.kv_heads, new * ask.kv_heads]
-        q, k, v = (x.view(-1, heads, dim) for x, heads in
-                   zip(torch.split(flat, rows), (ask.heads, ask.kv_heads, ask.kv_heads), strict=True))  # fmt: skip
-        for source, target in tables.copies.tolist():
-            pool[target].copy_(pool[source])
-        self.kernels.append(k, v, pool, tables.pages, tables.offsets, form)
+        q, pool, form = self._begun(asked)
+        self._append(asked, asked.vectors[q.nbytes :], pool, form)
         softcap, topk = (None if x == NONE else x for x in (ask.softcap, ask.topk))
         if ask.partial:
             return self._part_of(q, pool, tables, ask.scale, softcap, form)
         window = None if ask.window == NONE else ask.window
-        sinks = self._sinks[asked.layer] if ask.sinks else None
         return (self.kernels.decode_attention(
-            q, pool, tables.tables, tables.lengths, ask.scale, window, softcap, sinks, form, topk
+            q, pool, tables.tables, tables.lengths, ask.scale, window, softcap, self._sinks_of(asked), form, topk
         ),)  # fmt: skip
+
+    def _attend_cached(self, asked: Asked) -> tuple[Tensor, ...]:
+        """Compute attention over the tokens before the new ones, and its log-sum-exp. Return no part of the answer."""
+        ask, tables = asked.question, asked.tables
+        if ask.topk != NONE:
+            raise ValueError("queries cannot go first if the new token decides which values are read")
+        q, pool, form = self._begun(asked)
+        if len(asked.vectors) > q.nbytes:
+            raise ValueError(f"{len(asked.vectors)} bytes of queries came, but {q.nbytes} were due")
+        if not ask.partial and ask.window != NONE:
+            tables = tables._replace(seen=tables.lengths.clamp(max=ask.window))
+        softcap = None if ask.softcap == NONE else ask.softcap
+        asked.part = self._part_of(q, pool, tables.cached(), ask.scale, softcap, form)
+        return ()
+
+    def _attend_new(self, asked: Asked, vectors: Tensor) -> tuple[Tensor, ...] | None:
+        """Append the new keys and values, and return what `_attend` does: attention over the new tokens, merged with
+        that over the cached ones. A window of one token leaves the new token only. Sinks are in its denominator.
+
+        Return None if attention over the cached tokens has failed, which the engine was told.
+        """
+        ask, tables = asked.question, asked.tables
+        if asked.part is None:
+            return None
+        q, (pool, form) = _queries(asked), self._pool(ask)
+        self._append(asked, vectors, pool, form)
+        (out, lse), rows = asked.part, tables.rows.long()
+        softcap, sinks = None if ask.softcap == NONE else ask.softcap, self._sinks_of(asked)
+        new, new_lse = self.kernels.decode_attention(
+            q[rows], pool, tables.tables[rows], tables.lengths[rows], ask.scale, 1, softcap, sinks, form, with_lse=True
+        )
+        out[rows] = merge([out[rows], new], [lse[rows], new_lse])
+        if not ask.partial:
+            return (out,)
+        lse[rows] = torch.logaddexp(lse[rows], new_lse)
+        return out, lse
+
+    def _begun(self, asked: Asked) -> tuple[Tensor, Tensor, CacheFormat | None]:
+        """Return the queries, the pages, and their format, after a check and the copies of pages."""
+        tables = asked.tables
+        check(asked.question, tables, self._sinks.get(asked.layer))
+        pool, form = self._pool(asked.question)
+        for source, target in tables.copies.tolist():
+            pool[target].copy_(pool[source])
+        return _queries(asked), pool, form
+
+    def _append(self, asked: Asked, vectors: Tensor, pool: Tensor, form: CacheFormat | None) -> None:
+        """Append the new keys and values."""
+        ask, tables = asked.question, asked.tables
+        k, v = vectors.view(DTYPES[ask.dtype]).view(2, len(tables.pages), ask.kv_heads, ask.head_dim)
+        self.kernels.append(k, v, pool, tables.pages, tables.offsets, form)
+
+    def _sinks_of(self, asked: Asked) -> Tensor | None:
+        return self._sinks[asked.layer] if asked.question.sinks else None
 
     def _part_of(
         self, q: Tensor, pool: Tensor, tables: Tables, scale: float, softcap: float | None, form: CacheFormat | None
@@ -289,39 +355,11 @@ class Server:
         return self._part(ask.handle, ask.start, nbytes).view(dtype).view(shape), form
 
 
-def _tables(numbers: Tensor, pages: int, new: int, copies: int) -> Tables:
-    """Return the page tables in the body of a message. Raise Broken if it has a wrong length."""
-    sequences, rest = divmod(len(numbers) - 2 * new - 2 * copies, pages + 2) if min(pages, new, copies) >= 0 else (0, 1)
-    if rest or sequences < 0:
-        raise Broken(f"page tables of {len(numbers)} numbers came, which fit no number of sequences")
-    sizes = [sequences * pages, sequences, sequences, new, new, 2 * copies]
-    tables, lengths, seen, at, offsets, both = torch.split(numbers, sizes)
-    return Tables(tables.view(sequences, pages), lengths, seen, at, offsets, both.view(copies, 2))
-
-
-def _check(ask: Question, tables: Tables, sinks: Tensor | None) -> None:
-    """Raise ValueError if a question or its tables name memory that does not exist: kernels read without checks."""
-    sizes = (ask.pages, ask.page_tokens, ask.heads, ask.kv_heads, ask.head_dim)
-    if min(sizes) < 1 or ask.heads % ask.kv_heads:
-        raise ValueError(f"pages, page_tokens, heads, kv_heads and head_dim are {sizes}; they must be at least 1, and"
-                         " kv_heads must divide heads")  # fmt: skip
-    if not (0 <= ask.dtype < len(DTYPES) and 0 <= ask.pool_dtype < len(DTYPES)):
-        raise ValueError(f"dtypes are numbers {ask.dtype} and {ask.pool_dtype}; they must be 0 to {len(DTYPES) - 1}")
-    if ask.topk != NONE and not 0 <= ask.topk <= 1:
-        raise ValueError(f"the share of values is {ask.topk}; it must be 0 to 1")
-    if ask.sinks and (sinks is None or len(sinks) != ask.heads):
-        raise ValueError(f"the layer has {0 if sinks is None else len(sinks)} sinks, but {ask.heads} heads")
-    if len(tables.pages) != len(tables.lengths) and not ask.partial:
-        raise ValueError(f"{len(tables.pages)} new tokens came for {len(tables.lengths)} sequences")
-    limits = {"page tables": (tables.tables, ask.pages), "pages": (tables.pages, ask.pages),
-              "offsets": (tables.offsets, ask.page_tokens), "copied pages": (tables.copies, ask.pages),
-              "lengths": (tables.lengths, tables.tables.shape[1] * ask.page_tokens + 1),
-              "seen tokens": (tables.seen, tables.tables.shape[1] * ask.page_tokens + 1)}  # fmt: skip
-    for what, (numbers, end) in limits.items():
-        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
-            raise ValueError(f"{what} hold {int(numbers.min())} to {int(numbers.max())}; they must be below {end}")
-    if not ask.partial and tables.lengths.numel() and int(tables.lengths.min()) < 1:
-        raise ValueError("lengths hold 0; they must be at least 1")
+def _queries(asked: Asked) -> Tensor:
+    """Return the queries of a question, [sequences, heads, head_dim]."""
+    ask, sequences = asked.question, len(asked.tables.lengths)
+    flat = asked.vectors.view(DTYPES[ask.dtype])[: sequences * ask.heads * ask.head_dim]
+    return flat.view(sequences, ask.heads, ask.head_dim)
 
 
 def identity() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexengine.attention.messages import DTYPES, NONE, Question
-from flexengine.attention.server import Tables
+from flexengine.attention.tables import Tables
 from flexengine.attention.tier import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.plan.facts import ModelFacts
@@ -82,11 +82,12 @@ def _timed(tier: WorkerTier, region: Region, model: ModelFacts, dtype: torch.dty
     lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32)
     offsets = torch.full((SEQUENCES,), (tokens - 1) % PAGE_TOKENS, dtype=torch.int32)
     last, none = table[:, -1].contiguous(), torch.empty(0, 2, dtype=torch.int32)
-    tier.client.tables(0, 0, Tables(table, lengths, lengths, last, offsets, none))
+    rows = torch.arange(SEQUENCES, dtype=torch.int32)
+    tier.client.tables(0, 0, Tables(table, lengths, lengths, last, offsets, rows, none))
     question = Question(
         handle=region.place, start=0, pages=fitting, page_tokens=PAGE_TOKENS, heads=model.heads, kv_heads=kv_heads,
         head_dim=dim, bits=0, pool_dtype=DTYPES.index(dtype), dtype=DTYPES.index(dtype), batch=0, group=0, window=NONE,
-        sinks=0, partial=0, scale=dim**-0.5, softcap=NONE, topk=NONE,
+        sinks=0, partial=0, first=0, scale=dim**-0.5, softcap=NONE, topk=NONE,
     )  # fmt: skip
     vectors = torch.zeros(SEQUENCES * (model.heads + 2 * kv_heads) * dim, dtype=dtype).view(torch.uint8)
     target, seconds = torch.empty(SEQUENCES * model.heads * dim, dtype=dtype).view(torch.uint8), list[float]()

@@ -27,6 +27,7 @@ _LIMITS = tuple((re.compile(pattern), most) for pattern, most in (
 ))  # fmt: skip
 _COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")  # at least 1 in any model
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
+_COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -100,6 +101,15 @@ def size_of(config: Any) -> tuple[int, int]:
     layers = config.get_text_config().num_hidden_layers
     experts = [v for key, v in _numbers(config.to_dict()) if key.endswith("experts") and isinstance(v, int)]
     return (layers if isinstance(layers, int) else 1), max((1, *experts))
+
+
+def coupled_rope(config: Any) -> set[str]:
+    """Return the RoPE types of all layers that tie the rows of a batch together. transformers has one parameter table,
+    or one per type of layer."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None)
+    tables = [rope, *rope.values()] if isinstance(rope, dict) else []
+    kinds = {kind for table in tables if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str)}
+    return kinds & _COUPLED_ROPE
 
 
 def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int | float]]:

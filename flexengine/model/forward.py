@@ -6,6 +6,7 @@ the answer:
     event     pause                                                     answer
     Rows      before rows of weights that may be off the device         see `Rows`
     Layer     before decoder layer j; its weights must be bound now     hidden states
+    Query     in layer j, before keys and values, if queries go first   none
     Attend    in layer j, at attention                                  [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
@@ -79,6 +80,13 @@ class Attend(NamedTuple):
     mask: Tensor | None = None  # only in a trial pass (masks.py)
 
 
+class Query(NamedTuple):
+    """Pause at the queries of a layer, before its keys and values are computed (queries.py). The pause at attention
+    follows. attend: k and v have their shapes, but no values."""
+
+    attend: Attend
+
+
 class Head(NamedTuple):
     """Pause before a chunk of rows of the output projection. chunk: number of the chunk."""
 
@@ -91,7 +99,11 @@ class Logits(NamedTuple):
     values: Tensor
 
 
-Pause = Rows | Layer | Attend | Head | Logits
+Pause = Rows | Layer | Query | Attend | Head | Logits
+
+
+class Queried(Exception):
+    """Ends the run of an attention module that computes queries only."""
 
 
 def pause(event: Any) -> Any:
@@ -123,7 +135,11 @@ def attend(
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)), None
+    event = Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)
+    if getattr(greenlet.getcurrent(), "only_queries", False):
+        pause(Query(event))
+        raise Queried
+    return pause(event), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -238,18 +254,39 @@ class Inputs:
     scores: Scores | None = None
 
 
-class _Pass(greenlet.greenlet):  # type: ignore[misc]
-    """Greenlet of a pass. inputs: of the pass, for modules that do not get them (adapters.py)."""
+class Pass(greenlet.greenlet):  # type: ignore[misc]
+    """The greenlet of a forward pass.
+
+    Attributes:
+        inputs: of the pass, for modules that do not get them (adapters.py).
+        queries_first: whether it also pauses at queries (queries.py).
+        only_queries: whether the present run of an attention module computes queries only.
+        queries: output of the query projection, from the first to the second run of an attention module.
+    """
 
     inputs: Inputs
+    queries_first = False
+    only_queries = False
+    queries: Tensor | None = None
 
 
 class Forward:
     """A forward pass of one gpu_batch. Only the thread that first resumes the pass can resume or end it."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> None:
-        """Make a pass without starting it. mode: entered while the model runs."""
-        self._model, self.inputs, self._mode = model, inputs, mode
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        mode: AbstractContextManager[Any] | None = None,
+        queries_first: bool = False,
+    ) -> None:
+        """Make a pass without starting it.
+
+        Args:
+            mode: entered while the model runs.
+            queries_first: whether the pass pauses at queries. `queries.use_queries_first` prepares the model.
+        """
+        self._model, self.inputs, self._mode, self._queries_first = model, inputs, mode, queries_first
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
@@ -263,8 +300,8 @@ class Forward:
         """Run to the next pause, and return its event. value: the answer to the last event."""
         with self._mode or nullcontext():
             if self._greenlet is None:
-                self._greenlet = _Pass(self._run)
-                self._greenlet.inputs = self.inputs
+                self._greenlet = Pass(self._run)
+                self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
                 event: Pause = self._greenlet.switch()
             else:
                 event = self._greenlet.switch(value)

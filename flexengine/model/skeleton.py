@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexengine.errors import UnsupportedModel
 from flexengine.model.adapters import ADAPTED, adapt
-from flexengine.model.config import load_config
+from flexengine.model.config import coupled_rope, load_config
 from flexengine.model.form import WeightFormat
 from flexengine.model.forward import (
     ATTENTION,
@@ -24,6 +24,7 @@ from flexengine.model.forward import (
     PausingEmbedding,
     PausingHead,
     PausingLayer,
+    Query,
     Rows,
     attend,
 )
@@ -33,9 +34,9 @@ from flexengine.model.loading import Loading
 from flexengine.model.logits import LogitStep
 from flexengine.model.masks import marked, window_at
 from flexengine.model.products import Invariance, is_experts, use_product
+from flexengine.model.queries import recorded, separable
 
 _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
-_COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 
 
 class ParamRef(NamedTuple):
@@ -89,6 +90,7 @@ class Skeleton:
         forms: format of each encoded parameter, by name.
         total: number of decoder layers of the whole model.
         first: number of `layers[0]` in the whole model.
+        queries_apart: whether queries can be computed before keys and values (queries.py).
     """
 
     model: Any
@@ -111,6 +113,7 @@ class Skeleton:
     forms: dict[str, WeightFormat] = field(default_factory=dict)
     total: int = 0
     first: int = 0
+    queries_apart: bool = False
 
     @property
     def layer_range(self) -> tuple[int, int]:
@@ -179,10 +182,12 @@ class Skeleton:
         """Maximum number of tokens of a sequence; None if the config does not state it."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
-    def trial_answer(self, event: Rows | Layer | Attend | Head) -> Any:
+    def trial_answer(self, event: Rows | Layer | Query | Attend | Head) -> Any:
         """Return the answer to a pause of a pass on the meta device, where weights and attention have no values."""
         if isinstance(event, Layer):
             return event.hidden
+        if isinstance(event, Query):
+            return None
         if isinstance(event, Attend):
             return event.q.new_empty(1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
         shape = self.head[1] if isinstance(event, Head) else self.embedding[1]
@@ -227,7 +232,7 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
 
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
-    if coupled := _rope_types(config) & _COUPLED_ROPE:
+    if coupled := coupled_rope(config):
         raise UnsupportedModel(f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together")
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
@@ -251,13 +256,6 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tensor values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval().requires_grad_(False)
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Return the RoPE types of all layers. transformers has one parameter table, or one per type of layer."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None)
-    tables = [rope, *rope.values()] if isinstance(rope, dict) else []
-    return {kind for table in tables if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str)}
 
 
 def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
@@ -337,8 +335,9 @@ def _probe(skeleton: Skeleton) -> None:
             if isinstance(module, FastLinear):
                 narrow = module.weight.to(torch.bfloat16)
                 module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
-    with marked(ATTENTION):
+    with marked(ATTENTION), recorded(skeleton.model) as calls:
         _trial(skeleton)
+    skeleton.queries_apart = separable(calls)
 
 
 def _trial(skeleton: Skeleton) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
-from flexengine.plan.delegation import projection_share
+from flexengine.plan.delegation import keys_share, projection_share
 from flexengine.plan.experts import demand_of, expert_share, share
 from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import Layout
@@ -132,10 +132,11 @@ class Clock:
 
         def delegated(task: Task, later: float) -> float:
             j, k = task.cell.layer, task.cell.batch
-            if task.op is Op.ATTEND:
-                return attention[k][j] + (hardware.worker_seconds if is_worker(task.home) else 0.0)
-            before = projection_share(self.cost.model, j)
-            part = before if task.op is Op.PROJECT else max(0.0, 1 - before - later)
+            first, asking = batches[k].queries_first, hardware.worker_seconds if is_worker(task.home) else 0.0
+            if task.op in (Op.ATTEND, Op.ATTEND_CACHED):
+                return asking + (0.0 if first and task.op is Op.ATTEND else attention[k][j])
+            before, keys = projection_share(self.cost.model, j), keys_share(self.cost.model, j)
+            part = {Op.PROJECT: before - keys * first, Op.PROJECT_KEYS: keys}.get(task.op, max(0.0, 1 - before - later))
             return part * float(self.curves[j](tokens[k])) + hardware.task_seconds
 
         def price(task: Task) -> float:
@@ -146,7 +147,7 @@ class Clock:
                 return later * float(self.curves[task.cell.layer](tokens[task.cell.batch])) + hardware.task_seconds
             if task.op is Op.LOAD_ROWS:
                 return self._rows(task, tokens)
-            if task.op in (Op.PROJECT, Op.ATTEND, Op.FINISH):
+            if task.op in (Op.PROJECT, Op.PROJECT_KEYS, Op.ATTEND_CACHED, Op.ATTEND, Op.FINISH):
                 return delegated(task, later)
             if task.op is Op.COMPUTE:
                 return compute(task.cell.layer, task.cell.batch, later)
@@ -195,8 +196,10 @@ class Clock:
         elif task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
             nbytes = batch.tokens * model.hidden * model.itemsize
             yield Move(lane, HIDDEN, home, nbytes, nbytes)
-        elif task.op in (Op.SEND, Op.FETCH):
-            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
+        elif task.op in (Op.SEND, Op.SEND_KEYS, Op.FETCH):
+            keys = model.sent - model.fetched
+            whole = model.fetched if batch.queries_first else model.sent
+            nbytes = batch.tokens * {Op.SEND: whole, Op.SEND_KEYS: keys}.get(task.op, model.fetched)
             yield Move(lane, CACHE, home, nbytes, nbytes)
         else:
             yield from self._pages(task, batch)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from flexengine.plan.facts import ModelFacts
+from flexengine.policy import Policy
 
 Line = tuple[float, float]  # seconds at 0 cached tokens, and per token
 
@@ -126,6 +127,21 @@ def rule_of(model: ModelFacts, topk: float | None = None, **rates: float | int |
         rates: the other fields of Rule.
     """
     return Rule(model.kv_token, model.sent, model.fetched, read=read_share(topk, model.heads / model.kv_heads), **rates)  # type: ignore[arg-type]
+
+
+def attention_words(policy: Policy) -> list[str]:
+    """Return lines for a plan's text that describe attention off the device."""
+    lines = []
+    if policy.delegate:
+        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
+    if policy.queries_first:
+        lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
+    return lines
+
+
+def keys_share(model: ModelFacts, layer: int) -> float:
+    """Return the share of a layer's FLOP in k and v projections."""
+    return projection_share(model, layer) * 2 * model.kv_heads / (model.heads + 2 * model.kv_heads)
 
 
 def projection_share(model: ModelFacts, layer: int) -> float:

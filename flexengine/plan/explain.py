@@ -18,6 +18,7 @@ from flexengine.places import (
 )
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
+from flexengine.plan.delegation import attention_words
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
@@ -100,9 +101,7 @@ def policy_words(policy: Policy) -> list[str]:
         f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
-    if policy.delegate:
-        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
-    return lines
+    return [*lines, *attention_words(policy)]
 
 
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:

@@ -84,6 +84,7 @@ class ModelFacts:
         kv_form: name of the format of K and V, "" for the compute dtype.
         gpu: whether a GPU computes.
         leaves: whether hidden states leave to layers after the range, so that there is no head.
+        queries_apart: whether queries can be computed before keys and values.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -109,6 +110,7 @@ class ModelFacts:
     kv_form: str = ""
     gpu: bool = False
     leaves: bool = False
+    queries_apart: bool = True
 
     @property
     def output(self) -> TensorFact | None:
@@ -132,7 +134,7 @@ class ModelFacts:
 
     @property
     def fetched(self) -> int:
-        """Return the bytes of one token's attention output, fetched from delegated attention."""
+        """Return the bytes of one token's attention output, fetched from delegated attention, or of its queries."""
         return self.heads * self.head_dim * self.itemsize
 
     @cached_property

@@ -41,6 +41,12 @@ def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) ->
     if policy.partition == TOKENS and model.topk is not None:
         raise InvalidInput(f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
                            f" of other workers are larger; set partition to {REQUESTS} or {HEADS}")  # fmt: skip
+    if policy.queries_first and model.topk is not None:
+        raise InvalidInput("policy queries_first is true, but with sparse attention the new token decides which values"
+                           " are read; set queries_first to false")  # fmt: skip
+    if policy.queries_first and not model.queries_apart:
+        raise InvalidInput("policy queries_first is true, but the model's layers compute queries together with keys and"
+                           " values; set queries_first to false")  # fmt: skip
 
 
 def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:

@@ -7,7 +7,8 @@ weights        Each layer, and the head, crosses the lanes from its tier once pe
 KV cache       Whole pages are loaded before a layer computes, and changed pages are stored after. If pages are in host
                RAM, a decode step stores only its token.
 delegated      Queries, keys and values of decoding sequences are copied to the place that computes attention, and the
-               output is copied back. Only pages of continued prompts are loaded to the device.
+               output is copied back. Only pages of continued prompts are loaded to the device. If queries go first to
+               attention workers, there are two copies, tasks and questions.
 hidden states  Between two layers, hidden states cross the lanes once in each direction.
 chosen values  The device waits for these loads: see `plan.chosen`.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.compute import decode_attention
+from flexengine.plan.delegation import keys_share
 from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -180,13 +182,28 @@ class Sweeping:
         tokens = sweeps.decoding * sweeps.counted * len(model.layers)
         for home, place in self.policy.attended(self.hardware.places).items():
             down, there, up = routes(self.hardware).attend[place]
+            first, cells = self.policy.queries_first and is_worker(place), tokens / gpu_batch
             yield Move(up, CACHE, home, tokens * model.fetched, gpu_batch * model.fetched)
-            yield Move(down, CACHE, home, tokens * model.sent, gpu_batch * model.sent)
+            for sent in (model.fetched, model.sent - model.fetched) if first else (model.sent,):
+                yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
             attended = decode_attention(self.rates, sweeps, self.policy.attended_by(place)) * sweeps.counted
             asking = self.hardware.worker_seconds if is_worker(place) else 0.0
-            yield Work(there, CACHE, home, attended + tokens / gpu_batch * asking)
+            yield Work(there, CACHE, home, attended + cells * (1 + first) * asking)
             on_device = decode_attention(self.rates, sweeps) * sweeps.counted
-            yield Work("device", CACHE, home, tokens / gpu_batch * self.rates.delegated - on_device)
+            yield Work("device", CACHE, home, cells * self.rates.delegated - on_device)
+            if first:
+                yield Work("device", CACHE, home, cells * self.hardware.task_seconds - self._hidden(attended))
+
+    def _hidden(self, attended: Array) -> Array:
+        """Return the seconds by sweep in which the device computes keys and values while workers attend to cached
+        tokens, if the device waits for attention otherwise (`Cost.slowing`). attended: seconds of attention."""
+        policy, model = self.policy, self.model
+        if policy.block_size > policy.gpu_batch_size or policy.slots == 1:
+            return np.zeros(self.sweeps.times.shape)
+        layers = range(len(model.layers))
+        share = sum(keys_share(model, j) for j in layers) / len(layers)
+        computed = share * self.rates.stack(self.sweeps.decoding) * self.sweeps.counted
+        return np.minimum(np.asarray(computed), attended)
 
     def chosen_values(self, overlaps: bool) -> Iterator[Term]:
         """Yield the terms of chosen values. overlaps: whether lanes work at the same time; if not, the device waits for

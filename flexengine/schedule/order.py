@@ -91,12 +91,14 @@ class Batch(NamedTuple):
         cache_home: tier of the KV cache.
         hidden_home: tier of the hidden states between layers.
         attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
+        queries_first: whether queries are sent there before keys and values are computed.
     """
 
     pieces: tuple[Piece, ...]
     cache_home: str
     hidden_home: str
     attention: str = "device"
+    queries_first: bool = False
 
     @property
     def delegated(self) -> bool:

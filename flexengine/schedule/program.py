@@ -10,6 +10,7 @@
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, on their tier |
 | ("run", k) | the forward pass of batch k |
 | ("near", k), ("far", k) | q, k, v of delegated attention of batch k, then its output: on the device, and off it |
+| ("near kv", k), ("far kv", k) | k, v of batch k, if its queries go first |
 | ("embedded", k) | embedding rows of batch k |
 | ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
 | ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
@@ -23,6 +24,14 @@ place computes attention of one batch while the device computes other batches:
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
 
+If queries go first, the start of such a cell computes queries only, and three more tasks follow the copy of q: keys
+and values (device), their copy, and attention over cached tokens, which needs neither. Attention then adds the new
+tokens:
+
+    device        P00 K00         F00 P10 K10         F10 P20 ...     K keys and values, S copies, C cached tokens
+    worker1_send      S00 S00             S10 S10
+    worker1               C00 A00             C10 A10
+
 A cell that loads experts by rows has three tasks: the layer up to the experts, their load, rest of the layer. The rests
 are emitted after the starts of all batches, so that loads overlap compute; with hidden buffers, at most one rest per
 buffer waits. Experts stay in the slot until the layer's last batch is computed, so each is loaded once per sweep.
@@ -31,7 +40,6 @@ buffer waits. Experts stay in the slot until the layer's last batch is computed,
     disk_read      L00 L01 L02             L10 ...
 """
 
-import enum
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -41,57 +49,11 @@ from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
 from flexengine.schedule.rings import Ring, num_buffers
 from flexengine.schedule.routes import Routes
+from flexengine.schedule.tasks import LOADING, Op, Task
+
+__all__ = ["AFTER", "BEFORE", "LOADING", "Op", "Program", "Task"]
 
 BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
-LOADING = "loading"  # key of the seconds of LOAD_RESIDENT, which are reported apart from those of the lanes
-
-
-class Op(enum.Enum):
-    LOAD_RESIDENT = "load resident weights"
-    LOAD_WEIGHT = "load weight"
-    LOAD_CACHE = "load cache"
-    LOAD_HIDDEN = "load hidden"
-    COMPUTE = "compute"
-    STORE_HIDDEN = "store hidden"
-    STORE_CACHE = "store cache"
-    PROJECT = "compute up to attention"
-    SEND = "send queries"
-    ATTEND = "attend"
-    FETCH = "fetch attention"
-    FINISH = "compute from attention on"
-    OPEN = "begin the forward pass"
-    LOAD_ROWS = "load rows"
-    RESUME = "compute from the rows on"
-    ENTER = "take hidden states from a port"
-    LEAVE = "put hidden states into a port"
-
-
-class Task(NamedTuple):
-    """One op of a cell.
-
-    Attributes:
-        cell: `cell.batch` is -1 for LOAD_RESIDENT and LOAD_WEIGHT. `cell.layer` is -1 for OPEN and for LOAD_ROWS of
-            the embedding.
-        lane: lane that runs the task.
-        reads, writes: names of resources.
-        home: tier that the data comes from or goes to, or place that computes attention.
-        hop: number of the leg on the route; disk -> host staging -> device has legs 0 and 1.
-        slot, cache, hidden: number of the weight slot, cache buffer and hidden buffer; -1 for none.
-        by_rows: for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts; for COMPUTE and FINISH, whether RESUME
-            computes the experts.
-    """
-
-    op: Op
-    cell: Cell
-    lane: str
-    reads: tuple[Hashable, ...]
-    writes: tuple[Hashable, ...]
-    home: str = ""
-    hop: int = 0
-    slot: int = -1
-    cache: int = -1
-    hidden: int = -1
-    by_rows: bool = False
 
 
 class Parts(NamedTuple):
@@ -274,7 +236,7 @@ class Program:
         if j >= self.layers:
             return Parts((), compute, (), ())
         if batch.delegated:
-            return self._ported(self._delegated(compute, batch.attention, reads, experts))
+            return self._ported(self._delegated(compute, batch, reads, experts))
         cache, cache_loads, cache_stores = self._cached(cell, batch, batches)
         hidden, hidden_loads, hidden_stores = self._hidden(cell, batch)
         buffers = (self.caches.buffer(cache),) * (cache >= 0), (self.hiddens.buffer(hidden),) * (hidden >= 0)
@@ -334,22 +296,29 @@ class Program:
         return hidden, loads, stores
 
     def _delegated(
-        self, compute: Task, place: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
+        self, compute: Task, batch: Batch, weights: tuple[Hashable, ...], experts: tuple[str, ...]
     ) -> Parts:  # fmt: skip
         """Return a cell with attention computed at a place off the device. compute: the cell in one task."""
-        cell, slot = compute.cell, compute.slot
+        cell, slot, place = compute.cell, compute.slot, batch.attention
         j, k = cell.layer, cell.batch
         run, near, far = ("run", k), ("near", k), ("far", k)
         down, there, up = self.routes.attend[place]
-        attend = (
+        send, attend, fetch = (
             Task(Op.SEND, cell, down, (near,), (far,), place),
             Task(Op.ATTEND, cell, there, (far,), (("kv", j, k), far), place),
             Task(Op.FETCH, cell, up, (far,), (near,), place),
         )
+        after: tuple[Task, ...] = (send, attend, fetch)
+        if batch.queries_first:
+            near_kv, far_kv = ("near kv", k), ("far kv", k)
+            keys = Task(Op.PROJECT_KEYS, cell, "device", weights, (run, near_kv), slot=slot)
+            send_keys = Task(Op.SEND_KEYS, cell, down, (near_kv,), (far_kv,), place)
+            cached = Task(Op.ATTEND_CACHED, cell, there, (far,), (far,), place)
+            after = (send, keys, send_keys, cached, attend._replace(reads=(far, far_kv)), fetch)
         split = bool(experts)
         finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot, by_rows=split)
         rest = self._rows(compute, weights, experts) if experts else ()
-        return Parts((), compute._replace(op=Op.PROJECT, writes=(run, near)), attend, (finish, *rest))
+        return Parts((), compute._replace(op=Op.PROJECT, writes=(run, near)), after, (finish, *rest))
 
     def _rows(self, compute: Task, weights: tuple[Hashable, ...], experts: tuple[str, ...]) -> tuple[Task, ...]:
         """Return the loads of a cell's experts, one per tier and leg, then the rest of the cell.

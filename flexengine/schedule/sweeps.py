@@ -277,7 +277,8 @@ class Sweeps:
             rest = [s for s in live if not s.generated] if delegated else live
             formed += [(batch, tier, "device") for batch in self._formed([*trunks, *rest], pools)]
         hidden = assign_tiers([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
-        batches = (Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True))
+        batches = (Batch(pieces, tier, home, where, policy.queries_first and is_worker(where))
+                   for (pieces, tier, where), home in zip(formed, hidden, strict=True))  # fmt: skip
         return interleaved(batches)
 
     def _formed(self, sequences: Iterable[Sequence], pools: tuple[Pool, ...]) -> list[tuple[Piece, ...]]:

@@ -261,4 +261,5 @@ def model_facts(
         itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
         windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
         softcap=getattr(text, "attn_logit_softcapping", None), leaves=skeleton.leaves,
+        queries_apart=skeleton.queries_apart,
     )  # fmt: skip

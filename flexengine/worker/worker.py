@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
-from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Rows
+from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
+from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
@@ -116,6 +117,8 @@ class Worker:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.attenders = attenders
         self.layers = len(skeleton.layers)
+        if cache.layout.policy.queries_first:
+            use_queries_first(skeleton.model)
         self.sampled: dict[int, Sampled] = {}
         self.scored: dict[int, list[Sampled]] = {}
         self._states: list[BatchState] = []
@@ -147,7 +150,8 @@ class Worker:
     def _state(self, batch: Batch) -> BatchState:
         inputs, rows, scored = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        return BatchState(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows, scored)
+        forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first)
+        return BatchState(batch, forward, self.cache.view(batch), rows, scored)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup, list[tuple[int, int]]]:
         """Return a gpu_batch's tokens, its embedding rows, and (sequence, number of targets) of scored sequences."""
@@ -226,6 +230,12 @@ class Worker:
             attender.ask(k, self._attention(task, state), state.view)
         elif task.op is Op.SEND:
             attender.send(k)
+        elif task.op is Op.PROJECT_KEYS:
+            attender.add(k, self._attended(task, state.forward.resume()), state.view)
+        elif task.op is Op.SEND_KEYS:
+            attender.send_added(k)
+        elif task.op is Op.ATTEND_CACHED:
+            attender.attend_cached(k)
         elif task.op is Op.ATTEND:
             attender.attend(k, state.view)
         elif task.op is Op.FETCH:
@@ -239,6 +249,7 @@ class Worker:
         state = self._states[task.cell.batch]
         if task.cell.layer < self.layers:
             attend = self._attention(task, state)
+            assert isinstance(attend, Attend)
             answer = self.cache.attend(attend, state.view, state.batch.cache_home, task.cache)
             state.event = self._up_to_rows(task, state, state.forward.resume(answer))
         else:
@@ -293,8 +304,8 @@ class Worker:
             self._open(state)
         return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, state: BatchState) -> Attend:
-        """Compute a layer up to its attention. Return the pause at attention."""
+    def _attention(self, task: Task, state: BatchState) -> Attend | Query:
+        """Compute a layer up to its attention, or to its queries if they go first. Return the pause."""
         j = task.cell.layer
         event = self._start(state) if j == 0 else state.event
         assert isinstance(event, Layer)
@@ -309,8 +320,14 @@ class Worker:
         while isinstance(attend, Rows):  # experts before attention
             self.experts.bring(attend, task.slot)
             attend = state.forward.resume()
-        assert isinstance(attend, Attend)
-        return attend._replace(layer=j, window=self.skeleton.windows[j])
+        if isinstance(attend, Query):
+            return Query(self._attended(task, attend.attend))
+        return self._attended(task, attend)
+
+    def _attended(self, task: Task, event: Pause) -> Attend:
+        """Return a pause at attention with the number and the window of the layer."""
+        assert isinstance(event, Attend)
+        return event._replace(layer=task.cell.layer, window=self.skeleton.windows[task.cell.layer])
 
     def _sample(self, state: BatchState, logits: Tensor) -> None:
         """Sample the next token of sequences, and note the scores. logits: [1, sequences that sample, vocabulary]."""

@@ -1,5 +1,6 @@
 """Jobs with attention workers: the tokens of transformers, bytes by formula, losses of workers, refusals."""
 
+import json
 import os
 import signal
 import threading
@@ -10,9 +11,12 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.attention import local
+from flexengine.attention.server import Server
 from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory, WorkerLost
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
+from flexengine.schedule.program import Op
+from flexengine.worker.attend import RemoteAttender
 from tests.helpers.attention_workers import NetWorker, ThreadWorker
 from tests.helpers.families import LENGTHS, NEW
 
@@ -28,6 +32,7 @@ SPLITS: list[tuple[int, dict[str, Any]]] = [
     (3, dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.7, "device": 0.3}, partition="tokens",
              slots=1, weights=(0, 0.5, 0.5), prefill_tokens=7)),
 ]  # fmt: skip
+FIRST = [(workers, dict(fields, queries_first=True)) for workers, fields in SPLITS]
 # bench.workers compares all formats under all partitions.
 FORMS = [(1, Lossy(cache="bf16")), (1, Lossy(sparse_attention=0.3)), (3, Lossy(cache="int4")),
          (3, Lossy(sparse_attention=0.3)), (4, Lossy(cache="int8")), (4, Lossy(cache="int4")),
@@ -68,6 +73,61 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("worker", [ThreadWorker, NetWorker])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("split", [2, 3, 4])
+def test_tokens_with_queries_first(
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, split: int, worker: Any
+) -> None:  # fmt: skip
+    """Through shared memory and over TCP. One row begins with a single cached token."""
+    monkeypatch.setattr(local, "LocalWorker", worker)
+    known, (workers, fields) = families(family), FIRST[split]
+    device = "cpu" if split == 3 else "sim"
+    assert generated(known, workers, fields, device=device, offload_dir=tmp_path) == known.expected
+
+
+@pytest.mark.usefixtures("threads")
+def test_attention_over_cached_tokens_overlaps_keys_and_values(
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """A worker finishes the cached tokens of a cell only while the device computes the cell's keys and values, and the
+    device finishes these only while the worker computes. The trace shows both at the same time."""
+    meeting, begun = threading.Barrier(2, timeout=60), threading.Event()
+    cached, waiting, add = Server._attend_cached, RemoteAttender.attend_cached, RemoteAttender.add
+
+    def meet(self: Any, *args: Any) -> Any:
+        meeting.wait()
+        return cached(self, *args)
+
+    def wait(self: Any, k: int) -> None:
+        begun.set()
+        waiting(self, k)
+
+    def adding(self: Any, *args: Any) -> None:
+        assert begun.wait(60)
+        begun.clear()
+        meeting.wait()
+        add(self, *args)
+
+    monkeypatch.setattr(Server, "_attend_cached", meet)
+    monkeypatch.setattr(RemoteAttender, "attend_cached", wait)
+    monkeypatch.setattr(RemoteAttender, "add", adding)
+    known, trace = families("llama"), tmp_path / "trace.json"
+    policy = dict(gpu_batch_size=8, num_gpu_batches=1, cache=ALL, queries_first=True)
+    assert generated(known, 1, policy, trace=trace) == known.expected
+    spans: dict[tuple[str, Any], list[tuple[float, float]]] = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            cell = tuple(sorted((k, v) for k, v in event["args"].items() if isinstance(v, int)))
+            spans.setdefault((event["name"], cell), []).append((event["ts"], event["ts"] + event["dur"]))
+    cells = [(both, spans[Op.PROJECT_KEYS.value, cell]) for (name, cell), both in spans.items()
+             if name == Op.ATTEND_CACHED.value]  # fmt: skip
+    assert len(cells) == 4 * (NEW - 1)  # layers, decode steps
+    for ((began, end),), ((other, last),) in cells:
+        assert max(began, other) < min(end, last)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("split", "form"), FORMS, ids=str)
 def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, split: int, form: Lossy) -> None:
@@ -80,6 +140,11 @@ def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, spl
     with Engine(known.directory, policy=Policy(**plain), device="sim", lossy=form) as engine:
         expected = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
     assert generated(known, workers, fields, lossy=form) == expected
+    if form.sparse_attention:
+        with pytest.raises(InvalidInput, match="queries_first is true, but with sparse attention the new token"):
+            generated(known, *FIRST[split], lossy=form)
+        return
+    assert generated(known, *FIRST[split], lossy=form) == expected
 
 
 def test_tokens_over_tcp(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +154,13 @@ def test_tokens_over_tcp(families: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("partition", ["requests", "heads", "tokens"])
-def test_bytes_of_a_token(families: Any, partition: str) -> None:
+def test_bytes_of_a_token(families: Any, partition: str, first: bool) -> None:
     """(2 + 2 / G) e d per token and layer, where G query heads share a KV head (Lamina, section 3.2). With parts of the
     tokens, each worker gets all queries, and one of them the new keys and values."""
     known, workers = families("llama"), 2
-    policy = Policy(4, 2, cache=ALL, partition=partition)
+    policy = Policy(4, 2, cache=ALL, partition=partition, queries_first=first)
     with Engine(known.directory, policy=policy, device="cpu", attention_workers=workers, worker_mem="4M") as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         moved, facts = engine.summary.bytes, engine.facts
@@ -130,11 +196,12 @@ class Mortal(ThreadWorker):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("split", [1, 2, 3, 4])
 def test_lost_workers_change_nothing(
-    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: int
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: int, first: bool
 ) -> None:  # fmt: skip
-    known, (workers, fields) = families("llama"), SPLITS[split]
+    known, (workers, fields) = families("llama"), (FIRST if first else SPLITS)[split]
     monkeypatch.setattr(local, "LocalWorker", Mortal)
     monkeypatch.setattr(Mortal, "lives", 3)
     with Engine(known.directory, policy=Policy(**fields), device="sim", attention_workers=workers, worker_mem="4M",
@@ -188,6 +255,7 @@ def test_refusals(families: Any) -> None:
         (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
         (dict(gpu_batch_size=1, num_gpu_batches=4, cache={"workers": 0.05, "device": 0.95}), 2,
          "share of 0.05 on attention workers is no sequence of a block of 4"),
+        (dict(cache=(1, 0, 0), queries_first=True), 2, "queries_first is true, but cache has no share on workers"),
         (dict(cache=ALL), 65, "--attention-workers is 65; it must be 0 to 64"),
         (dict(cache=ALL), -1, "--attention-workers is -1; it must be 0 to 64"),
     ):
@@ -203,6 +271,12 @@ def test_refusals(families: Any) -> None:
         Engine(known.directory, policy=Policy(cache=ALL), attention_workers=2, worker_mem="900G")
     with pytest.raises(InvalidInput, match="--worker-mem is 1G, but there are no attention workers"):
         Engine(known.directory, worker_mem="1G")
+
+
+@pytest.mark.usefixtures("threads")
+def test_queries_of_fused_projections_cannot_go_first(families: Any) -> None:
+    with pytest.raises(InvalidInput, match="the model's layers compute queries together with keys and values; set"):
+        generated(families("phi3"), *FIRST[0])
 
 
 @pytest.mark.usefixtures("threads")

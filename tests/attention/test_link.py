@@ -94,9 +94,9 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 QUESTION = Question(
     handle=0, start=0, pages=4, page_tokens=16, heads=2, kv_heads=1, head_dim=8, bits=0, pool_dtype=0, dtype=0, batch=0,
-    group=0, window=-1, sinks=0, partial=0, scale=1.0, softcap=-1.0, topk=-1.0,
+    group=0, window=-1, sinks=0, partial=0, first=0, scale=1.0, softcap=-1.0, topk=-1.0,
 )  # fmt: skip
-TABLES = torch.tensor([0, 1, 20, 20, 1, 3], dtype=torch.int32)  # one sequence of 20 tokens on pages 0 and 1
+TABLES = torch.tensor([0, 1, 20, 20, 1, 3, 0], dtype=torch.int32)  # one sequence of 20 tokens on pages 0 and 1
 VECTORS = torch.zeros(4 * 8)
 
 
@@ -121,6 +121,16 @@ def with_tables(one: Link) -> None:
     one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
 
 
+def asked(first: int) -> Callable[[Link], None]:
+    """Return what sends question 0. first: whether its queries go first."""
+    vectors = VECTORS[: 2 * 8] if first else VECTORS
+    return lambda one: one.send(Kind.ASK, (0, 0), replace(QUESTION, first=first).pack(), vectors)
+
+
+def added(one: Link) -> None:
+    one.send(Kind.ADD, (0,), VECTORS[2 * 8 :])
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
@@ -130,11 +140,16 @@ def with_tables(one: Link) -> None:
         ([lambda one: one.send(Kind.WRITE, (3, 0), BODY)], "bytes 0 to 100 of memory 3 were named, which has none"),
         ([allocated, lambda one: one.send(Kind.WRITE, (0, 4000), BODY)], "bytes 4000 to 4100 of memory 0 were named"),
         ([allocated, lambda one: one.send(Kind.READ, (0, 0, -8, 16))], "bytes -8 to 8 of memory 0 were named"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 5 numbers came"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 6 numbers came"),
+        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 6 numbers came"),
+        ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 7 numbers came"),
         ([allocated, lambda one: one.send(Kind.ASK, (0, 0), QUESTION.pack(), VECTORS)], "before its page tables"),
         ([allocated, with_tables, lambda one: one.send(Kind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
         ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
+        ([lambda one: one.send(Kind.ADD, (0,), VECTORS)], "keys and values of question 0 came, whose queries did not"),
+        ([allocated, with_tables, asked(0), lambda one: one.send(Kind.ADD, (0,), VECTORS)], "queries did not go first"),
+        ([allocated, with_tables, asked(1), asked(1)], "question 0 came twice"),
+        ([allocated, with_tables, asked(1), added, added], "keys and values of question 0 came"),
+        ([allocated, with_tables, asked(1), lambda one: one.send(Kind.ADD, (1,), VECTORS)], "of question 1 came"),
     ],
 )
 def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]], reason: str) -> None:
@@ -146,9 +161,9 @@ def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]],
     [
         ({"pages": 1}, TABLES, "page tables hold 0 to 1; they must be below 1"),
         ({"page_tokens": 8}, TABLES, "lengths hold 20 to 20; they must be below 17"),
-        ({}, torch.tensor([0, 1, 20, 20, 4, 3], dtype=torch.int32), "pages hold 4 to 4; they must be below 4"),
-        ({}, torch.tensor([0, -1, 20, 20, 1, 3], dtype=torch.int32), "page tables hold -1 to 0; they must be below 4"),
-        ({}, torch.tensor([0, 1, 0, 0, 1, 3], dtype=torch.int32), "lengths hold 0; they must be at least 1"),
+        ({}, torch.tensor([0, 1, 20, 20, 4, 3, 0], dtype=torch.int32), "pages hold 4 to 4; they must be below 4"),
+        ({}, torch.tensor([0, -1, 20, 20, 1, 3, 0], dtype=torch.int32), "page tables hold -1 to 0; they must be"),
+        ({}, torch.tensor([0, 1, 0, 0, 1, 3, 0], dtype=torch.int32), "lengths hold 0; they must be at least 1"),
         ({"pages": 400}, TABLES, "bytes 0 to 409600 of memory 0 were named, which has 4096 bytes"),
         ({"heads": 4}, TABLES, "RuntimeError"),
         ({"bits": 5}, TABLES, "an encoded cache of 5 bits"),
@@ -166,6 +181,33 @@ def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tabl
     pending = worker.ask(0, replace(QUESTION, handle=handle, **fields), VECTORS.view(torch.uint8), BODY[:64].clone())
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
         pending.wait()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "queries", "added", "reason"),
+    [
+        ({"topk": 0.5}, 16, 16, "queries cannot go first if the new token decides which values are read"),
+        ({}, 24, 16, "96 bytes of queries came, but 64 were due"),
+        ({}, 8, 16, "RuntimeError"),
+        ({}, 16, 8, "RuntimeError"),
+        ({"heads": 3, "kv_heads": 2}, 24, 16, "kv_heads must divide heads"),
+    ],
+)
+def test_queries_that_go_first_and_cannot_be_answered_are_told(
+    fields: dict[str, Any], queries: int, added: int, reason: str
+) -> None:  # fmt: skip
+    """All calls that wait raise WorkerLost, also if keys and values are sent after the error."""
+    worker = NetWorker("worker1", 1 << 16, 1)
+    handle = worker.allocate(4 * 2 * 16 * 8 * 4)
+    worker.link.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
+    question = replace(QUESTION, handle=handle, first=1, **fields)
+    pending = worker.ask(0, question, torch.zeros(queries).view(torch.uint8), BODY[:64].clone())
+    worker.add(pending, torch.zeros(added).view(torch.uint8), None)
+    with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
+        pending.wait()
+    with pytest.raises(WorkerLost, match=reason):
+        pending.wait_cached()
     worker.close()
 
 

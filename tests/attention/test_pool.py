@@ -26,7 +26,7 @@ from tests.helpers.families import NEW
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 MEMORY = 1 << 20
 SHAPE = dict(start=0, page_tokens=1, bits=0, pool_dtype=0, dtype=0, batch=0, group=0, window=-1, sinks=0, partial=0,
-             scale=1.0, softcap=-1.0, topk=-1.0)  # fmt: skip
+             first=0, scale=1.0, softcap=-1.0, topk=-1.0)  # fmt: skip
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def question(client: Client, width: int) -> Callable[[], Pending]:
     handle = client.allocate(8 * width)
     assert handle is not None
     one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    client.tables(0, 0, Tables(zero.view(1, 1), one, one, zero, zero, torch.empty(0, 2, dtype=torch.int32)))
+    client.tables(0, 0, Tables(zero.view(1, 1), one, one, zero, zero, zero, torch.empty(0, 2, dtype=torch.int32)))
     ask = Question(handle=handle, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
     values = torch.arange(3.0 * width)
 

@@ -1,6 +1,7 @@
 """plan.cost against the virtual clock, for placements and schedules drawn at random."""
 
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,9 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
+from flexengine.schedule.program import Op
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, OPT, SPLITS, both, machine_of, opt, random_case
 
@@ -122,3 +125,28 @@ def test_longer_steps_of_long_outputs_change_nothing(schedule: str, monkeypatch:
         assert thin.load_seconds == pytest.approx(full.load_seconds, rel=0.01, abs=1e-9)
         assert thin.seconds == pytest.approx(full.seconds, rel=0.02)
         assert thin.latency == pytest.approx(full.latency, rel=0.03)
+
+
+@pytest.mark.parametrize("attention", [2e11, 2e12])
+def test_queries_first_hide_keys_and_values(attention: float) -> None:
+    """With one gpu_batch of a model without grouped heads: queries are a third of the projections and of the bytes.
+
+    Keys, values and their copy run beside the copy of queries and attention. Adding the new tokens takes as long as a
+    question. The closed form hides what is computed, not its copy.
+    """
+    hardware = replace(FLAT, workers=(None,), worker_attention={"worker1": attention}, worker_seconds=1e-5)
+    model, work, policy = opt(6, 4096, 32), Workload({(512, 16): 16}), Policy(16, 1, cache={"workers": 1})
+    plain, first = (both(model, hardware, work, replace(policy, queries_first=x)) for x in (False, True))
+    cells: dict[Cell, dict[Op, float]] = defaultdict(dict)
+    for task, began, end in plain[1].spans:
+        cells[task.cell][task.op] = end - began
+    saved = hidden = 0.0
+    for ops in (ops for ops in cells.values() if Op.ATTEND in ops):
+        project, send, attend = (ops[op] for op in (Op.PROJECT, Op.SEND, Op.ATTEND))
+        beside = max(send / 3 + attend, 2 * (project + send) / 3)
+        saved += project + send + attend - (project / 3 + beside + 1e-5)
+        hidden += min(2 * project / 3, attend - 1e-5) - 1e-5
+    assert saved > 0
+    assert plain[1].seconds - first[1].seconds == pytest.approx(saved, rel=1e-6)
+    assert plain[0].seconds - first[0].seconds == pytest.approx(hidden, rel=0.05)
+    assert first[0].seconds == pytest.approx(first[1].seconds, rel=0.01)

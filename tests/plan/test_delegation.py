@@ -120,6 +120,7 @@ def test_a_layout_is_refused_where_there_is_no_host_apart() -> None:
 def test_the_plan_says_so() -> None:
     assert not any("delegated" in line for line in policy_words(Policy()))
     assert any("attention is delegated" in line for line in policy_words(Policy(cache=HALF, delegate=True)))
+    assert any("queries go first" in line for line in policy_words(Policy(cache={"workers": 1}, queries_first=True)))
     cost = Cost(opt(2, 256, 4, 512), KNOWN, Workload({(20, 5): 8}))
     assert cost.slowing(Policy(4, 2, cache=HOST, delegate=True)) == cost.crosstalk
     assert cost.slowing(Policy(8, 1, cache=HOST, delegate=True))["device"]["cpu"] == 1.0

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -35,8 +35,20 @@ from tests.helpers.toy import (
 CACHES: list[Split] = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
 MORE_CACHES: list[Split] = [(0, 0.4, 0.3, 0.3), (0.2, 0.5, 0, 0.3)]  # on two disks
 # "own lanes": a disk that needs no staging, and lanes that carry nothing but questions and answers.
-ROUTES = {"staged": STAGED, "own lanes": replace(DIRECT, attend={"host": ("out", "far", "back")})}
+OWN = replace(DIRECT, attend={"host": ("out", "far", "back")})
+ROUTES = {"staged": STAGED, "own lanes": OWN}
 PARTS = (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)
+ADDED = (Op.PROJECT_KEYS, Op.SEND_KEYS, Op.ATTEND_CACHED)  # if queries go first
+# Routes, and whether queries go first.
+WAYS = {"staged": (STAGED, False), "own lanes": (OWN, False), "queries first": (OWN, True),
+        "queries first on one lane": (STAGED, True)}  # fmt: skip
+
+
+class QueriesFirst(Program):
+    """A program whose delegated gpu_batches send queries first."""
+
+    def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
+        return super().sweep(number, [b._replace(queries_first=b.delegated) for b in batches], more)
 
 
 class DelegatingToy(Toy):
@@ -46,14 +58,17 @@ class DelegatingToy(Toy):
         self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows, arriving: Iterable[int] = ()
     ) -> None:
         super().__init__(streamed, layers, slots, routes, rows, arriving)
-        self.side: dict[tuple[str, int], dict[int, int]] = {}  # ("near" | "far", batch): by sequence
+        self.side: dict[tuple[str, int], dict[int, int]] = {}  # (near, far, or one of them for K and V; batch)
+        self.seen: dict[int, dict[int, tuple[int, int]]] = {}  # batch: cached KV and query, by sequence
         self.begun: dict[int, tuple[list[int], dict[int, int]]] = {}  # batch: weights and inputs of its open layer
 
     def begin(self, batches: list[Batch]) -> None:
         super().begin(batches)
-        self.side, self.begun = {}, {}
+        self.side, self.begun, self.seen = {}, {}, {}
 
     def perform(self, task: Task) -> None:
+        if task.op in ADDED:
+            return self._added(task)
         if task.op not in PARTS:
             return super().perform(task)
         unit, k = task.cell.layer, task.cell.batch
@@ -65,10 +80,13 @@ class DelegatingToy(Toy):
             self.begun[k] = self._weights(task), inputs
             self.side["near", k] = inputs
         elif task.op is Op.ATTEND:
-            asked = self.side.get(("far", k), {})
+            asked, added = self.side.get(("far", k), {}), self.side.get(("far kv", k))
             for s in sequences:
                 place = ("host", unit, s)
-                self.kv[place] = hash((self.kv.get(place, -7), asked.get(s, -8)))
+                old = self.kv.get(place, -7)
+                if added is not None and ((old, asked.get(s)) != self.seen[k].get(s) or added.get(s) != asked.get(s)):
+                    asked[s] = -6  # of another layer, or overwritten
+                self.kv[place] = hash((old, asked.get(s, -8)))
             self.side["far", k] = {s: self.kv["host", unit, s] for s in sequences}
         elif task.op is Op.FINISH:
             weights, inputs = self.begun.pop(k, ([], {}))
@@ -81,6 +99,19 @@ class DelegatingToy(Toy):
             self.side[target, k] = dict(self.side.get((source, k), {}))
         return None
 
+    def _added(self, task: Task) -> None:
+        """Perform one of the tasks of queries that go first. Keys and values are those of the layer's inputs."""
+        unit, k = task.cell.layer, task.cell.batch
+        if task.op is Op.PROJECT_KEYS:
+            weights, inputs = self.begun.get(k, ([], {}))
+            wrong = weights != self._weights(task)
+            self.side["near kv", k] = {s: -4 if wrong else x for s, x in inputs.items()}
+        elif task.op is Op.SEND_KEYS:
+            self.side["far kv", k] = dict(self.side.get(("near kv", k), {}))
+        else:
+            asked = self.side.get(("far", k), {})
+            self.seen[k] = {s: (self.kv.get(("host", unit, s), -7), x) for s, x in asked.items()}
+
 
 @st.composite
 def delegating(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
@@ -91,35 +122,37 @@ def delegating(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
     return job._replace(policy=policy, rows=[(prompt, new + 1) for prompt, new in job.rows])
 
 
-def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
-    """Return whether a job in a random interleaving ends, and gives what the oracle says."""
+def outcome(job: Job, seed: int, routes: Routes, edges: Any, first: bool = False) -> bool:
+    """Return whether a job in a random interleaving ends, and gives what the oracle says. first: queries go first."""
     rng, (streamed, layers, policy, rows), slots = random.Random(seed), job, job.policy.slots
     arriving = arriving_of(rng, layers)
     toy = DelegatingToy(streamed, layers, slots, routes, rows, arriving)
+    program = (QueriesFirst if first else Program)(streamed, layers, slots, routes, arriving)
     try:
-        generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes, arriving), policy, rows)
+        generate(toy, Shuffled(toy, edges, rng).run, program, policy, rows)
     except KeyError:  # staging that nothing was brought to yet
         return False
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
 
 
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=25)
-def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int) -> None:
-    assert outcome(data.draw(delegating(slots)), seed, ROUTES[routes], Edges())
+def test_every_interleaving_gives_the_sequential_result(slots: int, way: str, data: Any, seed: int) -> None:
+    routes, first = WAYS[way]
+    assert outcome(data.draw(delegating(slots)), seed, routes, Edges(), first)
 
 
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
-    every = ("raw", "war", "waw")
+def test_no_kind_of_edge_is_spare(slots: int, way: str) -> None:
+    (routes, first), every = WAYS[way], ("raw", "war", "waw")
     cases = st.tuples(delegating(slots), SEEDS)
-    assert not refuted(cases, lambda case: outcome(*case, ROUTES[routes], SomeEdges(*every)), 20)
+    assert not refuted(cases, lambda case: outcome(*case, routes, SomeEdges(*every), first), 20)
     for kind in every:
-        others = [k for k in every if k != kind]
-        assert refuted(cases, lambda case, others=others: outcome(*case, ROUTES[routes], SomeEdges(*others))), kind
+        edges = [k for k in every if k != kind]
+        assert refuted(cases, lambda case, edges=edges: outcome(*case, routes, SomeEdges(*edges), first)), kind
 
 
 def batches_of(count: int, others: int = 0) -> list[Batch]:
@@ -151,6 +184,30 @@ def test_a_cell_is_five_tasks_and_moves_no_pages(routes: str, lanes: tuple[str, 
                          (Op.FINISH, "device")], 3 * 3 * 2),
         (Op.COMPUTE, "device"): 3 * 2,
     }  # fmt: skip
+
+
+def test_a_cell_whose_queries_go_first_is_eight_tasks_in_the_order_of_the_docstring() -> None:
+    program = QueriesFirst([()] * 4, 3, 2, OWN)
+    cell = [t for t in program.sweep(0, batches_of(1), False) if t.cell.layer == 1]
+    assert [(t.op, t.lane) for t in cell] == [
+        (Op.PROJECT, "device"), (Op.SEND, "out"), (Op.PROJECT_KEYS, "device"), (Op.SEND_KEYS, "out"),
+        (Op.ATTEND_CACHED, "far"), (Op.ATTEND, "far"), (Op.FETCH, "back"), (Op.FINISH, "device"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "keys"), [(5.0, 2.0), (1.0, 2.0)])
+def test_attention_over_cached_tokens_hides_keys_and_values(attention: float, keys: float) -> None:
+    """With one gpu_batch, a layer is shorter by the shorter of two: keys and values and their copy, or the copy of
+    queries and attention over cached tokens."""
+    send, layers = 0.25, 24
+    seconds = {Op.PROJECT: 1.0, Op.FINISH: 3.0, Op.SEND: 2 * send, Op.FETCH: send, Op.COMPUTE: 0.1}
+    whole = seconds | {Op.PROJECT: 1.0 + keys, Op.ATTEND: attention}
+    parts = seconds | {Op.SEND: send, Op.PROJECT_KEYS: keys, Op.SEND_KEYS: send, Op.ATTEND_CACHED: attention,
+                       Op.ATTEND: 0.0}  # fmt: skip
+    took = [simulate(made([()] * (layers + 1), layers, 2, OWN).sweep(0, batches_of(1), False),
+                     lambda t, by=by: by[t.op]).seconds
+            for made, by in ((Program, whole), (QueriesFirst, parts))]  # fmt: skip
+    assert took[0] - took[1] == pytest.approx(layers * min(send + attention, keys + send))
 
 
 def test_the_rest_of_a_layer_comes_right_before_the_next_of_the_same_batch() -> None:

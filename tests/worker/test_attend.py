@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import load
-from flexengine.model.forward import Attend
+from flexengine.model.forward import Attend, Query
 from flexengine.plan import page_size
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
@@ -59,6 +60,7 @@ class Case(NamedTuple):
 CASES = {
     "plain": Case(), "windows": Case((7, None, 19)), "soft cap": Case(softcap=0.5), "sinks": Case(sinks=True),
     "narrow heads": Case(narrow=True), "shared pages": Case(shared=True),
+    "short windows": Case((1, 2, None), 0.5, True),
     "all": Case((None, 7, 7), 0.5, True, True, True),
 }  # fmt: skip
 
@@ -109,14 +111,14 @@ class Job:
             batches = self.sweeps.begin(self.cache.claim, self.cache.release)
             self.attender.begin({k: b for k, b in enumerate(batches) if b.attention == self.place})
             views = [self.cache.view(batch) for batch in batches]
-            steps = [self._steps(k, *both) for k, both in enumerate(zip(batches, views, strict=True))]
+            steps = [self._steps(k, *both, order) for k, both in enumerate(zip(batches, views, strict=True))]
             while steps:
                 step = steps[0] if self.sweeps.stems else order.choice(steps)  # a stem is computed before its sequences
                 if next(step, None) is None:
                     steps.remove(step)
             self.sweeps.advance(batches, set(), self.cache.release)
 
-    def _steps(self, k: int, batch: Batch, view: View) -> Iterator[int]:
+    def _steps(self, k: int, batch: Batch, view: View, order: random.Random) -> Iterator[int]:
         """Call what computes each layer's attention of a gpu_batch. Yield after each call."""
         for layer in range(len(self.model.layers)):
             event = self._event(layer, batch)
@@ -129,13 +131,7 @@ class Job:
                 for hop in range(hops):
                     self.cache.store(layer, self.home, view, 0, hop)
             else:
-                self.attender.ask(k, event, view)
-                for x in (event.q, event.k, event.v, event.sinks):
-                    if x is not None:
-                        x.fill_(torch.nan)  # the model's tensors may be overwritten from here on
-                yield k
-                self.attender.send(k)
-                yield k
+                yield from self._ask(k, event, batch, view, order)
                 self.attender.attend(k, view)
                 yield k
                 self.attender.fetch(k)
@@ -145,6 +141,27 @@ class Job:
             assert found.shape == expected.shape
             torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
             yield k
+
+    def _ask(self, k: int, event: Attend, batch: Batch, view: View, order: random.Random) -> Iterator[int]:
+        """Call what sends a question. Yield after each call. The model's tensors may be overwritten after a call that
+        copies them."""
+        first, nan = batch.queries_first, event._replace(k=event.k * torch.nan, v=event.v * torch.nan)
+        self.attender.ask(k, Query(nan) if first else event, view)
+        overwrite(event.q, event.sinks, *(() if first else (event.k, event.v)))
+        yield k
+        self.attender.send(k)
+        yield k
+        if not first:
+            return
+        calls = [partial(self._add, k, event, view), partial(self.attender.send_added, k)]
+        calls.insert(order.randrange(3), partial(self.attender.attend_cached, k))
+        for call in calls:
+            call()
+            yield k
+
+    def _add(self, k: int, event: Attend, view: View) -> None:
+        self.attender.add(k, event, view)
+        overwrite(event.k, event.v)
 
     def _event(self, layer: int, batch: Batch) -> Attend:
         heads, width, values = (1, 12, 8) if self.case.narrow else (2, 16, 16)
@@ -169,6 +186,12 @@ class Job:
             out.append(dense(q[new], keys, widened, *options)[..., : values.shape[-1]])
             at += piece.count
         return torch.cat(out)[None]
+
+
+def overwrite(*tensors: Tensor | None) -> None:
+    for x in tensors:
+        if x is not None:
+            x.fill_(torch.nan)
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +265,18 @@ class TestWorkersByHeads(TestWorker):
 class TestWorkersByTokens(TestWorker):
     fields: ClassVar[dict[str, Any]] = dict(cache={"workers": 1}, partition="tokens")
     workers = 3
+
+
+class TestQueriesFirst(TestWorker):
+    fields: ClassVar[dict[str, Any]] = dict(TestWorker.fields, queries_first=True)
+
+
+class TestQueriesFirstByHeads(TestWorkersByHeads):
+    fields: ClassVar[dict[str, Any]] = dict(TestWorkersByHeads.fields, queries_first=True)
+
+
+class TestQueriesFirstByTokens(TestWorkersByTokens):
+    fields: ClassVar[dict[str, Any]] = dict(TestWorkersByTokens.fields, queries_first=True)
 
 
 @pytest.mark.slow

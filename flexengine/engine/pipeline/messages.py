@@ -115,8 +115,9 @@ def unpack_order(body: Tensor) -> Order:
     number, another, count = given.take_many(3)
     batches = list[Batch]()
     for _ in range(count):
-        *homes, pieces = given.take_many(4)
-        batches.append(Batch(tuple(_piece(given) for _ in range(pieces)), *(_PLACES[home] for home in homes)))
+        *numbers, pieces = given.take_many(4)
+        cache, hidden, attention = (_PLACES[number] for number in numbers)
+        batches.append(Batch(tuple(_piece(given) for _ in range(pieces)), cache, hidden, attention))
     return Order(Sweep(number, batches, stems, bool(another)), events, texts, grown)
 
 

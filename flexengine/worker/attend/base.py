@@ -13,6 +13,15 @@ of these tasks, by place.
 | attend | ATTEND | Routes.attend[place][1] |
 | fetch | FETCH | Routes.attend[place][2] |
 | answer | FINISH, before the rest of the layer | device |
+
+If queries go first (`Batch.queries_first`), `ask` gets them alone, and three more calls follow `send`. Keys and values
+are sent while the place computes attention over cached tokens. Only attention workers have these calls.
+
+| call | task | lane |
+|---|---|---|
+| add | PROJECT_KEYS, after the layer's part before attention | device |
+| send_added | SEND_KEYS | Routes.attend[place][0] |
+| attend_cached | ATTEND_CACHED | Routes.attend[place][1] |
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +29,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from flexengine.model.forward import Attend
+from flexengine.model.forward import Attend, Query
 from flexengine.schedule.order import Batch
 from flexengine.worker.cache import View
 
@@ -32,6 +41,7 @@ class Attender(ABC):
 
     - The five calls of one gpu_batch in one layer have the order of the table. The next layer's `ask` follows `answer`.
       The work of a call, also work that the call queues on a GPU, starts after the work of the previous call has ended.
+    - `add`, `send_added` and `attend` have this order, and `send`, `attend_cached` and `attend`.
     - Calls for different gpu_batches overlap in any order, so each gpu_batch needs its own buffers.
 
     Every implementation must keep these rules:
@@ -56,8 +66,8 @@ class Attender(ABC):
         """
 
     @abstractmethod
-    def ask(self, k: int, event: Attend, view: View) -> None:
-        """Copy queries, keys and values of gpu_batch k to a device buffer, for `send`.
+    def ask(self, k: int, event: Attend | Query, view: View) -> None:
+        """Copy queries, keys and values of gpu_batch k to a device buffer, for `send`. Of a Query, copy queries alone.
 
         Args:
             k: number of the gpu_batch in the sweep.
@@ -93,6 +103,18 @@ class Attender(ABC):
 
         The tensor is valid until the next `ask` for gpu_batch k.
         """
+
+    def add(self, k: int, event: Attend, view: View) -> None:
+        """Copy the keys and values of gpu_batch k, whose queries went first, to a device buffer, for `send_added`."""
+        raise NotImplementedError
+
+    def send_added(self, k: int) -> None:
+        """Copy the keys and values of gpu_batch k to the place."""
+        raise NotImplementedError
+
+    def attend_cached(self, k: int) -> None:
+        """Compute attention of the queries of gpu_batch k over the cached tokens. `attend` adds the new tokens."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.model.forward import Attend
+from flexengine.model.forward import Attend, Query
 from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
@@ -31,6 +31,7 @@ class Question(NamedTuple):
         width: elements of a head's output.
         dtype: dtype of the queries.
         options: scale, window, softcap and sinks; sinks are in RAM.
+        first: whether queries go first, without keys and values.
     """
 
     layer: int
@@ -39,6 +40,7 @@ class Question(NamedTuple):
     width: int
     dtype: torch.dtype
     options: tuple[float, int | None, float | None, Tensor | None]
+    first: bool = False
 
 
 class BufferedAttender(Attender):
@@ -79,11 +81,19 @@ class BufferedAttender(Attender):
             tokens += batch.tokens
 
     def _parts(self, region: Region, k: int) -> tuple[Region, Region]:
-        """Return the parts of a buffer for a gpu_batch's question, and for its answer."""
+        """Return the parts of a buffer for a gpu_batch's question, and for its answer, which has the place of the
+        queries."""
         asked, each = self._asked[k], self.model.head_dim * self.dtype.itemsize * self._asked[k].tokens
         start = self._first[k] * self.model.sent
         heads, kv_heads = asked.heads
         return region.part(start, (heads + 2 * kv_heads) * each), region.part(start, heads * each)
+
+    def _to_send(self, region: Region, k: int, added: bool = False) -> Region:
+        """Return the part of a buffer that `send` sends, or `send_added`."""
+        whole, queries = self._parts(region, k)
+        if added:
+            return whole.part(queries.nbytes, whole.nbytes - queries.nbytes)
+        return queries if self._asked[k].first else whole
 
     def _in_ram(self, k: int) -> tuple[Tensor, Tensor]:
         """Return a gpu_batch's question and its answer in RAM, as flat tensors that share memory."""
@@ -98,22 +108,37 @@ class BufferedAttender(Attender):
         q, keys, values = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
         return q.view(n, heads, dim), keys.view(n, kv_heads, dim), values.view(n, kv_heads, dim)
 
-    def ask(self, k: int, event: Attend, view: View) -> None:
+    def ask(self, k: int, event: Attend | Query, view: View) -> None:
+        first, event = isinstance(event, Query), event.attend if isinstance(event, Query) else event
         width, event = event.v.shape[-1], self.cache.prepared(event, view)
         heads, tokens = event.q.shape[1:3]
         if event.sinks is not None and event.layer not in self._sinks:  # weights in a slot are overwritten
             self._sinks[event.layer] = event.sinks.to("cpu", torch.float32, copy=True)
         options = (event.scale, event.window, event.softcap, self._sinks.get(event.layer))
         shape = (heads, event.k.shape[1])
-        self._asked[k] = Question(event.layer, tokens, shape, width, event.q.dtype, options)
+        self._asked[k] = Question(event.layer, tokens, shape, width, event.q.dtype, options, first)
+        self._put(k, event, slice(0, 1) if first else slice(0, 3))
+
+    def add(self, k: int, event: Attend, view: View) -> None:
+        self._put(k, self.cache.prepared(event, view), slice(1, 3))
+
+    def _put(self, k: int, event: Attend, which: slice) -> None:
+        """Copy some of queries, keys and values to the device buffer."""
         flat = self.machine.device.view(self._parts(self._device_buf, k)[0])
-        for target, source in zip(self._vectors(flat, k), (event.q, event.k, event.v), strict=True):
+        sources = (event.q, event.k, event.v)
+        for target, source in zip(self._vectors(flat, k)[which], sources[which], strict=True):
             target.copy_(source[0].transpose(0, 1))
 
     def send(self, k: int) -> None:
+        self._send(k, added=False)
+
+    def send_added(self, k: int) -> None:
+        self._send(k, added=True)
+
+    def _send(self, k: int, added: bool) -> None:
         if self._in_ram_already:
             return
-        on_device, on_host = (self._parts(region, k)[0] for region in (self._device_buf, self._host_buf))
+        on_device, on_host = (self._to_send(region, k, added) for region in (self._device_buf, self._host_buf))
         self.machine.host.store(self.machine.device.view(on_device), on_host)
 
     def fetch(self, k: int) -> None:

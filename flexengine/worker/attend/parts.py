@@ -1,36 +1,24 @@
 """The parts of a gpu_batch's attention that several workers compute: some heads, or some tokens, of every sequence."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.attention.server import Tables
+from flexengine.attention.tables import Tables
 from flexengine.kernels.merge import merge
 from flexengine.worker.cache import tables as cache_tables
 
 
-class Part(NamedTuple):
-    """The part of one worker.
-
-    Attributes:
-        tables: page tables.
-        new: int64, rows of the gpu_batch whose new token the worker holds; None for all.
-    """
-
-    tables: Tables
-    new: Tensor | None = None
-
-
-def whole(tables: cache_tables.Tables) -> Part:
-    """Return the part of a worker that holds all tokens."""
+def whole(tables: cache_tables.Tables) -> Tables:
+    """Return the page tables of a worker that holds all tokens."""
     lengths, copies = tables.lengths, torch.tensor(tables.copies, dtype=torch.int32).view(-1, 2)
-    return Part(Tables(tables.tables, lengths, lengths, tables.pages, tables.offsets, copies))
+    rows = torch.arange(len(lengths), dtype=torch.int32)
+    return Tables(tables.tables, lengths, lengths, tables.pages, tables.offsets, rows, copies)
 
 
-def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None, workers: int) -> list[Part]:
-    """Return the parts of workers that hold slices of every page's tokens.
+def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None, workers: int) -> list[Tables]:
+    """Return the page tables of workers that hold slices of every page's tokens.
 
     Args:
         tables: page tables of whole pages.
@@ -38,7 +26,7 @@ def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None,
         window: tokens that a query sees; None for all.
         workers: number of workers.
     """
-    share, parts, everything = page_tokens // workers, list[Part](), whole(tables).tables
+    share, parts, everything = page_tokens // workers, list[Tables](), whole(tables)
     for number in range(workers):
 
         def held(tokens: Tensor, first: int = number * share) -> Tensor:
@@ -48,10 +36,10 @@ def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None,
         lengths = held(tables.lengths)
         unseen = 0 if window is None else held((tables.lengths - window).clamp(min=0))
         new = torch.nonzero(tables.offsets // share == number).flatten()
-        part = everything._replace(
-            lengths=lengths, seen=lengths - unseen, pages=tables.pages[new], offsets=tables.offsets[new] % share
-        )
-        parts.append(Part(part, new))
+        parts.append(everything._replace(
+            lengths=lengths, seen=lengths - unseen, pages=tables.pages[new], offsets=tables.offsets[new] % share,
+            rows=everything.rows[new],
+        ))  # fmt: skip
     return parts
 
 

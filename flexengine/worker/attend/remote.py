@@ -12,9 +12,10 @@ from torch import Tensor
 
 from flexengine.attention.client import Client, Pending
 from flexengine.attention.messages import DTYPES, NONE, Question
+from flexengine.attention.tables import Tables
 from flexengine.attention.tier import WorkerTier
 from flexengine.errors import OutOfMemory
-from flexengine.model.forward import Attend
+from flexengine.model.forward import Attend, Query
 from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
@@ -23,7 +24,7 @@ from flexengine.schedule.order import Batch
 from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend.buffered import BufferedAttender
-from flexengine.worker.attend.parts import Part, by_tokens, merged, whole
+from flexengine.worker.attend.parts import by_tokens, merged, whole
 from flexengine.worker.cache import Cache, View
 
 
@@ -53,6 +54,10 @@ class Desk:
         question = replace(question, shared=self.handle, at=at, out=out)
         return self.client.ask(layer, question, self.flat[at : at + nbytes], self.flat[out : out + out_bytes])
 
+    def add(self, pending: Pending, at: int, nbytes: int) -> None:
+        """Send keys and values, which are at byte `at`, of a question whose queries went first."""
+        self.client.add(pending, self.flat[at : at + nbytes], None if self.handle == NONE else at)
+
 
 class RemoteAttender(BufferedAttender):
     """Sends questions to the workers of a place, and receives their answers. Several workers hold slices of every page:
@@ -76,7 +81,7 @@ class RemoteAttender(BufferedAttender):
             self.regions.free()
             raise
         self.row = model.sent + model.fetched + 4 * model.heads  # bytes of a token at a desk of a team
-        self._told: dict[tuple[int, int], list[Part]] = {}  # by gpu_batch and group: tables that the workers have
+        self._told: dict[tuple[int, int], list[Tables]] = {}  # by gpu_batch and group: tables that the workers have
         self._sinks_told = set[int]()  # layers whose sinks the workers have
         self._views: dict[int, View] = {}  # by gpu_batch
         self._waiting: dict[int, list[Pending]] = {}  # by gpu_batch, answers to its question
@@ -94,7 +99,7 @@ class RemoteAttender(BufferedAttender):
         self._views.clear()
         self._waiting.clear()
 
-    def ask(self, k: int, event: Attend, view: View) -> None:
+    def ask(self, k: int, event: Attend | Query, view: View) -> None:
         super().ask(k, event, view)
         self._views[k] = view
 
@@ -105,15 +110,34 @@ class RemoteAttender(BufferedAttender):
         self.machine.synchronize()  # a GPU copies to RAM after the call
         layer, parts = self._asked[k].layer, self._tell(k)
         if len(self.desks) == 1:
-            question, answer = self._parts(self._host_buf, k)
-            at = question.start
-            self._waiting[k] = [self.desks[0].ask(layer, self._question(k, 0), at, question.nbytes, at, answer.nbytes)]
+            sent, answer = self._to_send(self._host_buf, k), self._parts(self._host_buf, k)[1]
+            at = sent.start
+            self._waiting[k] = [self.desks[0].ask(layer, self._question(k, 0), at, sent.nbytes, at, answer.nbytes)]
             return
         vectors, self._waiting[k] = self._vectors(self._in_ram(k)[0], k), []
+        which = slice(0, 1) if self._asked[k].first else slice(0, 3)
         at, out, out_bytes = self._places(k)
         for number, (desk, part) in enumerate(zip(self.desks, parts, strict=True)):
-            nbytes = _put(self._slice(vectors, part, number), desk.flat[at:])
+            nbytes = _put(self._slice(vectors, part, number)[which], desk.flat[at:])
             self._waiting[k].append(desk.ask(layer, self._question(k, number), at, nbytes, out, out_bytes))
+
+    def send_added(self, k: int) -> None:
+        """Send the keys and values of a question whose queries went first."""
+        super().send_added(k)
+        self.machine.synchronize()
+        if len(self.desks) == 1:
+            sent = self._to_send(self._host_buf, k, added=True)
+            self.desks[0].add(self._waiting[k][0], sent.start, sent.nbytes)
+            return
+        vectors, at = self._vectors(self._in_ram(k)[0], k), self._places(k)[0]
+        for number, (desk, part, pending) in enumerate(zip(self.desks, self._tell(k), self._waiting[k], strict=True)):
+            queries, *added = self._slice(vectors, part, number)
+            desk.add(pending, at + queries.nbytes, _put(added, desk.flat[at + queries.nbytes :]))
+
+    def attend_cached(self, k: int) -> None:
+        """Wait until the workers have computed attention over the cached tokens."""
+        for pending in self._waiting[k]:
+            pending.wait_cached()
 
     def attend(self, k: int, view: View) -> None:
         """Wait for the answers, and join them."""
@@ -129,8 +153,8 @@ class RemoteAttender(BufferedAttender):
         at = self._first[k] * self.row
         return at, at + self.model.sent * self._asked[k].tokens, self._answer_bytes(k)
 
-    def _tell(self, k: int) -> list[Part]:
-        """Send page tables and sinks that the workers do not have yet. Return the workers' parts."""
+    def _tell(self, k: int) -> list[Tables]:
+        """Send page tables and sinks that the workers do not have yet. Return the workers' page tables."""
         layer, sinks = self._asked[k].layer, self._asked[k].options[3]
         group = self.cache.pools.group[layer]
         if (k, group) not in self._told:
@@ -139,7 +163,7 @@ class RemoteAttender(BufferedAttender):
             parts = (by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial
                      else [whole(tables)] * count)  # fmt: skip
             for client, part in zip(self.clients, parts, strict=True):
-                client.tables(k, group, part.tables)
+                client.tables(k, group, part)
             self._told[k, group] = parts
         if sinks is not None and layer not in self._sinks_told and not self._partial:
             self._sinks_told.add(layer)
@@ -159,11 +183,11 @@ class RemoteAttender(BufferedAttender):
         share = vectors.shape[1] // len(self.clients)
         return vectors[:, number * share : (number + 1) * share]
 
-    def _slice(self, vectors: tuple[Tensor, ...], part: Part, number: int) -> list[Tensor]:
+    def _slice(self, vectors: tuple[Tensor, ...], part: Tables, number: int) -> list[Tensor]:
         """Return a worker's queries, keys and values. It gets the keys and values of tokens that it will hold."""
         q, *new = vectors
-        if part.new is not None:
-            return [q, *(x[part.new] for x in new)]
+        if self._partial:
+            return [q, *(x[part.rows.long()] for x in new)]
         return [self._heads(x, number) for x in vectors]
 
     def _answer_bytes(self, k: int) -> int:
@@ -199,8 +223,8 @@ class RemoteAttender(BufferedAttender):
             kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
             dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer],
             window=NONE if window is None else window, sinks=int(sinks is not None and not self._partial),
-            partial=int(self._partial), scale=scale, softcap=NONE if softcap is None else softcap,
-            topk=NONE if topk is None else topk,
+            partial=int(self._partial), first=int(asked.first), scale=scale,
+            softcap=NONE if softcap is None else softcap, topk=NONE if topk is None else topk,
         )  # fmt: skip
 
     def close(self) -> None:

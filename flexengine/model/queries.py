@@ -1,0 +1,172 @@
+"""Queries first: attention modules of transformers, unmodified, whose queries are computed before keys and values.
+
+The forward of an attention module computes queries, keys and values, and then calls the attention function. In a pass
+with `queries_first`, this forward runs twice per layer:
+
+    run     q_proj                k_proj, v_proj    at the attention function
+    first   computes              return zeros      pauses with Query, then the run ends
+    second  returns the same      compute           pauses with Attend, as in every pass
+
+So no product is computed twice, and all products are those of other passes. Norms and rotary positions of the queries
+are computed twice, which is little. A module can do this if keys and values do not change its queries. `separable`
+tries it once, when the model is opened.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import greenlet
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flexengine.model.forward import Attend, Pass, PausingLayer, Queried
+from flexengine.model.linear import FastLinear
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_MOST_ELEMENTS = 1 << 22  # of a parameter or buffer that a trial reads; larger ones belong to projections
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # an attention module, and arguments of its forward
+
+
+class QueriesFirst:
+    """Replaces the forwards of an attention module and of its projections, as the table says.
+
+    Attributes:
+        module: the attention module.
+        own: forwards of its projections, by name, and its own, by "".
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.own = {name: getattr(module, name).forward for name in PROJECTIONS} | {"": module.forward}
+        module.forward = self._forward
+        module.q_proj.forward = self._queries
+        for name in PROJECTIONS[1:]:
+            getattr(module, name).forward = partial(self._later, name)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        current: Any = greenlet.getcurrent()
+        if current.queries_first:
+            current.only_queries = True
+            try:
+                self.own[""](*args, **kwargs)
+            except Queried:
+                pass
+            finally:
+                current.only_queries = False
+        return self.own[""](*args, **kwargs)
+
+    def _queries(self, x: Tensor) -> Any:
+        current: Any = greenlet.getcurrent()
+        if not current.queries_first:
+            return self.own["q_proj"](x)
+        if current.only_queries:
+            current.queries = self.own["q_proj"](x)
+            return current.queries
+        queries, current.queries = current.queries, None
+        return queries
+
+    def _later(self, name: str, x: Tensor) -> Any:
+        if greenlet.getcurrent().only_queries:  # type: ignore[attr-defined]
+            return x.new_zeros(*x.shape[:-1], getattr(self.module, name).out_features)
+        return self.own[name](x)
+
+    def undo(self) -> None:
+        """Give the modules the forwards of their classes back."""
+        for module in (self.module, *(getattr(self.module, name) for name in PROJECTIONS)):
+            del module.forward
+
+
+def use_queries_first(model: nn.Module) -> None:
+    """Let passes of a model compute queries first, if they are made so. The model must be `separable`."""
+    for module in filter(None, map(_attention, _layers(model))):
+        if not isinstance(getattr(module.forward, "__self__", None), QueriesFirst):
+            QueriesFirst(module)
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Call | None]]:
+    """Record the calls of attention modules in passes of a model. Yields one entry per layer, None for a layer without
+    such a module or call."""
+    layers = _layers(model)
+    calls: list[Call | None] = [None] * len(layers)
+
+    def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[number] = module, args, kwargs
+
+    hooks = [module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
+             for number, layer in enumerate(layers) if (module := _attention(layer)) is not None]  # fmt: skip
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def separable(calls: Sequence[Call | None]) -> bool:
+    """Return whether the queries of every layer can be computed first. calls: `recorded` in a pass on the meta device.
+
+    Each kind of module is tried with random numbers: its queries must be the same in both runs.
+    """
+    kinds = dict[Any, Call]()
+    for call in calls:
+        if call is None:
+            return False
+        kinds[type(call[0]), *((name, x.shape) for name, x in call[0].state_dict().items())] = call
+    return all(_separable(*call) for call in kinds.values())
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module.layer for module in model.modules() if isinstance(module, PausingLayer)]
+
+
+def _attention(layer: nn.Module) -> nn.Module | None:
+    """Return the module of a layer that has one linear projection each for queries, keys and values; None if there is
+    not exactly one."""
+    found = [module for module in layer.modules()
+             if all(isinstance(getattr(module, name, None), FastLinear) for name in PROJECTIONS)]  # fmt: skip
+    return found[0] if len(found) == 1 else None
+
+
+def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    rng = torch.Generator().manual_seed(0)
+
+    def projected(out_features: int, x: Tensor) -> Tensor:
+        return torch.randn(*x.shape[:-1], out_features, generator=rng).to(x.dtype)
+
+    for name in PROJECTIONS:
+        projection = getattr(module, name)
+        projection.forward = partial(projected, projection.out_features)
+    tried = QueriesFirst(module)
+    own = {name: _numbers(x, rng) for name, x in (*module.named_parameters(), *module.named_buffers())
+           if x.numel() <= _MOST_ELEMENTS and not name.startswith(PROJECTIONS)}  # fmt: skip
+    current: Any = Pass(partial(functional_call, module, own))
+    current.queries_first = True
+    try:
+        first = current.switch(_numbers(args, rng), _numbers(kwargs, rng))
+        queries = first.attend.q.clone()  # the second run may change them in place
+        second = current.switch()
+    except Exception:  # the module reads what a trial does not have
+        return False
+    finally:
+        tried.undo()
+        if current and not current.dead:
+            current.throw()
+    alike = isinstance(second, Attend) and torch.equal(queries, second.q)
+    return alike and not torch.equal(first.attend.k, second.k)
+
+
+def _numbers(x: Any, rng: torch.Generator) -> Any:
+    """Return random numbers in place of the tensors on the meta device in x; zeros for integers, such as positions."""
+    if isinstance(x, dict):
+        return {name: _numbers(value, rng) for name, value in x.items()}
+    if type(x) in (tuple, list):
+        return type(x)(_numbers(value, rng) for value in x)
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    if not x.is_floating_point():
+        return torch.zeros(x.shape, dtype=x.dtype)
+    return torch.rand(x.shape, generator=rng).add_(0.5).to(x.dtype)
