@@ -14,6 +14,7 @@ from functools import lru_cache
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)  # the places of every machine
 WORKERS = "workers"  # all attention workers, in a policy
+_FILED = "workerfile"  # begin of the names of attention workers that hold pages in a file, beside others in memory
 MOST_DISKS = 8
 MOST_WORKERS = 64
 
@@ -25,9 +26,15 @@ def place_names(disks: int = 1) -> tuple[str, ...]:
 
 
 @lru_cache
-def worker_names(count: int) -> tuple[str, ...]:
-    """Return the places of a number of attention workers."""
-    return tuple(f"worker{number}" for number in range(1, count + 1))
+def worker_names(count: int, filed: int = 0) -> tuple[str, ...]:
+    """Return the places of a number of attention workers.
+
+    Args:
+        count: number of all workers.
+        filed: how many of them, the last ones, hold pages in a file.
+    """
+    names = (f"worker{number}" for number in range(1, count - filed + 1))
+    return (*names, *(f"{_FILED}{number}" for number in range(1, filed + 1)))
 
 
 def further_disks(places: Iterable[str]) -> tuple[str, ...]:
@@ -38,6 +45,12 @@ def further_disks(places: Iterable[str]) -> tuple[str, ...]:
 def workers_of(places: Iterable[str]) -> tuple[str, ...]:
     """Return the attention workers among places."""
     return tuple(filter(is_worker, places))
+
+
+def workers_in_memory(places: Iterable[str]) -> tuple[str, ...]:
+    """Return the attention workers among places that do not hold their pages in a file. They share the KV cache; the
+    others take sequences that find no room there."""
+    return tuple(place for place in places if is_worker(place) and not is_filed(place))
 
 
 def disk_lanes(place: str) -> tuple[str, str]:
@@ -73,6 +86,11 @@ def is_disk(name: str) -> bool:
 def is_worker(name: str) -> bool:
     """Return whether a place is an attention worker, or a lane is one of its lanes."""
     return name.startswith("worker") and name != WORKERS
+
+
+def is_filed(place: str) -> bool:
+    """Return whether a place is an attention worker that holds pages in a file, beside other workers in memory."""
+    return place.startswith(_FILED)
 
 
 def is_staged(place: str) -> bool:

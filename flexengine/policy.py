@@ -7,7 +7,7 @@ from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, is_worker, place_names, workers_of
+from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, is_worker, place_names, workers_in_memory
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
@@ -193,7 +193,7 @@ class Policy:
         """
         if not is_worker(home):
             return ()
-        return (home,) if self.partition == REQUESTS else workers_of(places)
+        return (home,) if self.partition == REQUESTS else workers_in_memory(places)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""

@@ -26,7 +26,7 @@ ALLOWED = {
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "activity", "read_retries", "places", "kernels"},
-    "attention": {"errors", "places", "codec", "kernels", "tier", "__version__"},
+    "attention": {"errors", "activity", "places", "codec", "kernels", "tier", "__version__"},
     "kv": {"errors", "kernels"},
     "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
     "runtime": {"errors", "activity", "places", "schedule"},
@@ -200,7 +200,7 @@ def test_threads_are_made_in_few_places() -> None:
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
     known = {"runtime.lane", "runtime.watchdog", "tier.disk", "parallel.frames", "parallel.heartbeat", "model.overlap",
-             "attention.client", "attention.server"}  # fmt: skip
+             "attention.client", "attention.network", "attention.pool", "attention.server"}  # fmt: skip
     assert makers <= known
 
 

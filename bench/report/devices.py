@@ -1,5 +1,5 @@
-"""The block of docs/benchmarks.md about several devices: pipelines, attention workers, fleets, cluster plans, the
-loader of weights."""
+"""The block of docs/benchmarks.md about several devices: pipelines, attention workers, staggered pipelines, fleets,
+cluster plans, the loader of weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +8,14 @@ from bench.harness import Record
 from bench.report.lines import RESULTS, records, short, table
 
 Row = tuple[str, str, str, str]  # run, figures, results, day
-COMMANDS = ("python -m bench.pipeline", "python -m bench.workers --out workers.jsonl", "python -m bench.fleet",
+COMMANDS = ("python -m bench.pipeline", "python -m bench.workers --out workers.jsonl",
+            "python -m bench.stagger --out stagger.jsonl", "python -m bench.fleet",
             "python -m bench.cluster --out cluster.jsonl", "python -m bench.loader --out loader.jsonl")  # fmt: skip
 
 
 def devices_block(folder: Path = RESULTS) -> str:
     """Return the table of runs, and the commands under it."""
-    rows = [*_pipelines(folder), *_workers(folder), *_fleets(folder), *_regressions(folder), *_loader(folder)]
+    rows = [row for part in (_pipelines, _workers, _staggered, _fleets, _regressions, _loader) for row in part(folder)]
     if not rows:
         return "Not recorded yet."
     listed = "\n".join(COMMANDS)
@@ -67,6 +68,27 @@ def _workers(folder: Path) -> Iterator[Row]:
     if line := found.get("kills"):
         yield (f"SIGKILL of one of {line['case']['workers']} attention workers, at random moments",
                f"{line['kills']} kills in {line['runs']} runs", _tokens(line), line["time"][:10])  # fmt: skip
+
+
+def _staggered(folder: Path) -> Iterator[Row]:
+    found = _newest("stagger", folder)
+    if line := found.get("sleeping"):
+        ratios = [order["ratio"] for point in line["points"] for order in point["orders"].values()]
+        gains = line["rotational_to_fixed"]
+        (least, low), *_, (most, high) = gains.items()
+        yield (f"staggered pipelines of n = {least} to {most} on lanes that sleep: fixed, rotational and interleaved,"
+               f" {len(ratios)} runs",
+               f"periods of {short(min(ratios))} to {short(max(ratios))} of virtual time; rotational to fixed:"
+               f" {short(low)}x for n = {least} to {short(high)}x for n = {most}, within"
+               f" {100 * line['worst_gain_error']:.1f} % of n / (n - 1)",
+               "within 10 %" if line["good"] else "more than 10 % off", line["time"][:10])  # fmt: skip
+    if line := found.get("engines"):
+        figures = "; ".join(
+            f"attention {1e3 * x['attention']:.0f} ms: a layer {1e3 * x['alone']:.0f} ms alone,"
+            f" {1e3 * x['both']:.0f} ms beside the other, {short(x['ratio'])} of virtual time" for x in line["points"]
+        )  # fmt: skip
+        yield ("2 engines on one attention worker, links and attention throttled", figures, _tokens(line),
+               line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:

@@ -1,13 +1,14 @@
 """Attention workers in processes of one machine, beside one process.
 
-python -m bench.workers [--cases block grid kills] [--turns 3] [--kills 40] [--folder DIR] [--out workers.jsonl]
+python -m bench.workers [--cases block choice grid kills] [--turns 3] [--kills 40] [--folder DIR] [--out workers.jsonl]
 
 block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process, under
-the policy that its planner chooses, takes turns with the same process and workers that each have as much memory. grid:
-tokens of three families under all partitions and cache formats, with one to four workers, through shared memory and
-over TCP, beside those of one process. kills: rows are generated again and again while a random worker is killed by
-SIGKILL after a random time, until so many were killed; tokens must be those of one process. Exit code: 1 if tokens
-differ.
+the policy that its planner chooses, takes turns with the same process and workers that each have as much memory.
+choice: jobs for which workers pay, and jobs for which they do not: without workers, with workers that the planner may
+use, and with workers that it must use. grid: tokens of three families under all partitions and cache formats, with one
+to four workers, through shared memory and over TCP, beside those of one process. kills: rows are generated again and
+again while a random worker is killed by SIGKILL after a random time, until so many were killed; tokens must be those of
+one process. Exit code: 1 if tokens differ.
 """
 
 import argparse
@@ -17,15 +18,17 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 from bench import harness
 from bench.harness import Record
 from bench.models import LlamaShape, make
+from bench.workers import choice
 from bench.workers.grid import VOCABULARY, grid, make_family
 
-CASES = ("block", "grid", "kills")
+CASES = ("block", "choice", "grid", "kills")
 SHAPE = LlamaShape(16, 768, 2112, 8, vocab=2000, positions=4096, dtype="float32", kv_heads=2)
 ROWS, CONTEXT, TOKENS = 8, 2000, 12
 MEMORY, HOST, DISK = 176 << 20, 96 << 20, 200e6  # bytes of device and host; bytes per second of the disk
@@ -83,6 +86,22 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
     return record, same
 
 
+def chosen(turns: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case choice, and whether tokens are equal."""
+    found: Record = {}
+    for case in choice.CASES:
+        with ExitStack() as stack:
+            jobs = choice.sides(case, directory, stack)
+            runs: dict[str, list[Record]] = {name: [] for name in jobs}
+            for _ in range(turns):
+                for name, job in jobs.items():
+                    runs[name].append(side(job, directory))
+        found[case.name] = choice.summary(runs)
+        print(f"  {case.name}: {found[case.name]['seconds']}, used {found[case.name]['used']}", file=sys.stderr)
+    record = header({"name": "choice", "workers": choice.WORKERS, "turns": turns}) | {"cases": found}
+    return record, all(each["same"] for each in found.values())
+
+
 def kills(count: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case kills, and whether tokens are those of one process."""
     rng, killed, losses, runs, same = random.Random(2), 0, 0, 0, True
@@ -119,6 +138,8 @@ def main() -> int:
         for name in args.cases:
             if name == "block":
                 record, same = block(args.turns, directory)
+            elif name == "choice":
+                record, same = chosen(args.turns, directory)
             elif name == "kills":
                 record, same = kills(args.kills, directory)
             else:

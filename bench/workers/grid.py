@@ -45,14 +45,14 @@ def make_family(name: str, folder: Path) -> Path:
     return directory
 
 
-def serve(count: int, stack: ExitStack) -> list[str]:
-    """Start workers that listen on the loopback interface. Return their addresses."""
+def serve(count: int, stack: ExitStack, memory: str = "16M") -> list[str]:
+    """Start workers that listen on the loopback interface. Return their addresses. memory: of each."""
     addresses = []
     for _ in range(count):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
-        words = ["serve-attention", addresses[-1], "--worker-mem", "16M", "-q"]
+        words = ["serve-attention", addresses[-1], "--worker-mem", memory, "-q"]
         process = subprocess.Popen([sys.executable, "-m", "flexengine", *words])
         stack.callback(process.wait)
         stack.callback(process.terminate)

@@ -2,8 +2,9 @@
 
 python -m bench.workers.side JOB.json, with the fields: model, device, memory, host, links, policy (null lets the
 planner choose), workers (a number, or addresses), worker_mem, lossy, rows (token ids), tokens, measure (whether the
-machine's rates are measured first), kills (number of workers to kill while the rows are generated again and again),
-kill_seconds (most seconds between two kills). Prints one JSON object.
+machine's rates are measured first), force (use workers, under the best policy with them that the search finds), kills
+(number of workers to kill while the rows are generated again and again), kill_seconds (most seconds between two kills).
+Prints one JSON object.
 """
 
 import json
@@ -13,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.attention.local import LocalWorker
 from flexengine.attention.tier import WorkerTier
 from flexengine.lossy import Lossy
+from flexengine.plan.attended import split_of
+from flexengine.plan.workload import Workload
 
 
 class Killer(threading.Thread):
@@ -57,6 +61,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     ) as engine:  # fmt: skip
         if job.get("measure"):
             engine.planner.hardware()  # so that predictions use this machine's rates
+        if job.get("force"):
+            engine.planner.policy = _with_workers(engine, job)
         if job.get("kills"):
             return _killed(engine, job, prompts)
         results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
@@ -73,6 +79,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "policy": summary.policy.to_json(), "busy": summary.busy, "bytes": summary.bytes,
         "peak_bytes": dict(summary.peak_bytes),
     }  # fmt: skip
+
+
+def _with_workers(engine: Engine, job: dict[str, Any]) -> Policy:
+    """Return the best policy with workers that the search tries; if it tries none, the best policy with all KV cache on
+    workers."""
+    searched = engine.planner.search(Workload.of((len(ids), job["tokens"]) for ids in job["rows"]))
+    tried = [p for p in searched.tried if p.policy.works]
+    if tried:
+        return min(tried, key=lambda p: p.total_seconds).policy
+    batches = min(4, len(job["rows"]))
+    return replace(searched.best.policy, gpu_batch_size=-(-len(job["rows"]) // batches), num_gpu_batches=batches,
+                   cache=split_of(1.0), activations=(1, 0, 0), slots=2)  # fmt: skip
 
 
 def _killed(engine: Engine, job: dict[str, Any], prompts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexengine.attention.files import mapped_file
 from flexengine.attention.link import Broken, Link, Message
 from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
-from flexengine.attention.server import BEAT_SECONDS, Tables, identity, mapped_file
+from flexengine.attention.server import BEAT_SECONDS, Tables, identity
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.tier.base import aligned
 
@@ -51,18 +53,24 @@ class Client:
     Args:
         shares: whether the worker is on this machine, so that it maps the same memory. Pages, questions and answers
             are then written and read there, and messages hold none of them.
+        threads: threads that compute, if the worker uses the processors of this machine; else 0.
+        engine: number of the engine, drawn here if it is None. A worker ends an older connection of the same engine.
 
     Attributes:
         place: name of its place, such as worker1.
         name: place, host and process, for messages.
-        memory: bytes for pages that the worker has.
+        memory: bytes for pages that the worker has, without those that other engines hold.
+        others: bytes that other engines held when the worker last told.
+        file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
     """
 
-    def __init__(self, link: Link, place: str, shares: bool = False) -> None:
+    def __init__(
+        self, link: Link, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
+    ) -> None:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
-        self.link, self.place, self.name = link, place, place
+        self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
         self._tickets, self._handles = itertools.count(), itertools.count()
@@ -72,7 +80,7 @@ class Client:
         self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         try:
-            link.send(Kind.HELLO, (PROTOCOL,), text(identity()))
+            link.send(Kind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity()))
             answer = link.receive()
             body = words(link.take())
         except Broken as error:
@@ -82,10 +90,15 @@ class Client:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
+        self.others, self.file_rate = answer.numbers[2] - self.memory, answer.numbers[3]
         self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
                          for work in (self._receive, self._beat)]  # fmt: skip
         for thread in self._threads:
             thread.start()
+
+    def rename(self, place: str) -> None:
+        """Change the name of the worker's place."""
+        self.place, self.name = place, place + self.name.removeprefix(self.place)
 
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)
@@ -104,7 +117,7 @@ class Client:
             raise self._lost from error
 
     def allocate(self, nbytes: int, counted: bool = True) -> int | None:
-        """Return the handle of new memory; None if the worker has too little.
+        """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
 
         Args:
             nbytes: bytes of the memory.
@@ -207,6 +220,7 @@ class Client:
         if message.kind == Kind.BEAT:
             return
         if message.kind == Kind.READY:
+            self.others = message.numbers[3] - message.numbers[2]
             self._ready.put(bool(message.numbers[1]))
             return
         if message.kind not in (Kind.DATA, Kind.ANSWER, Kind.FAILED):
@@ -244,7 +258,7 @@ class Client:
                 return
 
     def close(self) -> None:
-        """End the connection, and with it the worker."""
+        """End the connection."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(WorkerLost):
@@ -252,4 +266,3 @@ class Client:
             self.link.close()
             for thread in self._threads:
                 thread.join(END_SECONDS)
-

@@ -55,7 +55,7 @@ class LocalWorker(Client):
         finally:
             other.close()
         try:
-            super().__init__(Link(own, first_seconds=START_SECONDS), place, shares=True)
+            super().__init__(Link(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
         except BaseException as error:
             self._end(0.0)
             if isinstance(error, WorkerLost) and (tail := self._tail()):

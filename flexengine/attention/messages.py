@@ -2,11 +2,12 @@
 
 | kind | from | numbers | body |
 |---|---|---|---|
-| HELLO | engine, then worker | version of the protocol, bytes of memory (from the worker) | name |
+| HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine |
+| HELLO | worker | version of the protocol, bytes that the engine may have, bytes of the worker | name |
 | REFUSE | worker | | why it does not serve the engine |
 | BEAT | both | | none; shows that the process lives |
 | ALLOCATE | engine | handle, bytes | none |
-| READY | worker | handle, 1 or 0 | none; 0: it has too little memory, or cannot map it |
+| READY | worker | handle, 1 or 0 (too little memory, or it cannot be mapped), then bytes as in HELLO | none |
 | SHARE | engine | handle, bytes, 1 or 0: whether they count as pages | an open file, which both processes map |
 | FREE | engine | handle | none |
 | WRITE | engine | handle, first byte | bytes for the memory |
@@ -17,7 +18,7 @@
 | ASK | engine | ticket, layer | a Question, then q, k, v unless they are in shared memory |
 | ANSWER | worker | ticket | attention, then its log-sum-exp if `partial`; none if they are in shared memory |
 | FAILED | worker | ticket | why it could not answer |
-| BYE | engine | | none; the worker ends |
+| BYE | engine | | none; the connection ends |
 """
 
 import enum
@@ -27,7 +28,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-PROTOCOL = 1  # raise it with every change of messages or of their meaning
+PROTOCOL = 2  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NONE = -1  # a window, softcap or share that is not given
 

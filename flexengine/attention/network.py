@@ -1,15 +1,20 @@
-"""Attention workers on other machines, over TCP: `serve_forever` there, `RemoteWorker` here.
+"""Attention workers on other machines, over TCP: `serve_forever` there, `connecting` here.
 
 Connections are neither encrypted nor authenticated, so the network must be trusted.
 """
 
+import secrets
 import socket
+import threading
 from collections.abc import Callable
+from functools import partial
 
+from flexengine.activity import message
 from flexengine.attention.client import Client
-from flexengine.attention.link import Broken, Link
+from flexengine.attention.link import Link
+from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
-from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 
 CONNECT_SECONDS = 10.0
 
@@ -25,15 +30,17 @@ def address_of(text: str) -> tuple[str, int]:
 class RemoteWorker(Client):
     """A worker that was started on another machine, or on this one, and listens at an address."""
 
-    def __init__(self, place: str, address: str) -> None:
+    def __init__(self, place: str, address: str, engine: int | None = None) -> None:
         """Connect to the worker.
 
         Args:
             place: name of the worker's place.
             address: HOST:PORT.
+            engine: number of the engine, as in Client.
 
         Raises:
             InvalidInput: the worker refuses, or the address is wrong.
+            OutOfMemory: other engines hold all its memory.
             WorkerLost: it does not listen there.
         """
         try:
@@ -41,22 +48,42 @@ class RemoteWorker(Client):
         except OSError as error:
             why = f"it does not answer ({error.strerror or error}); start it there with flexengine serve-attention"
             raise WorkerLost(place, f"{place} ({address})", f"{why}, and run the same command again") from error
-        super().__init__(Link(connection), place)
+        super().__init__(Link(connection), place, engine=engine)
+        if self.others:
+            message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
+        if not self.memory:
+            self.close()
+            raise OutOfMemory(place, "KV cache", 1, self.others, self.others,
+                              f"other engines hold all memory of {self.name}; run the same command again when one of"
+                              " them has ended, or give flexengine serve-attention a larger --worker-mem")  # fmt: skip
 
 
-def serve_forever(server: socket.socket, memory: int, say: Callable[[str], None]) -> None:
-    """Serve one engine after the other. A connection that breaks frees its memory.
+def connecting(place: str, address: str) -> Callable[[], RemoteWorker]:
+    """Return a function that connects to the worker at an address, at every call as the same engine."""
+    return partial(RemoteWorker, place, address, secrets.randbits(62))
+
+
+def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
+    """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
         server: a listening socket.
-        memory: bytes for KV pages.
-        say: gets a line for each connection.
+        pool: memory and processors for all engines; it is closed at the end.
+        say: gets a line when a connection begins, and when it ends.
     """
-    while True:
-        connection, (host, port, *_) = server.accept()
-        say(f"serving the engine at {host} port {port}")
-        try:
-            serve(connection, memory)
-            say("the engine has ended")
-        except Broken as error:
-            say(f"the engine is lost: {error}")
+    try:
+        while True:
+            connection, (host, port, *_) = server.accept()
+            engine = f"the engine at {host} port {port}"
+            threading.Thread(target=_serve, args=(connection, pool, engine, say), daemon=True).start()
+    finally:
+        pool.close()
+
+
+def _serve(connection: socket.socket, pool: Pool, engine: str, say: Callable[[str], None]) -> None:
+    say(f"serving {engine}")
+    try:
+        serve(connection, pool)
+        say(f"{engine} has ended")
+    except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
+        say(f"{engine} is lost: {error}")

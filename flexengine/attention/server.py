@@ -1,26 +1,28 @@
-"""An attention worker: holds memory for one engine at a time, and computes decode attention over pages in it.
+"""An attention worker: holds memory for engines, and computes decode attention over pages in it.
 
-A thread receives messages. It writes pages straight into the memory, and hands questions to a thread that computes. The
-engine orders its messages: pages that a question names are not written before the answer.
+Each engine has a connection, with a thread that receives messages. This thread writes pages straight into the memory,
+and hands questions to the pool, which all connections share (`attention/pool.py`); another thread sends the answers.
+The engine orders its messages: pages that a question names are not written before the answer.
 """
 
-import mmap
 import os
 import queue
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine import kernels
+from flexengine.attention.files import mapped_file
 from flexengine.attention.link import SILENT_SECONDS, Broken, Link, Message
 from flexengine.attention.messages import DTYPES, NONE, PROTOCOL, QUESTION_BYTES, Kind, Question, text, words
+from flexengine.attention.pool import Pool
 from flexengine.codec.cache import CacheFormat
 from flexengine.tier.base import aligned
-from flexengine.tier.memory import aligned_buffer
 
 BEAT_SECONDS = SILENT_SECONDS / 10
 
@@ -46,7 +48,7 @@ class Tables(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A question that waits for the thread that computes. vectors: q, then k, then v."""
+    """A question. vectors: q, then k, then v."""
 
     ticket: int
     layer: int
@@ -60,23 +62,24 @@ class Server:
 
     Args:
         link: the connection.
-        memory: most bytes of pages.
+        pool: memory and processors, shared with other connections.
         name: of this worker, for messages.
     """
 
-    def __init__(self, link: Link, memory: int, name: str) -> None:
-        self.link, self.memory, self.name = link, memory, name
+    def __init__(self, link: Link, pool: Pool, name: str) -> None:
+        self.link, self.pool, self.name = link, pool, name
+        self.engine = 0  # number that the engine has drawn
         self.kernels = kernels.load()
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
         self._counted = set[int]()  # handles of memory for pages
         self._tables: dict[tuple[int, int], Tables] = {}  # by gpu_batch and group
         self._sinks: dict[int, Tensor] = {}  # by layer: fp32 [heads]
-        self._asked = queue.SimpleQueue[Asked | None]()
-        self._ended = threading.Event()
+        self._asked = queue.SimpleQueue[tuple[Asked, Future[tuple[Tensor, ...]]] | None]()
+        self._ended, self._left = threading.Event(), threading.Event()
 
     def run(self) -> None:
         """Serve until the engine ends the connection. Raise Broken if it was not ended in good order."""
-        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._compute)]
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._reply)]
         try:
             self._greet()
             for thread in threads:
@@ -89,9 +92,18 @@ class Server:
         finally:
             self._ended.set()
             self._asked.put(None)
+            self.link.close()
             if threads[1].ident is not None:  # it was started
                 threads[1].join()
-            self.link.close()
+            self.pool.give_back(self._taken)
+            self._held.clear()
+            self.pool.part(self.engine, self)
+            self._left.set()
+
+    def leave(self) -> None:
+        """End the connection, and return when its memory is given back."""
+        self.link.close()
+        self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
 
     def _greet(self) -> None:
         """Exchange versions. Raise Broken if the engine has another one."""
@@ -102,7 +114,9 @@ class Server:
             why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
             self.link.send(Kind.REFUSE, (), text(why))
             raise Broken(why)
-        self.link.send(Kind.HELLO, (PROTOCOL, self.memory), text(self.name))
+        self.engine = hello.numbers[1]
+        self.pool.join(self.engine, self)
+        self.link.send(Kind.HELLO, (PROTOCOL, self.pool.free, self.pool.memory, self.pool.file_rate), text(self.name))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
@@ -117,17 +131,19 @@ class Server:
         if message.kind == Kind.BEAT:
             return
         if message.kind == Kind.ALLOCATE:
-            link.send(Kind.READY, (a, int(self._allocate(a, b, aligned_buffer))))
+            self._ready(a, self._allocate(a, b, self.pool.buffer))
         elif message.kind == Kind.SHARE:
             descriptor = link.take_file()
             try:
                 ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
             finally:
                 os.close(descriptor)  # the mapping stays
-            link.send(Kind.READY, (a, int(ready)))
+            self._ready(a, ready)
         elif message.kind == Kind.FREE:
+            if a in self._counted:
+                self._counted.remove(a)
+                self.pool.give_back(len(self._held[a]))
             self._held.pop(a, None)
-            self._counted.discard(a)
             if not self._held:
                 self._tables.clear()
                 self._sinks.clear()
@@ -144,15 +160,21 @@ class Server:
         else:
             raise Broken(f"a message of unknown kind {message.kind} came")
 
+    def _ready(self, handle: int, ready: bool) -> None:
+        """Answer a request for memory."""
+        others = self.pool.taken - self._taken
+        self.link.send(Kind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
+
     def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
         if nbytes < 0 or handle in self._held:
             raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
         size = aligned(nbytes)
-        if counted and self._taken + size > self.memory:
+        if counted and not self.pool.take(size):
             return False
         try:
             self._held[handle] = make(size)
         except (MemoryError, OSError, RuntimeError):
+            self.pool.give_back(size * counted)
             return False
         if counted:
             self._counted.add(handle)
@@ -179,19 +201,29 @@ class Server:
         tables = self._tables.get((question.batch, question.group))
         if tables is None or (question.sinks and layer not in self._sinks):
             raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
-        self._asked.put(Asked(ticket, layer, question, vectors, tables))
+        asked = Asked(ticket, layer, question, vectors, tables)
+        self._asked.put((asked, self.pool.compute(lambda: self._computed(asked))))
 
-    @torch.no_grad()
-    def _compute(self) -> None:
-        while (asked := self._asked.get()) is not None:
+    def _computed(self, asked: Asked) -> tuple[Tensor, ...]:
+        """Return the answer, in the pool's thread. Raise Broken, without computing, if the connection has ended."""
+        if self._ended.is_set():
+            raise Broken("the connection has ended")
+        return self._attend(asked)
+
+    def _reply(self) -> None:
+        """Send answers in the order of the questions. After the connection has ended, wait for those that are being
+        computed."""
+        while (item := self._asked.get()) is not None:
+            asked, answer = item
             try:
                 try:
-                    self._answer(asked, self._attend(asked))
+                    self._answer(asked, answer.result())
                 except Exception as error:  # told to the engine, whose job computes the rows again
                     self.link.send(Kind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
             except Broken:  # the connection has ended, so the thread that receives ends, too
-                return
-            del asked
+                continue
+            finally:
+                del item, asked, answer
 
     def _answer(self, asked: Asked, answer: tuple[Tensor, ...]) -> None:
         ask = asked.question
@@ -257,11 +289,6 @@ class Server:
         return self._part(ask.handle, ask.start, nbytes).view(dtype).view(shape), form
 
 
-def mapped_file(descriptor: int, nbytes: int) -> Tensor:
-    """Return uint8 [nbytes] in a mapping of an open file, which other processes map too."""
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-
-
 def _tables(numbers: Tensor, pages: int, new: int, copies: int) -> Tables:
     """Return the page tables in the body of a message. Raise Broken if it has a wrong length."""
     sequences, rest = divmod(len(numbers) - 2 * new - 2 * copies, pages + 2) if min(pages, new, copies) >= 0 else (0, 1)
@@ -309,6 +336,6 @@ def name_of(process: int) -> str:
     return f"{os.uname().nodename}, process {process}"
 
 
-def serve(connection: socket.socket, memory: int) -> None:
+def serve(connection: socket.socket, pool: Pool) -> None:
     """Serve the engine at the other end of a connection until it ends. Raise Broken as `Server.run`."""
-    Server(Link(connection), memory, name_of(os.getpid())).run()
+    Server(Link(connection), pool, name_of(os.getpid())).run()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexengine.attention.client import Client
 from flexengine.errors import OutOfMemory
+from flexengine.places import worker_names
 from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
@@ -31,8 +32,14 @@ class WorkerTier(Tier):
         is no new one."""
         self.client.close()
         client = self._connect()
+        client.rename(self.name)
         self._earlier = self.attention_bytes
         self.client, self.ledger.capacity = client, client.memory
+
+    def rename(self, name: str) -> None:
+        """Change the name of the worker's place."""
+        self.name = self.ledger.name = name
+        self.client.rename(name)
 
     @property
     def local_bytes(self) -> int:
@@ -46,7 +53,8 @@ class WorkerTier(Tier):
         size = aligned(nbytes)
         with self.ledger.booked(size, what):
             if (handle := self.client.allocate(size)) is None:
-                raise OutOfMemory(self.name, what, size)
+                held = f", as other engines hold {self.client.others:,} bytes of the worker"
+                raise OutOfMemory(self.name, what + held * (self.client.others > 0), size)
         return Region(handle, 0, nbytes, dtype)
 
     def free(self, region: Region, what: str) -> None:
@@ -71,11 +79,16 @@ class WorkerTier(Tier):
 
 
 def worker_tiers(connects: Sequence[Callable[[], Client]]) -> list[WorkerTier]:
-    """Return a tier for each worker. Raise the error of the first that cannot be connected, after ending the others."""
+    """Return a tier for each worker, named by its place: first the workers in memory, then those with pages in a file,
+    if some are in memory. Raise the error of the first that cannot be connected, after ending the others."""
     with contextlib.ExitStack() as connected:
         tiers = list[WorkerTier]()
         for connect in connects:
             tiers.append(WorkerTier(connect))
             connected.callback(tiers[-1].close)
         connected.pop_all()
+    tiers.sort(key=lambda tier: tier.client.file_rate > 0)
+    filed = sum(tier.client.file_rate > 0 for tier in tiers)
+    for tier, name in zip(tiers, worker_names(len(tiers), filed if filed < len(tiers) else 0), strict=True):
+        tier.rename(name)
     return tiers

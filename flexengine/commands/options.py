@@ -115,8 +115,8 @@ def add_workers(group: Group) -> None:
     """Add the options of attention workers."""
     group.add_argument("--attention-workers", type=_workers, default=0, metavar="N|HOST:PORT,...",
                        help="start N processes that hold KV cache and compute attention over it, or use those that"
-                            " flexengine serve-attention runs at these addresses; --policy names their share"
-                            " (docs/attention-workers.md)")  # fmt: skip
+                            " flexengine serve-attention runs at these addresses, if the plan is faster with"
+                            " them (docs/attention-workers.md)")  # fmt: skip
     group.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache of each worker that is started")
 
 

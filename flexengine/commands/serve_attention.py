@@ -3,6 +3,7 @@
 import argparse
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from flexengine.commands.exit_codes import run_interruptible
 from flexengine.commands.messages import say
@@ -14,11 +15,14 @@ from flexengine.errors import InvalidInput
 def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("serve-attention", "Hold KV cache for flexengine run --attention-workers on another machine, and compute"
-                                  " attention over it, for one engine after the other.",
+                                  " attention over it. Several engines can use it at the same time.",
                "Every program that reaches the address can use the worker: listen in a trusted network only.",
                "HOST:PORT")  # fmt: skip
     p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
-    p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache, e.g. 32G")
+    p.add_argument("--worker-mem", metavar="SIZE", help="memory for KV cache of all engines together, e.g. 32G")
+    p.add_argument("--worker-file", metavar="DIR",
+                   help="hold the KV cache in a file in this directory instead: beside other workers, it takes the"
+                        " sequences that find no room there")  # fmt: skip
     return p
 
 
@@ -35,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     memory = parse_size(args.worker_mem, "--worker-mem")
     from flexengine import kernels
     from flexengine.attention.network import address_of, serve_forever
+    from flexengine.attention.pool import Pool
 
     host, port = address_of(args.address)
+    pool = Pool(memory, None if args.worker_file is None else Path(args.worker_file))
     kernels.load()  # compiling them may take longer than an engine waits
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -44,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"cannot listen at {args.address} ({error.strerror or error}); give an address of this"
                            " machine, and a free port") from error  # fmt: skip
     with server:
-        say(f"listening at {args.address}, with {memory:,} bytes for KV cache; stop with Ctrl-C")
-        serve_forever(server, memory, say)
+        where = f" in a file in {args.worker_file}" if pool.folder else ""
+        say(f"listening at {args.address}, with {memory:,} bytes for KV cache{where}; stop with Ctrl-C")
+        serve_forever(server, pool, say)
     return 0

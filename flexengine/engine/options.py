@@ -5,13 +5,12 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
 from flexengine.attention.local import local_workers
-from flexengine.attention.network import RemoteWorker, address_of
+from flexengine.attention.network import address_of, connecting
 from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.config import cache_root, parse_size, shown
 from flexengine.engine.state import Progress
@@ -123,8 +122,7 @@ class MachineOptions:
         given = self.attention_workers
         if isinstance(given, int):
             return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
-        each = zip(worker_names(len(given)), given, strict=True)
-        return worker_tiers([partial(RemoteWorker, place, address) for place, address in each])
+        return worker_tiers([connecting(*each) for each in zip(worker_names(len(given)), given, strict=True)])
 
     @property
     def _sharing(self) -> int:
@@ -198,10 +196,10 @@ class EngineOptions(MachineOptions):
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
         check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
         self._check_strategy()
-        if self.attention_workers and (self.policy is None or not self.policy.works):
-            raise InvalidInput(f"--attention-workers is {self.attention_workers}, but no policy gives them a share of"
-                               ' the KV cache; give a policy such as {"cache": {"workers": 1}} with --policy, or leave'
-                               " the workers out")  # fmt: skip
+        if self.attention_workers and self.policy is not None and not self.policy.works:
+            raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
+                               ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
+                               " the policy")  # fmt: skip
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
         if self.group is not None and self.attention_workers:
             raise InvalidInput("attention workers cannot be combined with stages in several processes; leave out"

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
@@ -17,6 +18,7 @@ from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
+from flexengine.plan.attended import unused
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
@@ -91,6 +93,7 @@ class Planner:
         self.block: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
         self._hardware_override = hardware is not None
+        self._searched: Search | None = None  # the last search
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
@@ -147,6 +150,8 @@ class Planner:
         if not workload.count:
             return Plan(None, workload, 0, None)
         layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
+        if self.machine.workers and self._searched is not None and not layout.policy.works:
+            message(unused(self._searched.tried, self._searched.best))
         return Plan(layout, workload.up_to(largest), largest, refusal)
 
     def check(self, workload: Workload) -> None:
@@ -178,9 +183,10 @@ class Planner:
         with activity("planning", "searching the policy with the shortest predicted time"):
             first = search(facts, known, workload, options)
             complete = self._hardware is not None or store.knows(known, facts)
-            if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
-                return first
-            return search(facts, self.hardware(), workload, options)
+            if not complete and measure and first.best.seconds >= MIN_JOB_SECONDS:
+                first = search(facts, self.hardware(), workload, options)
+            self._searched = first
+            return first
 
     def choose(
         self,
@@ -256,7 +262,9 @@ class Planner:
         if not self._hardware_override and watch.cost.hardware.measured and (factors := watch.factors()):
             opened = self.opened
             key = store.key_of(self.machine, opened.dtype, opened.files)
-            latest = store.cached(key) or watch.cost.hardware  # other jobs may have stored their corrections meanwhile
+            planned = replace(watch.cost.hardware, workers=(), worker_attention={}, worker_links={},
+                              worker_seconds=0.0, worker_cores={})  # fmt: skip
+            latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.save_rates(key, corrected)
             if self._hardware is not None:  # else the rates are read from the store when needed
@@ -266,18 +274,18 @@ class Planner:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
         known = self._hardware or store.obtain(self.machine, self.opened)
         known = known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
-        if not self.machine.workers or self._hardware_override:
+        if not self.machine.workers or known.worker_attention:
             return known
-        return replace(known, worker_attention=self._workers[0], worker_seconds=self._workers[1])
+        return replace(known, **self._workers)
 
     @cached_property
-    def _workers(self) -> tuple[dict[str, float], float]:
-        """Rates of the attention workers, which are measured once, before the first job takes their memory. Empty if a
-        worker is lost meanwhile, as the job replaces it, or has no room for a page."""
+    def _workers(self) -> dict[str, Any]:
+        """Fields of `Hardware` about attention workers, which are measured once, before the first job takes their
+        memory. Empty if a worker is lost meanwhile, as the job replaces it, or has no room for a page."""
         try:
             return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
         except (WorkerLost, OutOfMemory):
-            return {}, 0.0
+            return {}
 
     def hardware(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring

@@ -1,7 +1,9 @@
-"""Measurement of attention workers: bytes of KV per second of decode attention, and seconds of a question."""
+"""Measurement of attention workers: decode attention, their connections, and seconds of a question."""
 
+import os
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -15,10 +17,11 @@ from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 
 SEQUENCES, TOKENS, TURNS = 16, 512, 5  # of a question; questions of which the median counts
+SENT = 8 << 20  # most bytes that are sent and fetched
 
 
-def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> tuple[dict[str, float], float]:
-    """Return the bytes of KV per second of each worker, by place, and the seconds of a question without attention.
+def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of `Hardware` about attention workers.
 
     Takes about 0.1 s per worker.
     Pages hold any numbers in the compute dtype: attention over encoded pages is about as fast per token.
@@ -26,14 +29,37 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
     Raises:
         WorkerLost: a worker has died.
     """
-    rates, fixed = dict[str, float](), list[float]()
+    rates, links, fixed = dict[str, float](), dict[str, float](), list[float]()
+    local, cores = dict[str, float](), len(os.sched_getaffinity(0))
     for tier in machine.workers:
         assert isinstance(tier, WorkerTier)
         whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (TOKENS, 1))
         nbytes = SEQUENCES * TOKENS * 2 * model.kv_heads * model.head_dim * dtype.itemsize
         rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / TOKENS)
+        if tier.client.file_rate:  # the pages of this measurement were still in memory
+            rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
         fixed.append(little)
-    return rates, max(fixed, default=0.0)
+        links[tier.name] = _link_rate(tier)
+        if tier.client.threads:
+            local[tier.name] = min(1.0, tier.client.threads / cores)
+    return {"worker_attention": rates, "worker_links": links, "worker_seconds": max(fixed, default=0.0),
+            "worker_cores": local}  # fmt: skip
+
+
+def _link_rate(tier: WorkerTier) -> float:
+    """Return the bytes per second of a worker's connection: bytes sent to its memory, and fetched again."""
+    room = tier.ledger.capacity
+    data = torch.zeros(SENT if room is None else min(SENT, max(1, room // 2)), dtype=torch.uint8)
+    region, seconds = tier.allocate(len(data), WHAT), list[float]()
+    try:
+        for _ in range(TURNS):
+            began = time.perf_counter()
+            tier.client.write(region.place, region.start, data)
+            tier.client.read(region.place, region.start, data).wait()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        tier.free(region, WHAT)
+    return 2 * len(data) / median(seconds)
 
 
 def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexengine.places import WORKERS, is_worker, workers_of
+from flexengine.places import WORKERS, is_worker, workers_in_memory
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.page_size import EXTENT
@@ -94,7 +94,7 @@ class Attention:
         hardware = self.hardware
         if place == WORKERS or is_worker(place):
             moved = at(hardware.links["h2d"], EXTENT)
-            workers = workers_of(hardware.places) if place == WORKERS else (place,)
+            workers = workers_in_memory(hardware.places) if place == WORKERS else (place,)
             return ((1.0, sum(hardware.worker_attention.get(worker, moved) for worker in workers)),)
         if place == "device":
             return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)

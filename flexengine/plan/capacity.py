@@ -21,6 +21,7 @@ class Capacity:
         staged: whether data between a disk and the device passes through host staging.
         more_disks: bytes of each further offload directory, in order.
         workers: bytes of each attention worker, in order.
+        filed: how many of the workers, the last ones, hold pages in a file.
     """
 
     device: int | None
@@ -30,11 +31,12 @@ class Capacity:
     staged: bool
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
+    filed: int = 0
 
     @cached_property
     def places(self) -> tuple[str, ...]:
         """Return all places, from near to far."""
-        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers)))
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
     @cached_property
     def limits(self) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import is_worker, workers_of
+from flexengine.places import workers_in_memory
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -147,13 +147,21 @@ class Cost:
         yield from data.chosen_values(self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention."""
-        homes = cache_homes(policy, self.hardware.places)
-        places = policy.attended(homes).values() if policy.block_size <= policy.gpu_batch_size else ()
-        if not places:
-            return self.crosstalk
-        lanes = dict.fromkeys((routes(self.hardware).attend[place][1] for place in places), 1.0)
-        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), **lanes}}
+        """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention. A CPU
+        and an attention worker on its cores slow each other by the worker's share of the cores."""
+        places = policy.attended(cache_homes(policy, self.hardware.places)).values()
+        talk, single = dict(self.crosstalk), policy.block_size <= policy.gpu_batch_size
+        for place in places:
+            lane, share = routes(self.hardware).attend[place][1], self._shared_cores(policy, place)
+            for slowed, other, added in (("device", lane, 1.0 if single else share), (lane, "device", share)):
+                if added:
+                    talk[slowed] = {**talk.get(slowed, {}), other: added}
+        return talk
+
+    def _shared_cores(self, policy: Policy, place: str) -> float:
+        """Return the share of the device's cores with which attention workers compute a gpu_batch of a place."""
+        cores = self.hardware.worker_cores if self.hardware.kind != "cuda" else {}
+        return min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, self.hardware.places)))
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""
@@ -254,11 +262,11 @@ class Cost:
         homes = cache_homes(layout.policy, layout.places)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
-        workers, before = workers_of(layout.pools), 0.0
+        workers, before = workers_in_memory(layout.pools), 0.0
         for tier in layout.pools:
             tokens = layout.room(tier)
             left = live - sum(counts.values())
-            if is_worker(tier):  # sequences enter workers by turns
+            if tier in workers:  # sequences enter workers by turns
                 before = before or left
                 left = min(left, before / len(workers))
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, left))
@@ -282,9 +290,9 @@ class Cost:
 
     # Input of the linear program.
 
-    def phases(self, policy: Policy, sweeps: Profile) -> tuple[Phase, ...]:
-        """Return the phases of a block shape. Resident weights are read in the first sweep."""
-        lanes = self.lanes(policy, sweeps, {"device": 1.0})
+    def phases(self, policy: Policy, sweeps: Profile, split: Mapping[str, float]) -> tuple[Phase, ...]:
+        """Return the phases of a block shape. Resident weights are read in the first sweep. Arguments as in `terms`."""
+        lanes = self.lanes(policy, sweeps, split)
         return phases(lanes, sweeps, load_resident(self.hardware, self.streamed_bytes))
 
 

@@ -31,7 +31,7 @@ from flexengine.policy import Policy
 
 BAR_CHARACTERS = 40
 PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
-PLACE_MARKS |= dict.fromkeys(worker_names(MOST_WORKERS), "w")
+PLACE_MARKS |= dict.fromkeys((*worker_names(MOST_WORKERS), *worker_names(MOST_WORKERS, MOST_WORKERS)), "w")
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 SCHEDULES = {
     "row": "a gpu_batch enters when the one before has ended",

@@ -75,8 +75,7 @@ class Hardware:
             because the host's RAM is the device.
         links: by lane, (bytes of one transfer, bytes per second): disk_read and disk_write of the first offload
             directory, disk2_read and disk2_write of the second and so on, h2d, d2h. On cpu, h2d copies 16-bit weights
-            from RAM to a slot. Attention workers may have worker1_send, worker1_fetch (attention), worker1_write and
-            worker1_read (pages); without them, h2d's rates count.
+            from RAM to a slot.
         checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
         products: by dtype of the matrix, (rows of activations, FLOP per second) of a matrix product.
         prompt_attention: (tokens of the prompt, FLOP per second) of causal attention. A multiply-add of a (query, key)
@@ -101,8 +100,11 @@ class Hardware:
             seconds that one second of the device adds to disk_read. wake: seconds that a layer takes longer if the
             device has waited for its weights.
         workers: bytes of each attention worker.
+        filed: how many of the workers, the last ones, hold pages in a file.
         worker_attention: by attention worker, bytes of KV per second of decode attention; the rate of h2d if not known.
+        worker_links: by attention worker, bytes per second of its connection; the rate of h2d if not known.
         worker_seconds: seconds of a question to a worker and of its answer, without attention.
+        worker_cores: by attention worker on this machine, the share of the machine's cores with which it computes.
         delegation: by signature of the first layer, seconds that delegation adds to a layer of a gpu_batch, without
             attention itself; `task_seconds` if not measured.
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
@@ -145,8 +147,11 @@ class Hardware:
     measured: bool = False
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
+    filed: int = 0
     worker_attention: Mapping[str, float] = field(default_factory=dict)
+    worker_links: Mapping[str, float] = field(default_factory=dict)
     worker_seconds: float = 0.0
+    worker_cores: Mapping[str, float] = field(default_factory=dict)
     corrected: Mapping[str, float] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
 
@@ -165,8 +170,14 @@ class Hardware:
         object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
         for name, factor in _object("corrected", self.corrected).items():
             positive(f"corrected {name}", factor)
-        for name, rate in _object("worker_attention", self.worker_attention).items():
-            positive(f"worker_attention {name}", rate)
+        if not (isinstance(self.filed, int) and 0 <= self.filed < max(1, len(self.workers))):
+            raise InvalidInput(f"filed is {shown(self.filed)}; it must be a number of workers, fewer than all")
+        for what in ("worker_attention", "worker_links"):
+            for name, rate in _object(what, getattr(self, what)).items():
+                positive(f"{what} {name}", rate)
+        for name, share in _object("worker_cores", self.worker_cores).items():
+            if not 0 <= _number(f"worker_cores {name}", share) <= 1:
+                raise InvalidInput(f"worker_cores {shown(name)} is {shown(share)}; it must be a share from 0 to 1")
         for name, lost in _object("delegation", self.delegation).items():
             _known(f"delegation {name}", lost)
         positive("elementwise", self.elementwise)
@@ -185,10 +196,11 @@ class Hardware:
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {lane for disk in filter(is_disk, self.places) for lane in disk_lanes(disk)}
         for place, price in _object("prices", self.prices).items():
-            if place not in self.places:
-                raise InvalidInput(f"prices has {shown(place)}; it may have {', '.join(self.places)}")
+            if place not in place_names(MOST_DISKS) and not is_worker(place):
+                raise InvalidInput(f"prices has {shown(place)}; it may have device, host, disk, disk2, worker1, and so"
+                                   " on")  # fmt: skip
             positive(f"price of {place}", price)
-        if unknown := set(self.links) - needed - {"d2h", *self._worker_links}:
+        if unknown := set(self.links) - needed - {"d2h"}:
             links = ", ".join(sorted(needed | {"d2h"}))
             raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {links}; further"
                                " disks are listed in more_disks")  # fmt: skip
@@ -219,18 +231,18 @@ class Hardware:
     @property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
-                        self.more_disks, self.workers)  # fmt: skip
+                        self.more_disks, self.workers, self.filed)  # fmt: skip
 
     def with_capacity(self, capacity: Capacity) -> "Hardware":
         """Return the same rates with these capacities. The machine has rates for all places of the capacity."""
         host = None if capacity.shared else capacity.host
         return replace(self, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk,
-                       more_disks=capacity.more_disks, workers=capacity.workers)  # fmt: skip
+                       more_disks=capacity.more_disks, workers=capacity.workers, filed=capacity.filed)  # fmt: skip
 
     @property
     def places(self) -> tuple[str, ...]:
         """Return all places, from near to far."""
-        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers)))
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -242,15 +254,9 @@ class Hardware:
         attention = tuple(lane for worker in workers for lane in attention_lanes(worker))
         return LANES[:2] + disks + LANES[2:4] + links + LANES[4:] + attention
 
-    @property
-    def _worker_links(self) -> set[str]:
-        """Lanes of attention workers that may have rates in `links`."""
-        workers = workers_of(self.places)
-        return {lane for w in workers for lane in (*disk_lanes(w), *attention_lanes(w)) if lane != w}
-
     def price(self, works: bool) -> float:
         """Return the price of all places. works: whether attention workers are among them."""
-        return sum(price for place, price in self.prices.items() if works or not is_worker(place))
+        return sum(self.prices.get(place, 0.0) for place in self.places if works or not is_worker(place))
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane.
@@ -264,6 +270,8 @@ class Hardware:
 
     def lane_rates(self, lane: str) -> Table:
         """Return the rates of a lane's link. Without a GPU, the rates of h2d hold for both directions."""
+        if (rate := self.worker_links.get(lane.partition("_")[0])) is not None:
+            return ((1.0, rate),)
         return self.links.get(link_of(lane), self.links["h2d"])
 
     def weight_rates(self, lane: str) -> Table:

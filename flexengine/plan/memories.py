@@ -23,7 +23,7 @@ _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS,
 
 
 def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[Memory, ...]:
-    """Return one row of the program per memory that has a limit.
+    """Return one row of the program per memory that has a limit, without attention workers.
 
     Args:
         corners: by tier, the layout with all data that may move on that tier, planned without memory limits.
@@ -34,7 +34,7 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
     limits = capacity.limits
     if capacity.shared:
         used["device"], limits["host"] = used["device"] + used["host"], None
-    return tuple(Memory(tier, used[tier], float(limit)) for tier, limit in limits.items() if limit is not None)
+    return tuple(Memory(tier, used[tier], float(limit)) for tier in used if (limit := limits[tier]) is not None)
 
 
 def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:

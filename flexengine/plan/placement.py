@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import filterfalse
 from typing import Self
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import is_worker
+from flexengine.places import is_filed, is_worker, workers_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Memory, Problem, fraction, kind_of
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Memory, Problem, fraction, fractions, kind_of
 from flexengine.plan.shapes import sensible
 from flexengine.plan.tried import Tried
-from flexengine.policy import Policy, Split, thousandths
+from flexengine.policy import REQUESTS, Policy, Split, thousandths
+from flexengine.schedule.place import cache_homes
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
 # Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
@@ -32,15 +34,22 @@ class Choice:
         cache: whether KV cache may.
         hidden: whether hidden states may.
         delegate: whether attention is delegated for KV cache on the host.
+        attended: split of the KV cache that has a share on attention workers, and that the program does not change;
+            None if workers have no share.
+        partition: as in `Policy`.
     """
 
     cache: bool
     hidden: bool
     delegate: bool = False
+    attended: Split | None = None
+    partition: str = REQUESTS
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
         """Return the data that leave the device under a policy."""
+        if policy.works:
+            return cls(False, False, policy.delegate, policy.cache, policy.partition)
         return cls(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
 
 
@@ -60,8 +69,7 @@ class Placement:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The machine's places among which the program divides data. Attention workers are used only by given
-        policies."""
+        """The machine's places among which the program divides data. The share of attention workers is fixed."""
         return tuple(place for place in self.tried.cost.hardware.places if not is_worker(place))
 
     @property
@@ -92,6 +100,7 @@ class Placement:
         return self._solvable[key]
 
     def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
+        shape = replace(shape, cache=choice.attended or shape.cache, partition=choice.partition)
         rows, allowed = self._memories(shape, choice), self._allowed(choice)
         if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False
@@ -103,7 +112,7 @@ class Placement:
                 return False
             if self._too_slow(solved.seconds, solved.latency, wide):
                 return True
-            policy = sensible(_rounded(shape, solved.fractions, choice.delegate))
+            policy = sensible(_rounded(shape, solved.fractions, choice))
             if self.tried.attempt(policy) is not None:
                 return True
             problem = _with_less(problem, self.tried.refused[policy], margin)
@@ -119,16 +128,31 @@ class Placement:
 
     def problem(self, shape: Policy, choice: Choice) -> Problem:
         """Return the linear program of a block shape."""
-        return self._problem(_bare(shape), choice, self._memories(_bare(shape), choice))
+        shape = replace(_bare(shape), cache=choice.attended or ON_DEVICE, partition=choice.partition)
+        return self._problem(shape, choice, self._memories(shape, choice))
 
     def _problem(self, shape: Policy, choice: Choice, rows: tuple[Memory, ...]) -> Problem:
         cost = self.tried.cost
-        priced = replace(shape, cache=_ON_HOST, delegate=True) if choice.delegate else shape
-        sweeps = cost.sweeps(shape, share=0.5 if choice.cache else 0.0)
+        delegates = choice.delegate and choice.attended is None
+        priced = replace(shape, cache=_ON_HOST, delegate=True) if delegates else shape
+        split = self._attended(shape) if choice.attended else {"device": 1.0}
+        off_device = 0.5 if choice.cache else 1.0 - split.get("device", 0.0)
+        phases = cost.phases(priced, cost.sweeps(shape, share=round(off_device, 2)), split)
+        held = dict.fromkeys(fractions(workers_of(cost.hardware.places)), 0.0)
+        if choice.attended:
+            held |= {fraction(CACHE, place): split.get(place, 0.0) for place in cost.hardware.places}
+        if held:
+            phases = tuple(phase.fixed(held) for phase in phases)
         return Problem(
-            cost.phases(priced, sweeps), rows, cost.slowing(priced), cost.overlaps(shape),
+            phases, rows, cost.slowing(priced), cost.overlaps(shape),
             self._allowed(choice), self.tried.shapes.options.latency_limit, self.places,
         )  # fmt: skip
+
+    def _attended(self, shape: Policy) -> dict[str, float]:
+        """Return the fraction of the sequences of a block by place of their KV cache, as if none overflowed into
+        files."""
+        homes = cache_homes(shape, filterfalse(is_filed, self.tried.cost.hardware.places))
+        return {place: count / sum(homes.values()) for place, count in homes.items()}
 
     def _allowed(self, choice: Choice) -> frozenset[str]:
         """Return the fractions that may be above 0. Without a GPU, only weights that are smaller in stored form may be
@@ -145,7 +169,12 @@ class Placement:
     def _memories(self, shape: Policy, choice: Choice) -> tuple[Memory, ...]:
         """Return the memory rows of a block shape."""
         corners = {tier: self._corner(shape, tier, choice) for tier in self.places}
-        return memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
+        rows = memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
+        if not choice.attended:
+            return rows
+        split = self._attended(shape)
+        held = {fraction(CACHE, place): split.get(place, 0.0) for place in self.places}
+        return tuple(replace(row, used=row.used.fixed(held)) for row in rows)
 
     @cached_property
     def _weights_on_host(self) -> bool:
@@ -166,29 +195,30 @@ class Placement:
         """Return the layout, without memory limits, with all data that may move on one tier."""
         split: Split = tuple(float(t == tier) for t in self.places)
         policy = replace(
-            shape, weights=split, cache=split if choice.cache else ON_DEVICE,
-            activations=split if choice.hidden else ON_DEVICE, delegate=choice.delegate and tier == "host",
+            shape, weights=split, cache=split if choice.cache else choice.attended or ON_DEVICE,
+            activations=split if choice.hidden else ON_DEVICE,
+            delegate=choice.delegate and (tier == "host" or choice.attended is not None),
         )  # fmt: skip
         if policy not in self._corners:
-            unlimited = self.tried.capacity.limited(dict.fromkeys(self.places))
+            unlimited = self.tried.capacity.limited(dict.fromkeys(self.tried.capacity.places))
             self._corners[policy] = self.tried.laid_out(policy, unlimited)
         return self._corners[policy]
 
 
 def _bare(shape: Policy) -> Policy:
     """Return the shape with fixed splits, as a key for shapes that differ only in splits."""
-    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False)
+    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False, partition=REQUESTS)
 
 
-def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Policy:
+def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Policy:
     """Return the policy with these fractions, rounded to thousandths."""
 
     def split(kind: str) -> Split:
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
-    cache = split(CACHE)
+    cache = choice.attended or split(CACHE)
     return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN),
-                   delegate=delegate and cache[1] > 0)  # fmt: skip
+                   delegate=choice.delegate and cache[1] > 0, partition=choice.partition)  # fmt: skip
 
 
 def _solved(problem: Problem) -> Solution | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from flexengine.errors import InvalidInput
-from flexengine.places import workers_of
+from flexengine.places import workers_in_memory
 from flexengine.plan.facts import CacheGroup, ModelFacts
 from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
@@ -33,7 +33,7 @@ def empty_pools(
 
 def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) -> None:
     """Raise InvalidInput if attention of the model cannot be divided as the policy says. places: of the machine."""
-    workers = len(workers_of(places))
+    workers = len(workers_in_memory(places))
     if policy.partition == HEADS and model.kv_heads % workers:
         raise InvalidInput(f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
                            f" evenly among {workers} attention workers; start a number of workers that divides them, or"

@@ -47,6 +47,12 @@ class Linear:
         """Return the value at these fractions; fractions that are not named are 0."""
         return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
 
+    def fixed(self, fractions: Mapping[str, float]) -> "Linear":
+        """Return the line with these fractions fixed: their terms become part of the constant."""
+        held = {name: k for name, k in self.coefficients.items() if name not in fractions}
+        moved = sum(k * fractions[name] for name, k in self.coefficients.items() if name in fractions)
+        return Linear(self.constant + moved, held)
+
     def least(self, allowed: frozenset[str]) -> float:
         """Return the smallest value if only the allowed fractions may be above 0."""
         total, coefficients = self.constant, self.coefficients
@@ -81,6 +87,11 @@ class Phase:
     times: float
     lanes: Mapping[str, Linear]
     life: float = 0.0
+
+    def fixed(self, fractions: Mapping[str, float]) -> "Phase":
+        """Return the phase with these fractions fixed, without lanes that then have no work."""
+        lanes = {lane: line.fixed(fractions) for lane, line in self.lanes.items()}
+        return replace(self, lanes={lane: line for lane, line in lanes.items() if line.coefficients or line.constant})
 
 
 @dataclass(frozen=True)

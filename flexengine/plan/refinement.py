@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
-from flexengine.places import TIERS
+from flexengine.places import TIERS, workers_in_memory
+from flexengine.plan.attended import partitions
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
@@ -94,7 +95,11 @@ class Refinement:
         # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
         for other, allowed in product(self.shapes.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
             self.placement.solve_placement(other, allowed)
-        if policy.cache[1] and not choice.hidden and self.placement.delegates:
+        if policy.works:
+            ways = partitions(self.tried.cost.model.kv_heads, len(workers_in_memory(self.tried.cost.hardware.places)))
+            for partition in ways:
+                self.tried.attempt(replace(policy, partition=partition))
+        elif policy.cache[1] and not choice.hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
         same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]
         self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))

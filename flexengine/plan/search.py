@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput
+from flexengine.plan.attended import try_workers, without_workers
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -63,14 +64,18 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     options = options or Options()
     shapes = Shapes(Cost(model, hardware, workload, options.overlap), options)
     tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
+    placement = Placement(tried)
     if options.placed is not None:
         _reshape(tried, options.placed)
     elif not _resident(tried) or _hurried(tried):
-        placement = Placement(tried)
         _stream(placement)
+        try_workers(placement)
         Refinement(placement).refine()
-        if placement.failed is not None:
-            message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
+    elif hardware.workers:  # they may be faster than the device, even if it holds the whole block
+        try_workers(placement)
+        Refinement(placement).refine()
+    if placement.failed is not None:
+        message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
     return Search(_best(tried), tuple(tried.predictions.values()))
 
 
@@ -110,7 +115,7 @@ def _best(tried: Tried) -> Prediction:
     if not tried.predictions:
         for policy in tried.shapes.smallest():
             tried.attempt(policy)
-    best, limit = tried.leader(), tried.shapes.options.latency_limit
+    best, limit = without_workers(tried, tried.leader()), tried.shapes.options.latency_limit
     if limit is not None and best.latency > limit:
         least = upward(best.latency)
         raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set the limit higher")

@@ -124,9 +124,10 @@ class Shapes:
 
 
 def placed_like(shape: Policy, placed: Policy) -> Policy:
-    """Return `shape` with the splits, slots, schedule and delegation of `placed`."""
+    """Return `shape` with the splits, slots, schedule, delegation and partition of `placed`."""
     return sensible(replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
-                            slots=placed.slots, schedule=placed.schedule, delegate=placed.delegate))  # fmt: skip
+                            slots=placed.slots, schedule=placed.schedule, delegate=placed.delegate,
+                            partition=placed.partition))  # fmt: skip
 
 
 def sensible(policy: Policy) -> Policy:

@@ -121,4 +121,5 @@ def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
 
     A token has q, k, v with and without rotation, and the residual with its norm and casts.
     """
-    return aligned(sum(delegated(policy, places).values()) * (3 * model.sent + 4 * model.hidden * model.itemsize))
+    sequences = min(policy.block_size, sum(delegated(policy, places).values()))
+    return aligned(sequences * (3 * model.sent + 4 * model.hidden * model.itemsize))

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from flexengine.places import WORKERS, workers_of
+from flexengine.places import WORKERS, is_filed, workers_in_memory
 from flexengine.policy import REQUESTS, Policy, Split, places_of
 
 
@@ -73,17 +73,19 @@ def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     """Return the number of sequences of a block per place of their KV cache. Places without sequences are left out.
 
     Attention workers get equal parts of the share of all workers. If all workers hold a part of every sequence, the
-    first one stands for all.
+    first one stands for all. A worker with pages in a file may get any sequence of the share that finds no room at the
+    others, so the numbers may sum to more than the block.
 
     Args:
         policy: the policy.
         places: places of the machine.
     """
     by_place = dict(count_by_tier(policy.block_size, policy.cache))
-    shared, workers = by_place.pop(WORKERS, 0), workers_of(places)
+    shared, workers = by_place.pop(WORKERS, 0), workers_in_memory(places)
+    late = dict.fromkeys(filter(is_filed, places), shared)
     if policy.partition != REQUESTS:
-        workers = workers[:1]
-    each = {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)}
+        workers, late = workers[:1], {}
+    each = late | {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)}
     return by_place | {place: n for place, n in each.items() if n}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
-from flexengine.places import is_worker, workers_of
+from flexengine.places import is_filed, is_worker, workers_of
 from flexengine.policy import Policy
 from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
@@ -255,10 +255,10 @@ class Sweeps:
         return None
 
     def _by_load(self, forecast: Mapping[str, list[Growing]]) -> list[str]:
-        """Return the tiers in the order in which sequences enter. Among attention workers, the one with the fewest
-        cached tokens comes first."""
+        """Return the tiers in the order in which sequences enter. Among attention workers, those in memory come before
+        those with pages in a file, and then the one with the fewest cached tokens first."""
         loads = {worker: sum(each.tokens for each in forecast[worker]) for worker in workers_of(self.pools)}
-        workers = iter(sorted(loads, key=loads.__getitem__))
+        workers = iter(sorted(loads, key=lambda worker: (is_filed(worker), loads[worker])))
         return [next(workers) if is_worker(tier) else tier for tier in self.pools]
 
     def in_prompt(self, piece: Piece) -> bool:

@@ -27,6 +27,7 @@ from flexengine.places import (
     attention_lanes,
     disk_lanes,
     is_disk,
+    is_filed,
     is_staged,
     is_worker,
     place_names,
@@ -251,7 +252,8 @@ def make_machine(
         device = cuda.CudaTier("device", Ledger("device", sizes[0]))
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more),
-                        workers=tuple(worker.ledger.capacity for worker in workers))  # fmt: skip
+                        workers=tuple(worker.ledger.capacity for worker in workers),
+                        filed=sum(is_filed(worker.name) for worker in workers))  # fmt: skip
     compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
     routes = Routes.between(capacity.places, staged=capacity.staged)
     return Machine(kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes,

@@ -183,7 +183,7 @@ def test_a_killed_process_changes_nothing(families: Any) -> None:
 def test_refusals(families: Any) -> None:
     known = families("llama")
     for fields, workers, message in (
-        (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but no policy gives them a share of the KV cache"),
+        (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but the policy gives them no share of the KV cache"),
         (dict(cache=ALL, partition="heads"), 3, "2 KV heads cannot be divided evenly among 3 attention workers"),
         (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
         (dict(gpu_batch_size=1, num_gpu_batches=4, cache={"workers": 0.05, "device": 0.95}), 2,

@@ -12,6 +12,7 @@ from flexengine.attention import link as links
 from flexengine.attention.client import Client
 from flexengine.attention.link import HEADER, MAGIC, Broken, Link
 from flexengine.attention.messages import PROTOCOL, Kind, Question, text
+from flexengine.attention.pool import Pool
 from flexengine.attention.server import Server, identity
 from flexengine.errors import InvalidInput, WorkerLost
 from tests.helpers.attention_workers import NetWorker
@@ -105,7 +106,7 @@ def refused(*sent: Callable[[Link], None]) -> str:
     one.send(Kind.HELLO, (PROTOCOL,), text(identity()))
     for send in sent:
         send(one)
-    server = Server(other, 1 << 16, "worker")
+    server = Server(other, Pool(1 << 16), "worker")
     with pytest.raises(Broken) as caught:
         server.run()
     one.close()
@@ -170,7 +171,7 @@ def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tabl
 
 def test_an_engine_ends_after_a_wrong_answer() -> None:
     one, other = map(Link, socket.socketpair())
-    other.send(Kind.HELLO, (PROTOCOL, 1000), text("here"))
+    other.send(Kind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
     client = Client(one, "worker1")
     assert (client.memory, client.name) == (1000, "worker1 (here)")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
@@ -187,7 +188,7 @@ def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
     """The call that waits for the answer raises; a later one, too, and freeing memory does not."""
     one, other = socket.socketpair()
     link = Link(other)
-    link.send(Kind.HELLO, (PROTOCOL, 1000), text("here"))
+    link.send(Kind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
     client = Client(Link(one), "worker1")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
     other.sendall(HEADER.pack(MAGIC | Kind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")

@@ -3,9 +3,13 @@
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 from flexengine.attention.client import Client
 from flexengine.attention.link import Broken, Link
+from flexengine.attention.network import serve_forever
+from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
 from flexengine.attention.tier import WorkerTier
 from flexengine.places import worker_names
@@ -13,7 +17,7 @@ from flexengine.places import worker_names
 
 def _serve(connection: socket.socket, memory: int) -> None:
     with contextlib.suppress(Broken):  # the test ended the connection
-        serve(connection, memory)
+        serve(connection, Pool(memory))
 
 
 class ThreadWorker(Client):
@@ -25,7 +29,7 @@ class ThreadWorker(Client):
         own, other = self.sockets()
         self.thread = threading.Thread(target=_serve, args=(other, memory), daemon=True)
         self.thread.start()
-        super().__init__(Link(own), place, shares=self.in_memory)
+        super().__init__(Link(own), place, shares=self.in_memory, threads=threads)
 
     @staticmethod
     def sockets() -> tuple[socket.socket, socket.socket]:
@@ -53,3 +57,21 @@ class NetWorker(ThreadWorker):
 def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
     """Return the tiers of workers in threads."""
     return [WorkerTier(lambda place=place: ThreadWorker(place, memory, 1)) for place in worker_names(count)]
+
+
+@contextlib.contextmanager
+def listening(memory: int, folder: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Run `serve_forever` in a thread. Yield its address, and the messages so far. folder: as in `Pool`."""
+    said = list[str]()
+
+    def run(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the test closed the socket
+            serve_forever(server, Pool(memory, folder), said.append)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=run, args=(server,), daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}", said
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    assert not thread.is_alive()

@@ -28,7 +28,8 @@ from flexengine.worker.worker import Text
 
 CLAIM, RELEASE = 0, 1
 NONE = -(1 << 62)
-_PLACES = (*place_names(MOST_DISKS), *worker_names(MOST_WORKERS))
+_PLACES = (*place_names(MOST_DISKS), *worker_names(MOST_WORKERS),
+           *worker_names(MOST_WORKERS, MOST_WORKERS))  # fmt: skip
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -1,0 +1,106 @@
+"""Attention workers with pages in a file: sequences that find no room in memory go there, whole."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.attention import files
+from flexengine.errors import InvalidInput
+from flexengine.places import worker_names, workers_in_memory
+from flexengine.plan.workload import Workload
+from flexengine.schedule.pages import Pool
+from flexengine.schedule.place import cache_homes
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from tests.helpers.attention_workers import listening
+from tests.helpers.families import LENGTHS, NEW
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+ALL = {"workers": 1}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MEASURED", 1 << 20)
+
+
+def mapped_files(folder: Path) -> int:
+    """Number of mappings in this process of files in a directory that have no name any more."""
+    return sum(str(folder) in line and "(deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("partition", ["requests", "heads"])
+def test_tokens_and_the_order_in_which_workers_fill(families: Any, tmp_path: Path, partition: str) -> None:
+    """Two workers in memory hold a sequence or two each; the other sequences of the block are in the file. A worker
+    that holds a part of every sequence has no use for it."""
+    known = families("llama")
+    with ExitStack() as stack:
+        page = 2 * 2 * 16 * 16 * 4 * 4  # K and V, KV heads, tokens, head_dim, bytes, layers
+        room = page * (-(-(max(LENGTHS) + NEW) // 16) + 1) + 4096
+        filed = stack.enter_context(listening(1 << 22, tmp_path))[0]
+        near = [stack.enter_context(listening(room))[0] for _ in range(2)]
+        engine = stack.enter_context(Engine(
+            known.directory, policy=Policy(8, 1, cache=ALL, partition=partition), device="cpu",
+            attention_workers=[near[0], filed, near[1]],
+        ))  # fmt: skip
+        assert [worker.name for worker in engine.core.machine.workers] == ["worker1", "worker2", "workerfile1"]
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        peaks, asked = engine.summary.peak_bytes, engine.summary.bytes
+        assert 0 < peaks["worker1"] <= room
+        assert (peaks["workerfile1"] > 0) == (asked["workerfile1_send"] > 0) == (partition == "requests")
+        layout = engine.plan(Workload.of((len(p), NEW) for p in known.prompts))
+        assert ("workerfile1" in layout.pools) == (partition == "requests")
+
+
+def test_pages_are_in_a_file_until_the_engine_ends(families: Any, tmp_path: Path) -> None:
+    """A single worker, in a file, is an ordinary worker."""
+    known = families("llama")
+    with listening(1 << 22, tmp_path) as (address, _):
+        with Engine(
+            known.directory, policy=Policy(4, 2, cache=ALL), device="sim", attention_workers=[address]
+        ) as engine:
+            seen = list[int]()
+            engine.on_sweep = lambda progress: seen.append(mapped_files(tmp_path))
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+            tier = engine.core.machine.workers[0]
+            assert tier.name == "worker1"
+            assert engine.planner.known().worker_attention["worker1"] <= tier.client.file_rate  # type: ignore[attr-defined]
+        assert not any(tmp_path.iterdir())
+    assert max(seen, default=0) > 0
+
+
+def test_sequences_enter_files_last() -> None:
+    """Each worker in memory has room for two sequences of 32 tokens; the third pair goes to the file."""
+    pools = {"worker1": (Pool(4, 16),), "worker2": (Pool(4, 16),), "workerfile1": (Pool(100, 16),)}
+    sweeps = Sweeps(Policy(6, 1, cache=ALL), pools)
+    for number in range(6):
+        sweeps.add(Sequence(number, 20, 10))
+    sweeps.begin(lambda sequence, tokens: None)
+    homes = [sweeps.live[number].home for number in range(6)]
+    assert sorted(homes[:4]) == ["worker1", "worker1", "worker2", "worker2"]
+    assert homes[4:] == ["workerfile1", "workerfile1"]
+
+
+def test_names_and_shares() -> None:
+    places = ("device", "host", "disk", *worker_names(3, 1))
+    assert places[3:] == ("worker1", "worker2", "workerfile1")
+    assert workers_in_memory(places) == ("worker1", "worker2")
+    policy = Policy(5, 1, cache={"workers": 0.8, "device": 0.2})
+    assert cache_homes(policy, places) == {"device": 1, "workerfile1": 4, "worker1": 2, "worker2": 2}
+
+
+def test_directories_that_cannot_hold_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot hold a file of pages \(No such file or directory\)"):
+        files.read_rate(tmp_path / "none")
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(OSError, match="No space left"):
+        files.mapped(tmp_path, 2 * free)
+    pages = files.mapped(tmp_path, 8192)
+    assert pages.tolist() == [0] * 8192
+    pages[:] = 7
+    assert mapped_files(tmp_path) == 1
+    del pages
+    assert mapped_files(tmp_path) == 0
