@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class Import(NamedTuple):
     when: str
 
 
+@cache  # here and below: parsed by the first test, not by every process that collects the tests
 def modules() -> dict[str, ast.Module]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -98,9 +100,14 @@ def imports(name: str, tree: ast.Module) -> Iterator[Import]:
             yield from (Import(name, f"{base}.{alias.name}" if deeper else base, when) for alias in node.names)
 
 
-TREES = modules()
-ALL = [i for name, tree in TREES.items() for i in imports(name, tree)]
-OURS = [i for i in ALL if i.target.split(".")[0] == "flexengine"]
+@cache
+def all_imports() -> list[Import]:
+    return [i for name, tree in modules().items() for i in imports(name, tree)]
+
+
+@cache
+def ours() -> list[Import]:
+    return [i for i in all_imports() if i.target.split(".")[0] == "flexengine"]
 
 
 def part(module: str) -> str:
@@ -109,13 +116,13 @@ def part(module: str) -> str:
 
 
 def test_every_part_is_known() -> None:
-    assert {part(name) for name in TREES} <= set(ALLOWED)
-    assert len(OURS) > 60  # the walk sees something
+    assert {part(name) for name in modules()} <= set(ALLOWED)
+    assert len(ours()) > 60  # the walk sees something
 
 
 def test_direction() -> None:
     wrong = []
-    for i in OURS:
+    for i in ours():
         target = i.target.split(".")[1]
         fine = target == part(i.module) or target in ALLOWED[part(i.module)]
         if not fine and (i.module, target) not in EXCEPTIONS:
@@ -124,7 +131,7 @@ def test_direction() -> None:
 
 
 def test_exceptions_are_needed() -> None:
-    assert {(i.module, i.target.split(".")[1]) for i in OURS} >= EXCEPTIONS
+    assert {(i.module, i.target.split(".")[1]) for i in ours()} >= EXCEPTIONS
 
 
 def put_in_order(needs: dict[str, set[str]], placed: set[str]) -> None:
@@ -145,9 +152,9 @@ def test_the_parts_have_an_order() -> None:
 
 def test_no_module_imports_itself() -> None:
     """No cycle among the modules, by imports in functions and for types as little as by those that run on import."""
-    known = set(TREES)
+    known = set(modules())
     needs: dict[str, set[str]] = {name: set() for name in known}
-    for i in OURS:
+    for i in ours():
         target = i.target.removeprefix("flexengine.")
         while target and target not in known:
             target = target.rpartition(".")[0]
@@ -165,26 +172,27 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("heavy", ["torch", "transformers", "psutil", "threading", "ctypes"])
 def test_pure_parts_stay_pure(heavy: str) -> None:
-    assert [i for i in ALL if part(i.module) in PURE and part(i.target) == heavy] == []
+    assert [i for i in all_imports() if part(i.module) in PURE and part(i.target) == heavy] == []
 
 
 def test_only_kernels_and_tiers_touch_foreign_memory() -> None:
-    assert {part(i.module) for i in ALL if part(i.target) == "ctypes"} <= {"kernels", "tier", "model"}
+    assert {part(i.module) for i in all_imports() if part(i.target) == "ctypes"} <= {"kernels", "tier", "model"}
 
 
 def test_what_model_runtime_and_job_must_not_know() -> None:
     knows: dict[str, set[str]] = {}
-    for i in OURS:
+    for i in ours():
         knows.setdefault(part(i.module), set()).add(i.target.split(".")[1])
     assert not knows["model"] & {"tier", "runtime", "worker", "engine", "schedule", "plan"}
     assert not knows["runtime"] & {"model", "tier", "kv", "worker", "engine", "plan"}
     assert not knows["job"] & {"engine", "worker", "model", "runtime"}
-    assert [i for i in ALL if part(i.module) in ("runtime", "tier") and part(i.target) == "transformers"] == []
+    users = {part(i.module) for i in all_imports() if part(i.target) == "transformers"}
+    assert not users & {"runtime", "tier"}
 
 
 def test_cuda_is_asked_about_in_few_places() -> None:
-    users = {i.module for i in ALL if i.target.startswith("torch.cuda")}
-    for name, tree in TREES.items():
+    users = {i.module for i in all_imports() if i.target.startswith("torch.cuda")}
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
                 users.add(name)
@@ -195,7 +203,7 @@ def test_threads_are_made_in_few_places() -> None:
     """Lanes; what watches them; the disk's readers, which end with the tier; connections between processes; and the
     reader and writer of weights that are encoded, which end with the call that starts them."""
     makers = set()
-    for name, tree in TREES.items():
+    for name, tree in modules().items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
@@ -206,7 +214,7 @@ def test_threads_are_made_in_few_places() -> None:
 
 def test_torch_stays_out_until_it_is_needed() -> None:
     """In a process of its own: the pure parts, the job files, and the command line up to its --help."""
-    pure = [name for name in TREES if part(name) in (*PURE, "job", "run", "commands")]
+    pure = [name for name in modules() if part(name) in (*PURE, "job", "run", "commands")]
     code = "import sys, importlib\n"
     code += f"for name in {pure!r}: importlib.import_module('flexengine.' + name)\n"
     code += "from flexengine import Policy, SamplingParams, Result\n"

@@ -14,6 +14,7 @@ import pytest
 from flexengine import Policy
 from flexengine.commands.main import main
 from tests.helpers.forked import Forked
+from tests.helpers.measuring import measure_quickly
 from tests.helpers.pages import ROOT
 
 ROWS, NEW = 12, 6
@@ -112,13 +113,17 @@ def test_a_stage_that_ends_before_it_joins_is_named(job: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_dry_run_shows_all_stages(job: Any, tmp_path: Path, own_cache: Path) -> None:
+def test_dry_run_shows_all_stages(
+    job: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The rates that it measures go to the cache; it writes nothing else."""
     words, _ = job
-    done = subprocess.run([sys.executable, "-m", "flexengine", *words, "--dry-run", "--stages", "2"], cwd=tmp_path,
-                          env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "  0: layers 0 to 1, weights 100 % RAM, " in done.stdout
-    assert "  1: layers 2 to 3, weights " in done.stdout
-    assert "the job takes at least " in done.stdout
+    measure_quickly(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--dry-run", "--stages", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "  0: layers 0 to 1, weights 100 % RAM, " in printed
+    assert "  1: layers 2 to 3, weights " in printed
+    assert "the job takes at least " in printed
     assert list(tmp_path.iterdir()) == [own_cache]
+    assert list((own_cache / "hardware").iterdir())

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from flexengine.measure import attention, delegation, kernels, links, model, overhead, streaming
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 
@@ -12,6 +15,23 @@ SLOW = Links(h2d=200 * MB, d2h=100 * MB, disk_read=50 * MB, disk_write=25 * MB)
 def books(machine: Machine) -> list[tuple[int, int, dict[str, int]]]:
     ledgers = [machine.tier(tier).ledger for tier in ("device", "host", "disk")]
     return [(ledger.used, ledger.peak, dict(ledger.entries)) for ledger in ledgers]
+
+
+def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a moment for each figure, and little memory."""
+    moments = [(links, "COPY_SECONDS"), (links, "SPILL_SECONDS"), (links, "READ_SECONDS"), (kernels, "SECONDS"),
+               (kernels, "WINDOW"), (overhead, "SECONDS"), (model, "HEAD_SECONDS"), (attention, "SECONDS")]  # fmt: skip
+    for module, name in moments:
+        monkeypatch.setattr(module, name, 0.005)
+    monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
+    monkeypatch.setattr(streaming, "PASSES_SECONDS", 0.01)
+    monkeypatch.setattr(delegation, "SECONDS", 0.01)
+    monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
+    monkeypatch.setattr(kernels, "TURNS", 1)
+    for name in ("COPIED", "SPILLED", "WRITTEN"):
+        monkeypatch.setattr(links, name, 16 << 20)
+    for name in ("COPIES", "READS"):
+        monkeypatch.setattr(links, name, (64 << 10, 1 << 20, 4 << 20))
 
 
 # What is kept.

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from flexengine import Engine, Lossy, texts
+from flexengine import Engine, Lossy, SamplingParams, texts
 from flexengine.commands import quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
@@ -126,15 +126,15 @@ def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> Non
     """The exact model has room for a third of its weights; the encoded one is run with the layout it is given."""
     directory = reader("llama")
     lossy = Lossy(weights="int4", calibrate=BUNDLED)
-    rows = [{"prompt_token_ids": p} for p in prompts_of(601)]
+    rows, few = [{"prompt_token_ids": p} for p in prompts_of(601)], SamplingParams(max_tokens=8)
     with Engine(directory, device="sim", device_mem="600K", host_mem="5M", lossy=lossy) as engine:
-        tight = [r.token_ids for r in engine.generate(rows)]
+        tight = [r.token_ids for r in engine.generate(rows, few)]
         assert engine.calibrator.importances is not None
         digest = engine.calibrator.importances.digest
     with Engine(directory, device="sim", lossy=lossy) as engine:
         assert engine.calibrator.importances is not None
         assert engine.calibrator.importances.digest == digest
-        assert [r.token_ids for r in engine.generate(rows)] == tight
+        assert [r.token_ids for r in engine.generate(rows, few)] == tight
 
 
 # Quality.
