@@ -196,8 +196,9 @@ class Hardware:
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {lane for disk in filter(is_disk, self.places) for lane in disk_lanes(disk)}
         for place, price in _object("prices", self.prices).items():
-            if place not in self.places:
-                raise InvalidInput(f"prices has {shown(place)}; it may have {', '.join(self.places)}")
+            if place not in place_names(MOST_DISKS) and not is_worker(place):
+                raise InvalidInput(f"prices has {shown(place)}; it may have device, host, disk, disk2, worker1, and so"
+                                   " on")  # fmt: skip
             positive(f"price of {place}", price)
         if unknown := set(self.links) - needed - {"d2h"}:
             links = ", ".join(sorted(needed | {"d2h"}))
@@ -255,7 +256,7 @@ class Hardware:
 
     def price(self, works: bool) -> float:
         """Return the price of all places. works: whether attention workers are among them."""
-        return sum(price for place, price in self.prices.items() if works or not is_worker(place))
+        return sum(self.prices.get(place, 0.0) for place in self.places if works or not is_worker(place))
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flexengine.places import DEVICE, attention_lanes, workers_in_memory, workers_of
+from flexengine.places import DEVICE, attention_lanes, workers_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.crossover import Span, near, span
 from flexengine.plan.facts import ModelFacts
@@ -57,7 +57,8 @@ class Links:
         attending: attention of the busiest worker, with the handling of its questions.
         away: from the question of one gpu_batch to its answer.
         batches: gpu_batches that decode.
-        rate: bytes per second of a worker's link, as the plan counts.
+        rate: bytes per second of the slowest worker's link, as the plan counts.
+        measured: whether the machine has rates of these links; else they are those of copies to the device.
         least: `least_bandwidth` of all links together.
         token_bytes: bytes of a token over all links.
         workers: number of workers.
@@ -70,6 +71,7 @@ class Links:
     away: float
     batches: float
     rate: float
+    measured: bool
     least: float
     token_bytes: int
     workers: int
@@ -77,27 +79,29 @@ class Links:
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Links | None":
         """Return the links of a prediction; None if workers attend to nothing."""
-        policy, workers = prediction.policy, workers_of(hardware.places)
+        policy = prediction.policy
         kind = "decode" if prediction.counts["decode"] > 0 else "prefill"
         layer = {lane: x / len(model.layers) for lane, x in prediction.lanes[kind].items()}
-        work = {w: [layer.get(lane, 0.0) for lane in attention_lanes(w)] for w in workers}
-        share = sum(prediction.fractions.get(fraction(CACHE, w), 0.0) for w in workers)
-        if not share or not any(map(sum, work.values())):
+        lanes = ((w, [layer.get(lane, 0.0) for lane in attention_lanes(w)]) for w in workers_of(hardware.places))
+        work = {w: times for w, times in lanes if times[0]}
+        if not work:
             return None
-        rate = at(hardware.lane_rates(attention_lanes(workers[0])[0]), policy.gpu_batch_size * model.sent)
-        asked = {w: times[0] * rate / model.sent / policy.gpu_batch_size for w, times in work.items()}
-        total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(workers_in_memory(workers)))
+        share = sum(prediction.fractions[fraction(CACHE, w)] for w in work)
+        question = policy.gpu_batch_size * model.sent  # bytes
+        rates = {w: at(hardware.lane_rates(attention_lanes(w)[0]), question) for w in work}
+        asked = {w: times[0] * rates[w] / question for w, times in work.items()}
+        total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(work))
         # A gpu_batch asks one worker, or all of them if each holds a part of every sequence.
-        asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items() if n}
+        asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items()}
         batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
         others = [x for lane, x in layer.items() if lane != DEVICE and "worker" not in lane]
         return Links(
             computing=layer[DEVICE], loading=max(others, default=0.0),
             moving=max(down + up for down, _, up in work.values()),
             attending=max(attention for _, attention, _ in work.values()),
-            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=rate,
+            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=min(rates.values()),
             least=least_bandwidth(nbytes, 1, total * policy.gpu_batch_size, layer[DEVICE]),
-            token_bytes=nbytes, workers=len(workers),
+            token_bytes=nbytes, measured=set(work) <= set(hardware.worker_links), workers=len(work),
         )  # fmt: skip
 
     @property
@@ -129,7 +133,7 @@ def worker_words(
     return [
         f"Workers     {_bytes(model, prediction.policy.partition, links)}",
         f"            products hide their links from {_rate(links.least)} on, {_rate(links.least / links.workers)} for"
-        f" each worker; {_counted(hardware, links)}",
+        f" each worker; {_counted(links)}",
         f"            a layer of a sweep: products {duration(links.computing)}, transfers of a worker"
         f" {duration(links.moving)}, its attention {duration(links.attending)}",
         f"            {_verdict(links)}",
@@ -180,9 +184,8 @@ def _rate(rate: float) -> str:
     return f"{size(rate)}/s"
 
 
-def _counted(hardware: Hardware, links: Links) -> str:
-    measured = bool(hardware.worker_links)
-    return f"each link carries {_rate(links.rate)}" + ("" if measured else " if as fast as copies to the device")
+def _counted(links: Links) -> str:
+    return f"a link carries {_rate(links.rate)}" + ("" if links.measured else " if as fast as copies to the device")
 
 
 def _verdict(links: Links) -> str:

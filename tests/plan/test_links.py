@@ -24,8 +24,8 @@ POLICY = Policy(4, 8, cache={"workers": 1}, prefill_tokens=192)  # type: ignore[
 def machine(rate: float = 1e12, link: float = 1e12, asking: float = 0.0, **more: Any) -> Hardware:
     """Return a machine with two workers. rate: bytes of KV per second of each; link: bytes per second."""
     return replace(GPU, device_bytes=1 << 30, workers=(1 << 30,) * 2, links={**GPU.links, "h2d": 1e12, "d2h": 1e12},
-                   worker_links={"worker1": link, "worker2": link}, worker_seconds=asking,
-                   worker_attention={"worker1": rate, "worker2": rate}, **more)  # fmt: skip
+                   worker_attention={"worker1": rate, "worker2": rate}, worker_seconds=asking,
+                   worker_links={"worker1": link, "worker2": link}, **more)  # fmt: skip
 
 
 def grouped(group: int) -> ModelFacts:
@@ -118,9 +118,9 @@ def test_lines_of_the_report() -> None:
     prediction, _ = both(grouped(4), hardware, WORK, POLICY)
     text = explain.report("toy", grouped(4), hardware, WORK, prediction)
     assert "a token moves 5,120 bytes per layer over the links: (2 + 2/G) e d, with e 2, d 1,024, G 4" in text
-    assert "each link carries 2.00 GB/s\n" in text
+    assert "a link carries 2.00 GB/s\n" in text
     bare = replace(hardware, links=GPU.links, worker_links={})
-    assert "each link carries 1.00 GB/s if as fast as copies to the device\n" in explain.report(
+    assert "a link carries 1.00 GB/s if as fast as copies to the device\n" in explain.report(
         "toy", grouped(4), bare, WORK, both(grouped(4), bare, WORK, POLICY)[0])  # fmt: skip
     values = as_json(grouped(4), hardware, WORK, prediction)["workers"]
     assert (values["token_bytes"], values["workers"], values["longest"]) == (5120, 2, "products")
@@ -160,10 +160,10 @@ def test_tokens_per_unit_of_price() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prices": {"worker3": 1}}, "prices has 'worker3'; it may have device, host, disk, worker1, worker2"),
+        ({"prices": {"tape": 1}}, "prices has 'tape'; it may have device, host, disk, disk2, worker1, and so on"),
         ({"prices": {"device": -1}}, "price of device is -1; it must be positive"),
+        ({"prices": [1]}, "prices is [1]; it must be an object"),
         ({"links": {**GPU.links, "worker3_send": 1e9}}, "has links ['worker3_send']"),
-        ({"links": {**GPU.links, "worker1": 1e9}}, "has links ['worker1']"),
     ],
 )
 def test_refused_hardware(change: dict[str, Any], message: str) -> None:
