@@ -17,7 +17,8 @@ from flexengine.attention.link import Link
 from flexengine.attention.messages import PROTOCOL, Kind, Question, text
 from flexengine.attention.network import RemoteWorker, connecting
 from flexengine.attention.pool import Pool
-from flexengine.attention.server import Tables, identity
+from flexengine.attention.server import identity
+from flexengine.attention.tables import Tables
 from flexengine.attention.tier import WorkerTier
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
 from tests.helpers.attention_workers import listening
@@ -162,7 +163,7 @@ def test_no_connection_delays_another(worker: Any) -> None:
         deaf.send(Kind.HELLO, (PROTOCOL, 7), text(identity()))
         width = 1 << 14
         deaf.send(Kind.ALLOCATE, (0, 8 * width))
-        deaf.send(Kind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32))
+        deaf.send(Kind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.int32))
         ask = Question(handle=0, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
         for ticket in range(300):  # answers of 20 MB, more than the system keeps for a connection
             deaf.send(Kind.ASK, (ticket, 0), replace(ask, nbytes=12 * width).pack(), torch.zeros(3 * width))
