@@ -76,12 +76,12 @@ def _queries_first(folder: Path) -> Iterator[Row]:
     ways = {"slowed": "device and worker that take given seconds", "computed": "one thread each for device and worker"}
     for line in lines.values():
         case, (plain, first) = line["case"], (line["sides"][side] for side in ("without", "first"))
-        heads, batches = case["heads"] // case["kv_heads"], case["batches"]
+        heads, batches, seconds = case["heads"] // case["kv_heads"], case["batches"], line["sweep_seconds"]
         clock = f"; virtual time {line['virtual_saved']:.1%}" if "virtual_saved" in line else ""
         busy = ", ".join(f"{words} {100 * first['busy'][lane]:.0f} and {100 * plain['busy'][lane]:.0f} %"
                          for lane, words in (("device", "device"), ("worker1", "worker")))  # fmt: skip
         yield (f"queries first, {heads} query heads per KV head, {batches} in flight; {ways[case['kind']]}",
-               f"{short(1e3 * first['sweep_seconds'])} to {short(1e3 * plain['sweep_seconds'])} ms per decode sweep:"
+               f"{short(1e3 * seconds['first'])} to {short(1e3 * seconds['without'])} ms per decode sweep:"
                f" {line['saved']:.1%} saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
