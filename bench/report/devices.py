@@ -52,7 +52,6 @@ def _pipelines(folder: Path) -> Iterator[Row]:
 
 def _workers(folder: Path) -> Iterator[Row]:
     found = _newest("workers", folder)
-    yield from _queries_first(folder)
     if line := found.get("block"):
         case, rates, decode, plan = (line[k] for k in ("case", "tok_s", "decode_tok_s", "predicted_to_measured"))
         yield (f"{case['workers']} attention workers, contexts of {case['context']:,} tokens, weights from a throttled"
@@ -68,6 +67,7 @@ def _workers(folder: Path) -> Iterator[Row]:
     if line := found.get("kills"):
         yield (f"SIGKILL of one of {line['case']['workers']} attention workers, at random moments",
                f"{line['kills']} kills in {line['runs']} runs", _tokens(line), line["time"][:10])  # fmt: skip
+    yield from _queries_first(folder)
 
 
 def _queries_first(folder: Path) -> Iterator[Row]:
@@ -77,12 +77,13 @@ def _queries_first(folder: Path) -> Iterator[Row]:
     for line in lines.values():
         case, (plain, first) = line["case"], (line["sides"][side] for side in ("without", "first"))
         heads, batches, seconds = case["heads"] // case["kv_heads"], case["batches"], line["sweep_seconds"]
-        clock = f"; virtual time {line['virtual_saved']:.1%}" if "virtual_saved" in line else ""
+        clock = f"; in virtual time {100 * line['virtual_saved']:.1f} %" if "virtual_saved" in line else ""
         busy = ", ".join(f"{words} {100 * first['busy'][lane]:.0f} and {100 * plain['busy'][lane]:.0f} %"
                          for lane, words in (("device", "device"), ("worker1", "worker")))  # fmt: skip
-        yield (f"queries first, {heads} query heads per KV head, {batches} in flight; {ways[case['kind']]}",
+        yield (f"queries first and not, {heads} query head{'s' * (heads > 1)} per KV head, gpu_batches in flight:"
+               f" {batches}; {ways[case['kind']]}",
                f"{short(1e3 * seconds['first'])} to {short(1e3 * seconds['without'])} ms per decode sweep:"
-               f" {line['saved']:.1%} saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
+               f" {100 * line['saved']:.1f} % saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:
