@@ -80,10 +80,11 @@ def _queries_first(folder: Path) -> Iterator[Row]:
         clock = f"; in virtual time {100 * line['virtual_saved']:.1f} %" if "virtual_saved" in line else ""
         busy = ", ".join(f"{words} {100 * first['busy'][lane]:.0f} and {100 * plain['busy'][lane]:.0f} %"
                          for lane, words in (("device", "device"), ("worker1", "worker")))  # fmt: skip
+        saved = f"{100 * line['saved']:.1f} % saved{clock}; busy: {busy}"
         yield (f"queries first and not, {heads} query head{'s' * (heads > 1)} per KV head, gpu_batches in flight:"
                f" {batches}; {ways[case['kind']]}",
                f"{short(1e3 * seconds['first'])} to {short(1e3 * seconds['without'])} ms per decode sweep:"
-               f" {100 * line['saved']:.1f} % saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
+               f" {saved}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:
