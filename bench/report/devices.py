@@ -53,7 +53,6 @@ def _pipelines(folder: Path) -> Iterator[Row]:
 
 def _workers(folder: Path) -> Iterator[Row]:
     found = _newest("workers", folder)
-    yield from _queries_first(folder)
     if line := found.get("block"):
         case, rates, decode, plan = (line[k] for k in ("case", "tok_s", "decode_tok_s", "predicted_to_measured"))
         yield (f"{case['workers']} attention workers, contexts of {case['context']:,} tokens, weights from a throttled"
@@ -69,6 +68,7 @@ def _workers(folder: Path) -> Iterator[Row]:
     if line := found.get("kills"):
         yield (f"SIGKILL of one of {line['case']['workers']} attention workers, at random moments",
                f"{line['kills']} kills in {line['runs']} runs", _tokens(line), line["time"][:10])  # fmt: skip
+    yield from _queries_first(folder)
 
 
 def _staggered(folder: Path) -> Iterator[Row]:
@@ -98,13 +98,15 @@ def _queries_first(folder: Path) -> Iterator[Row]:
     ways = {"slowed": "device and worker that take given seconds", "computed": "one thread each for device and worker"}
     for line in lines.values():
         case, (plain, first) = line["case"], (line["sides"][side] for side in ("without", "first"))
-        heads, batches = case["heads"] // case["kv_heads"], case["batches"]
-        clock = f"; virtual time {line['virtual_saved']:.1%}" if "virtual_saved" in line else ""
+        heads, batches, seconds = case["heads"] // case["kv_heads"], case["batches"], line["sweep_seconds"]
+        clock = f"; in virtual time {100 * line['virtual_saved']:.1f} %" if "virtual_saved" in line else ""
         busy = ", ".join(f"{words} {100 * first['busy'][lane]:.0f} and {100 * plain['busy'][lane]:.0f} %"
                          for lane, words in (("device", "device"), ("worker1", "worker")))  # fmt: skip
-        yield (f"queries first, {heads} query heads per KV head, {batches} in flight; {ways[case['kind']]}",
-               f"{short(1e3 * first['sweep_seconds'])} to {short(1e3 * plain['sweep_seconds'])} ms per decode sweep:"
-               f" {line['saved']:.1%} saved{clock}; busy: {busy}", _tokens(line), line["time"][:10])  # fmt: skip
+        saved = f"{100 * line['saved']:.1f} % saved{clock}; busy: {busy}"
+        yield (f"queries first and not, {heads} query head{'s' * (heads > 1)} per KV head, gpu_batches in flight:"
+               f" {batches}; {ways[case['kind']]}",
+               f"{short(1e3 * seconds['first'])} to {short(1e3 * seconds['without'])} ms per decode sweep:"
+               f" {saved}", _tokens(line), line["time"][:10])  # fmt: skip
 
 
 def _tokens(line: Record) -> str:
