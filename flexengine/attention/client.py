@@ -61,12 +61,14 @@ class Client:
         answered: bytes of answers to them.
     """
 
+    _handles = itertools.count()  # of all clients: memory of a new worker may take the handle that a lost worker had
+
     def __init__(self, link: Link, place: str, shares: bool = False, threads: int = 0) -> None:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
         self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
-        self._tickets, self._handles = itertools.count(), itertools.count()
+        self._tickets = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._ready = queue.SimpleQueue[bool | WorkerLost]()
         self._lost: WorkerLost | None = None
@@ -104,15 +106,16 @@ class Client:
             assert self._lost is not None
             raise self._lost from error
 
-    def allocate(self, nbytes: int, counted: bool = True) -> int | None:
+    def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
         """Return the handle of new memory; None if the worker has too little.
 
         Args:
             nbytes: bytes of the memory.
             counted: whether it is part of the worker's memory for pages; else it is shared memory that this process
                 books.
+            handle: handle of the memory; None for a new one.
         """
-        handle, size = next(self._handles), aligned(max(nbytes, 1))
+        handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
         with self._allocating:
             if self.shares:
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
@@ -253,4 +256,5 @@ class Client:
             self.link.close()
             for thread in self._threads:
                 thread.join(END_SECONDS)
+            self._shared.clear()
 

@@ -94,6 +94,16 @@ class Attender(ABC):
         The tensor is valid until the next `ask` for gpu_batch k.
         """
 
+    def drain(self, lost: str) -> None:  # noqa: B027 - an attender in this process has no answers under way
+        """Wait for the answers of a sweep that broke off, so that buffers and pages can be used again.
+
+        Args:
+            lost: place of a lost attention worker, whose answers do not come.
+
+        Raises:
+            WorkerLost: another worker is lost.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Free all memory, even if other objects still refer to this one. No call follows."""
