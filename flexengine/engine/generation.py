@@ -190,6 +190,7 @@ class Generation:
             self.progress.tokens -= len(text.generated)
             self._texts[sequence.id] = replace(text, generated=[], logprobs=[])
             rows.add(text.row)
+        self.reports.tokens_lost()
         return len(rows)
 
     def unfinished(self) -> list[Request]:

@@ -153,7 +153,7 @@ class Job:
         arrangement = Arrangement(state.feed, core.shares)
         generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
         lack: Shortage | WorkerLost | None = None
-        failed, told = True, len(state.replanned)
+        failed = True
         try:
             yield from self._sweeps(resources, generation, state)
             failed = False
@@ -165,11 +165,11 @@ class Job:
             resources.close()
             core.machine.give_back()
             for stage in resources.local:
-                state.add_busy(stage.executor.busy)
-            self.summary = self._summarise(state, watch)
+                state.take_busy(stage.executor.busy)
+            self.summary = self._summarise(state, self.watch)
             self._write_trace()
-        if lack is None and len(state.replanned) == told:  # `busy` of the lanes includes sweeps that broke off
-            self.planner.learn(watch)
+        if lack is None:
+            self.planner.learn(self.watch)
         return lack
 
     def _sweeps(self, resources: JobResources, generation: Generation, state: JobState) -> Iterator[Result]:
@@ -191,10 +191,13 @@ class Job:
             if state.losses > RENEWALS:
                 raise loss
             (stage,) = resources.local
+            watch = self.planner.watch(stage.watch.cost.workload, stage.layout)
             try:
-                home = self.core.renew(stage, loss.place)
+                home = self.core.renew(stage, loss.place, watch)
             except (WorkerLost, OutOfMemory):
                 raise loss from None
+            self.watch = watch
+            state.take_busy(stage.executor.busy)
             state.tell(renewed(loss, generation.lose(home), whole=False))
 
     def _reports(self, resources: JobResources, state: JobState, watch: Watch) -> Generating:

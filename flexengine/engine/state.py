@@ -87,10 +87,11 @@ class JobState:
         """Put the unfinished rows before the rows that have not started."""
         self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
 
-    def add_busy(self, busy: Mapping[str, float]) -> None:
-        """Add seconds of work by lane."""
+    def take_busy(self, busy: dict[str, float]) -> None:
+        """Add seconds of work by lane, and clear them."""
         for lane, seconds in busy.items():
             self.busy[lane] = self.busy.get(lane, 0.0) + seconds
+        busy.clear()
 
     def summary(self, empty: Summary, moved: Mapping[str, int]) -> Summary:
         """Return `empty` with the counts, seconds and bytes of the job.

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -71,14 +71,21 @@ class Losses:
         lost: number of the sweep, and place, of each worker that was replaced.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: Iterable[int], kind: type[ThreadWorker] = ThreadWorker) -> None:
-        """Break the connection of the worker that gets call number n, for each n in `at`. A call is a question, a write
-        or a read of pages. kind: class of the workers."""
+    def __init__(
+        self, patch: pytest.MonkeyPatch, at: Iterable[int], kind: type[ThreadWorker] = ThreadWorker,
+        calls: Sequence[str] = ("ask", "write", "read"),
+    ) -> None:  # fmt: skip
+        """Break the connection of the worker that gets call number n, for each n in `at`.
+
+        Args:
+            kind: class of the workers.
+            calls: which calls count: questions, writes and reads of pages.
+        """
         self.sweeps = list[dict[int, tuple[str, int, bool]]]()
         self.lost = list[tuple[int, str]]()
         self.workers, self.calls, self._at = list[ThreadWorker](), 0, set(at)
         patch.setattr(local, "LocalWorker", lambda *args: self._made(kind, *args))
-        for name in ("ask", "write", "read"):
+        for name in calls:
             patch.setattr(kind, name, self._counted(getattr(kind, name)))
         begin = Worker.begin
 
