@@ -30,10 +30,13 @@ class Pending:
     Args:
         targets: contiguous tensors in RAM that receive the bytes, in order.
         ticket: number of the question.
+
+    Attributes:
+        open: whether the queries went first, and keys and values are not sent yet.
     """
 
     def __init__(self, targets: Sequence[Tensor], ticket: int = NONE) -> None:
-        self.targets, self.ticket = targets, ticket
+        self.targets, self.ticket, self.open = targets, ticket, False
         self._cached, self._ended = threading.Event(), threading.Event()
         self._error: WorkerLost | None = None
 
@@ -52,6 +55,15 @@ class Pending:
         self._ended.wait()
         if self._error is not None:
             raise self._error
+
+    def drain(self) -> None:
+        """Wait until the worker uses memory of the question no more, also if keys and values are never sent. Raise as
+        `wait`."""
+        if self.open:
+            self.wait_cached()
+            self.targets = []
+        else:
+            self.wait()
 
     def end(self, error: WorkerLost | None = None) -> None:
         """Let `wait` return, or raise an error."""
@@ -79,6 +91,8 @@ class Client:
         answered: bytes of answers to them.
     """
 
+    _handles = itertools.count()  # of all clients: memory of a new worker may take the handle that a lost worker had
+
     def __init__(
         self, link: Link, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
     ) -> None:
@@ -86,7 +100,7 @@ class Client:
         self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
-        self._tickets, self._handles = itertools.count(), itertools.count()
+        self._tickets = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._ready = queue.SimpleQueue[bool | WorkerLost]()
         self._lost: WorkerLost | None = None
@@ -129,15 +143,16 @@ class Client:
             assert self._lost is not None
             raise self._lost from error
 
-    def allocate(self, nbytes: int, counted: bool = True) -> int | None:
+    def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
         """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
 
         Args:
             nbytes: bytes of the memory.
             counted: whether it is part of the worker's memory for pages; else it is shared memory that this process
                 books.
+            handle: handle of the memory; None for a new one.
         """
-        handle, size = next(self._handles), aligned(max(nbytes, 1))
+        handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
         with self._allocating:
             if self.shares:
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
@@ -208,6 +223,7 @@ class Client:
         if question.shared != NONE:
             vectors, targets = _NO_BODY, []
         ticket, pending = self._new(targets)
+        pending.open = bool(question.first)
         self._send(Kind.ASK, (ticket, layer), question.pack(), vectors)
         with self._lock:
             self.asked += question.nbytes
@@ -223,6 +239,7 @@ class Client:
             at: first byte of the vectors in the question's shared memory; None if they are not there.
         """
         nbytes, body = vectors.nbytes, vectors if at is None else _NO_BODY
+        pending.open = False
         self._send(Kind.ADD, (pending.ticket, at or 0, nbytes), body)
         with self._lock:
             self.asked += nbytes
@@ -297,3 +314,4 @@ class Client:
             self.link.close()
             for thread in self._threads:
                 thread.join(END_SECONDS)
+            self._shared.clear()

@@ -150,6 +150,8 @@ class Server:
         elif message.kind == Kind.READ:
             link.send(Kind.DATA, (a,), self._part(b, c, d))
         elif message.kind == Kind.TABLES:
+            # A sweep of which the engine sends no keys and values any more broke off.
+            self._first = {ticket: asked for ticket, asked in self._first.items() if asked.question.batch != a}
             self._tables[a, b] = Tables.unpack(link.take().view(torch.int32), c, d, e)
         elif message.kind == Kind.SINKS:
             self._sinks[a] = link.take().view(torch.float32)

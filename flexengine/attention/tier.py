@@ -26,15 +26,23 @@ class WorkerTier(Tier):
         self.name = self.client.place
         self.ledger = Ledger(self.name, self.client.memory)
         self._earlier = (0, 0)  # bytes of questions and answers of lost workers
+        self._held: dict[int, tuple[int, str]] = {}  # by handle: bytes of a region, and their purpose
 
     def renew(self) -> None:
-        """Replace a lost worker by a new one, without any pages. All regions must be freed. Raise WorkerLost if there
-        is no new one."""
+        """Replace a lost worker by a new one. Regions stay, with undefined contents.
+
+        Raises:
+            WorkerLost: there is no new worker.
+            OutOfMemory: the new worker has too little memory for the regions.
+        """
         self.client.close()
         client = self._connect()
         client.rename(self.name)
         self._earlier = self.attention_bytes
         self.client, self.ledger.capacity = client, client.memory
+        for handle, (size, what) in self._held.items():
+            if client.allocate(size, handle=handle) is None:
+                raise OutOfMemory(self.name, what, size)
 
     def rename(self, name: str) -> None:
         """Change the name of the worker's place."""
@@ -55,9 +63,11 @@ class WorkerTier(Tier):
             if (handle := self.client.allocate(size)) is None:
                 held = f", as other engines hold {self.client.others:,} bytes of the worker"
                 raise OutOfMemory(self.name, what + held * (self.client.others > 0), size)
+        self._held[handle] = size, what
         return Region(handle, 0, nbytes, dtype)
 
     def free(self, region: Region, what: str) -> None:
+        del self._held[region.place]
         self.client.free(region.place)
         self.ledger.release(aligned(region.nbytes), what)
 

@@ -160,18 +160,49 @@ class Core:
         machine.keep_freed(has_room(layout, machine.capacity))
         worker = self._worker(layout, load_first, ports)
         weights = worker.weights
-        if weights.arriving:
-            watch.expect_loading(weights.missing)
-        program = Program(
-            weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving,
-            demand_of(self.facts, layout.homes), ports.names,
-        )  # fmt: skip
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
         # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, *filter(None, (self.trace, self.sample)))
         machine.synchronize()
-        return LocalStage(worker, program, executor, watch)
+        return LocalStage(worker, self._program(worker, watch), executor, watch)
+
+    def _program(self, worker: Worker, watch: Watch) -> Program:
+        """Return a program that begins with empty weight slots. Add weights that are not read yet to `watch`."""
+        weights, layout = worker.weights, worker.cache.layout
+        if weights.arriving:
+            watch.expect_loading(weights.missing)
+        return Program(
+            weights.streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, weights.arriving,
+            demand_of(self.facts, layout.homes), worker.hidden.ports.names,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def renew(self, stage: LocalStage, lost: str, watch: Watch) -> str:
+        """Replace a lost attention worker, between two sweeps of a stage. KV cache at other places stays.
+
+        Args:
+            stage: the stage; its lanes have ended.
+            lost: place of the worker.
+            watch: for the sweeps that follow; has the layout of the stage.
+
+        Returns:
+            The place whose KV cache is lost: that of the worker, or of the team that it is part of.
+
+        Raises:
+            WorkerLost: another worker is lost, or there is no new one.
+            OutOfMemory: the new worker has too little memory.
+        """
+        worker, layout = stage.worker, stage.layout
+        for attender in worker.attenders.values():
+            attender.drain(lost)
+        home = next(place for place in worker.attenders if lost in layout.policy.team(place, layout.places))
+        worker.attenders[home].close()
+        self.machine.tier(lost).renew()
+        make = attender_of(home)
+        worker.attenders[home] = make(self.facts, layout, self.machine, worker.cache, self.dtype)
+        stage.program, stage.watch = self._program(worker, watch), watch
+        return home
 
     def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail

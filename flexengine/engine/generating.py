@@ -102,6 +102,10 @@ class Generating:
         if self._work.due:
             self._update(self.progress.tokens, None)
 
+    def tokens_lost(self) -> None:
+        """Measure the rate of tokens anew, as there are fewer than before."""
+        self._tokens = Rate(TOKEN_SECONDS)
+
     def end(self, failed: bool) -> None:
         """Report the end of the job."""
         self._work.end(failed)

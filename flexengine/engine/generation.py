@@ -7,7 +7,7 @@ number of rows.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -100,6 +100,8 @@ class Generation:
         Raises:
             Shortage: a sweep ran out of memory. The caller must run the requests of `unfinished()` again, then the rest
                 of the arrangement's feed.
+            WorkerLost: an attention worker was lost. The caller must do the same, or replace the worker, call `lose`
+                with the place of its KV cache, and `run` again.
         """
         while not (self.resources.sweeps.idle and self.arrangement.ended):
             for cohort in range(len(self.resources.sweeps.cohorts)):
@@ -178,6 +180,18 @@ class Generation:
                 raise
         self.resources.abandon()
         raise failure
+
+    def lose(self, home: str) -> int:
+        """Let the sequences whose KV cache was at a lost place wait again; `run` computes them from their prompts.
+        Subtract their tokens from `progress`. Return the number of their rows."""
+        rows = set[int]()
+        for sequence in self.resources.sweeps.lose(home, self.resources.release):
+            text = self._texts[sequence.id]
+            self.progress.tokens -= len(text.generated)
+            self._texts[sequence.id] = replace(text, generated=[], logprobs=[])
+            rows.add(text.row)
+        self.reports.tokens_lost()
+        return len(rows)
 
     def unfinished(self) -> list[Request]:
         """Return the requests of the rows in flight, in order. Subtract their tokens from `progress`."""

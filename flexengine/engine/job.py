@@ -6,8 +6,8 @@
     run       engine/generation.py  sweeps; results leave as rows finish   -> Result
     results   engine/state.py       counts, seconds, bytes                 -> summary
 
-If memory runs out, `prepare` and `run` are repeated with a smaller layout. If an attention worker is lost, they are
-repeated with a new worker.
+If memory runs out, `prepare` and `run` are repeated with a smaller layout. If an attention worker is lost, `run` is
+called again with a new worker. If several are lost at once, `prepare` is repeated, too.
 """
 
 import logging
@@ -112,22 +112,19 @@ class Job:
 
     def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
         """Yield the results of all rows. If memory runs out, continue with at most half the block, at most REPLANS
-        times; finished rows stay finished. If an attention worker is lost, continue with a new one.
+        times; finished rows stay finished. If attention workers are lost, continue with new ones.
 
         Raises:
             RanOut: memory ran out, and a smaller block does not help, or the policy was given.
             WorkerLost: workers are lost again and again before a row is finished, or there is no new worker.
         """
-        replans, losses, finished = 0, 0, 0
+        replans = 0
         while (lack := (yield from self._attempt(self.planner.watch(workload, layout), state))) is not None:
             if isinstance(lack, WorkerLost):
-                losses = losses + 1 if state.progress.rows == finished else 1
-                finished = state.progress.rows
-                if losses > RENEWALS:
+                if state.losses > RENEWALS:
                     raise lack
                 self.core.machine.tier(lack.place).renew()
-                state.replanned.append(renewed(lack, state.rows))
-                message(state.replanned[-1], logging.WARNING)
+                state.tell(renewed(lack, state.rows))
                 continue
             if self.planner.policy is not None:
                 raise given_too_large(lack, layout, lambda policy: self.planner.layout_under(policy, workload))
@@ -138,12 +135,11 @@ class Job:
             except OutOfMemory as error:
                 raise exhausted(lack, layout, replans, error) from error
             replans += 1
-            state.replanned.append(replanned(lack, layout, smaller, state.rows, replans))
-            message(state.replanned[-1], logging.WARNING)
+            state.tell(replanned(lack, layout, smaller, state.rows, replans))
             layout = smaller
 
     def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
-        """Yield results until all rows are done, memory runs out, or an attention worker is lost.
+        """Yield results until all rows are done, memory runs out, or several attention workers are lost.
 
         Returns:
             The shortage, or the loss; None if all rows are done. Else `state` holds the rows that remain.
@@ -159,8 +155,7 @@ class Job:
         lack: Shortage | WorkerLost | None = None
         failed = True
         try:
-            with resources:
-                yield from generation.run(self.on_sweep)
+            yield from self._sweeps(resources, generation, state)
             failed = False
         except (Shortage, WorkerLost) as error:
             lack = error.with_traceback(None)
@@ -170,12 +165,40 @@ class Job:
             resources.close()
             core.machine.give_back()
             for stage in resources.local:
-                state.add_busy(stage.executor.busy)
-            self.summary = self._summarise(state, watch)
+                state.take_busy(stage.executor.busy)
+            self.summary = self._summarise(state, self.watch)
             self._write_trace()
         if lack is None:
-            self.planner.learn(watch)
+            self.planner.learn(self.watch)
         return lack
+
+    def _sweeps(self, resources: JobResources, generation: Generation, state: JobState) -> Iterator[Result]:
+        """Yield results until all rows are done. If an attention worker is lost, replace it, and compute again the
+        sequences whose KV cache it held.
+
+        Raises:
+            Shortage: memory ran out.
+            WorkerLost: a worker was lost, and a second one meanwhile, or there is no new one.
+        """
+        while True:
+            try:
+                with resources:
+                    yield from generation.run(self.on_sweep)
+                return
+            except WorkerLost as error:
+                loss = error.with_traceback(None)
+            state.note_loss()
+            if state.losses > RENEWALS:
+                raise loss
+            (stage,) = resources.local
+            watch = self.planner.watch(stage.watch.cost.workload, stage.layout)
+            try:
+                home = self.core.renew(stage, loss.place, watch)
+            except (WorkerLost, OutOfMemory):
+                raise loss from None
+            self.watch = watch
+            state.take_busy(stage.executor.busy)
+            state.tell(renewed(loss, generation.lose(home), whole=False))
 
     def _reports(self, resources: JobResources, state: JobState, watch: Watch) -> Generating:
         disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]
@@ -198,6 +221,7 @@ class Job:
                 resources = core.prepare(watch, self.load_first)
         except Exception as error:
             if isinstance(error, WorkerLost):
+                state.note_loss()
                 return error.with_traceback(None)
             if (lack := shortage(error, core.machine.kind == "cuda")) is None:
                 forget_variables(error)

@@ -43,15 +43,18 @@ def replanned(lack: Shortage, old: Layout, new: Layout, rows: int, times: int) -
             f" (replanned {times} of at most {REPLANS} times)")  # fmt: skip
 
 
-def renewed(loss: WorkerLost, rows: int) -> str:
+def renewed(loss: WorkerLost, rows: int, whole: bool = True) -> str:
     """Return the message for a job that continues with a new attention worker.
 
     Args:
         loss: the loss of the worker.
-        rows: unfinished rows, which are computed again.
+        rows: rows that are computed again.
+        whole: whether these are all unfinished rows; else those whose KV cache is lost.
     """
-    return (f"{loss}; continuing with a new worker;"
-            f" {count(rows, 'unfinished row is', 'unfinished rows are')} computed again")  # fmt: skip
+    again = count(rows, "unfinished row is", "unfinished rows are")
+    if not whole:
+        again = count(rows, "row whose KV cache it held is", "rows whose KV cache it held are")
+    return f"{loss}; continuing with a new worker; {again} computed again"
 
 
 def given_too_large(lack: Shortage, layout: Layout, lay_out: Callable[[Policy], Layout]) -> RanOut:

@@ -1,9 +1,11 @@
 """The state of one job across replans: the rows that remain, and totals so far."""
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from flexengine.activity import message
 from flexengine.engine.summary import Summary
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
@@ -57,7 +59,8 @@ class JobState:
         rows: rows in flight when the last plan ran out of memory.
         bytes_before: bytes moved by link when the job began.
         busy: seconds of work by lane.
-        replanned: one message per replan.
+        replanned: one message per replan, and per loss of an attention worker.
+        losses: losses of attention workers since a row was finished last.
     """
 
     feed: Iterator[Request | Row]
@@ -67,15 +70,28 @@ class JobState:
     bytes_before: dict[str, int] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     replanned: list[str] = field(default_factory=list)
+    losses: int = 0
+    _rows_at_loss: int = 0  # finished when a worker was lost last
+
+    def note_loss(self) -> None:
+        """Count the loss of an attention worker."""
+        self.losses = self.losses + 1 if self.progress.rows == self._rows_at_loss else 1
+        self._rows_at_loss = self.progress.rows
+
+    def tell(self, text: str) -> None:
+        """Report how the job continues."""
+        self.replanned.append(text)
+        message(text, logging.WARNING)
 
     def restart(self, unfinished: Sequence[Request], feed: Iterator[Request | Row]) -> None:
         """Put the unfinished rows before the rows that have not started."""
         self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
 
-    def add_busy(self, busy: Mapping[str, float]) -> None:
-        """Add seconds of work by lane."""
+    def take_busy(self, busy: dict[str, float]) -> None:
+        """Add seconds of work by lane, and clear them."""
         for lane, seconds in busy.items():
             self.busy[lane] = self.busy.get(lane, 0.0) + seconds
+        busy.clear()
 
     def summary(self, empty: Summary, moved: Mapping[str, int]) -> Summary:
         """Return `empty` with the counts, seconds and bytes of the job.

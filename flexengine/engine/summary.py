@@ -70,8 +70,8 @@ class Summary:
         busy: share of `total_seconds` in which each lane worked, in [0, 1]. "loading" is the time from the beginning to
             the end of reading the weights that stay in memory, hidden by computing or not; "disk_read" does not
             contain it.
-        replanned: one message per plan that was replaced because memory ran out. `policy`, `plan` and `peak_bytes` are
-            those of the last plan.
+        replanned: one message per plan that was replaced because memory ran out, and per loss of an attention worker.
+            `policy` and `peak_bytes` are those of the last plan; `plan` covers the sweeps after the last message.
         peak_bytes: most bytes allocated, by tier: device, host (with a GPU), disk, ...
         lossy: the lossy switches of the job.
         verified: comparisons with checksums; None without `verify`.

@@ -23,7 +23,7 @@ class Cancelled(Exception):
 
 class Executor:
     """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it, and what they
-    have not begun by then (after an error or an interrupt) is not done any more.
+    have not begun by then (after an error or an interrupt) is not done any more. It may be entered again.
 
     perform: does what a task says, in the lane's thread. busy: seconds of work per lane, of the tasks that had ended
     when `run` last returned or this was left; what brings weights home, once, is no work of the lane's but LOADING.
@@ -49,6 +49,7 @@ class Executor:
         self._watchdog = Watchdog(QUIET_SECONDS)
 
     def __enter__(self) -> "Executor":
+        self._ended = False
         return self
 
     def __exit__(

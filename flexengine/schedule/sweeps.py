@@ -113,7 +113,8 @@ class Sweeps:
         pools: by tier, a pool for each group of layers that see equally many tokens.
         cohorts: policies of the cohorts. Together their gpu_batches are those of the block.
         places: by cohort and tier, most sequences whose KV cache is there.
-        waiting: sequences that have not entered, in order. Those that share a stem are adjacent.
+        waiting: sequences that have not entered, or that wait again, by rising id. So those that share a stem are
+            adjacent.
         live: sequences that have entered, by id.
         trunks: by stem and tier, the stems whose pages are kept.
         stems: tokens of each trunk that the sweep begun last computes, by its number.
@@ -207,10 +208,10 @@ class Sweeps:
         self.trunks[stem, tier] = trunk = Trunk.of(-self._trunks_made, stem, tier, above)
         return trunk
 
-    def _note_entry(self, stem: Stem | None) -> None:
-        """Count a sequence that enters at its stems. stem: the sequence's longest stem."""
+    def _note_entry(self, stem: Stem | None, count: int = 1) -> None:
+        """Count a sequence that enters at its stems, or that waits again. stem: the sequence's longest stem."""
         for each in stems_above(stem):
-            self._entered[each] = self._entered.get(each, 0) + 1
+            self._entered[each] = self._entered.get(each, 0) + count
 
     def _waits(self, stem: Stem) -> bool:
         """Return whether sequences with this stem have not entered yet."""
@@ -315,13 +316,38 @@ class Sweeps:
             sequence.generated += piece.final
         gone = [s for s in self.live.values() if s.id in ended or s.generated >= s.max_tokens]
         for sequence in gone:
-            del self.live[sequence.id]
-            release(sequence)
-            for stem in stems_above(sequence.stem):
-                del self.trunks[stem, sequence.home].users[sequence.id]
+            self._leave(sequence, release)
         unused = [key for key, trunk in self.trunks.items() if not trunk.users and not self._waits(key[0])]
         self._free(unused, release)
         return gone
+
+    def lose(self, home: str, release: Callable[[Sequence], None] = lambda sequence: None) -> list[Sequence]:
+        """Undo the sweep begun last, which broke off, as the KV cache of a place was lost. For one cohort. Return the
+        sequences that the place held; they wait again, in their old order.
+
+        Sequences that entered in this sweep wait again, too: none of their tokens was sampled. The others stay: the
+        next sweep computes the same token of each, and writes the same position of its KV cache.
+
+        Args:
+            home: place of the lost KV cache.
+            release: called with each sequence that waits again, then with each trunk that is lost or was not computed.
+        """
+        lost = [s for s in self.live.values() if s.home == home]
+        again = [s for s in self.live.values() if s.home == home or not s.generated]
+        for sequence in again:
+            self._leave(sequence, release)
+            self._note_entry(sequence.stem, -1)
+        self._free([key for key, trunk in self.trunks.items() if key[1] == home or trunk.id in self.stems], release)
+        fresh = [replace(s, cached=0, generated=0, home="", source=None) for s in again]
+        self.waiting = deque(sorted([*fresh, *self.waiting], key=lambda s: s.id))
+        return lost
+
+    def _leave(self, sequence: Sequence, release: Callable[[Sequence], None]) -> None:
+        """Remove a live sequence."""
+        del self.live[sequence.id]
+        release(sequence)
+        for stem in stems_above(sequence.stem):
+            del self.trunks[stem, sequence.home].users[sequence.id]
 
     @property
     def another(self) -> bool:

@@ -148,7 +148,11 @@ class Tier(ABC):
         return 0
 
     def renew(self) -> None:
-        """Replace lost memory of another process by new memory. Raise TypeError if the tier has memory of its own."""
+        """Replace lost memory of another process by new memory. Regions stay, with undefined contents.
+
+        Raises:
+            TypeError: the tier has memory of its own.
+        """
         raise TypeError(f"tier {self.name} is not in another process")
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to close

@@ -112,7 +112,7 @@ class Worker:
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: Mapping[str, Attender]
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender]
     ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.attenders = attenders

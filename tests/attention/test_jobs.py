@@ -1,8 +1,6 @@
-"""Jobs with attention workers: the tokens of transformers, bytes by formula, losses of workers, refusals."""
+"""Jobs with attention workers: the tokens of transformers, bytes by formula, refusals."""
 
 import json
-import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.attention import local
 from flexengine.attention.server import Server
-from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory, WorkerLost
+from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.schedule.program import Op
@@ -179,71 +177,6 @@ def test_bytes_of_a_token(families: Any, partition: str, first: bool) -> None:
     pages = sum(-(-n // size) for n in LENGTHS)  # of prompts, stored once
     assert sum(moved[f"worker{i}_write"] for i in (1, 2)) == len(facts.layers) * pages * page
     assert sum(moved[f"worker{i}_read"] for i in (1, 2)) == 0
-
-
-class Mortal(ThreadWorker):
-    """A worker whose connection breaks after some questions, `lives` times."""
-
-    lives = 0
-    questions = 0
-
-    def ask(self, *args: Any) -> Any:
-        Mortal.questions += 1
-        if Mortal.lives and Mortal.questions % 17 == 0:
-            Mortal.lives -= 1
-            self.link.close()
-        return super().ask(*args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("split", [1, 2, 3, 4])
-def test_lost_workers_change_nothing(
-    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: int, first: bool
-) -> None:  # fmt: skip
-    known, (workers, fields) = families("llama"), (FIRST if first else SPLITS)[split]
-    monkeypatch.setattr(local, "LocalWorker", Mortal)
-    monkeypatch.setattr(Mortal, "lives", 3)
-    with Engine(known.directory, policy=Policy(**fields), device="sim", attention_workers=workers, worker_mem="4M",
-                offload_dir=tmp_path) as engine:  # fmt: skip
-        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        summary = engine.summary
-        assert len(summary.replanned) == 3
-        assert all("is lost: " in said and "continuing with a new worker" in said for said in summary.replanned)
-        assert (summary.rows, summary.generated_tokens) == (len(LENGTHS), len(LENGTHS) * NEW)
-
-
-def test_a_job_ends_if_workers_are_lost_again_and_again(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(ThreadWorker):
-        def ask(self, *args: Any) -> Any:
-            self.link.close()
-            return super().ask(*args)
-
-    monkeypatch.setattr(local, "LocalWorker", Broken)
-    known = families("llama")
-    with Engine(known.directory, policy=Policy(8, 1, cache=ALL), device="cpu", attention_workers=1,
-                worker_mem="4M") as engine:  # fmt: skip
-        with pytest.raises(WorkerLost, match=r"attention worker worker1 \(.*, process \d+\) is lost: "):
-            engine.generate(known.rows, GREEDY)
-        monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
-
-
-@pytest.mark.slow
-def test_a_killed_process_changes_nothing(families: Any) -> None:
-    """Workers are processes; one is killed in the middle of the job."""
-    known, killed = families("llama"), threading.Event()
-
-    def kill(progress: Any) -> None:
-        if progress.sweeps == 3 and not killed.is_set():
-            os.kill(engine.core.machine.tier("worker1").client.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-            killed.set()
-
-    with Engine(known.directory, policy=Policy(4, 2, cache=ALL), device="cpu", attention_workers=1, worker_mem="4M",
-                on_sweep=kill) as engine:  # fmt: skip
-        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        assert len(engine.summary.replanned) == 1
-        process = engine.core.machine.tier("worker1").client.process  # type: ignore[attr-defined]
-    assert process.wait(10) == 0
 
 
 @pytest.mark.usefixtures("threads")

@@ -126,6 +126,49 @@ def test_common_prefixes_are_computed_once(schedule: str, roomy: bool) -> None:
             assert {stem for stem, _ in tiers} == {s for stem in stems for s in stems_above(stem)}
 
 
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal", "continuous"])
+def test_lost_prefixes_are_computed_again(schedule: str) -> None:
+    """Sweeps break off at random, and a tier loses its KV cache: its stems are computed again before their sequences,
+    and so are stems of the sweep itself. Other stems stay."""
+    for seed in range(60):
+        rng = random.Random(f"{schedule} {seed}")
+        policy = Policy(rng.randint(1, 5), rng.randint(1, 3), cache=(0.5, 0.5, 0), schedule=schedule, prefill_tokens=9)
+        prompts = some_prompts(rng)
+        rows = [(len(prompt) + 1, rng.randint(1, 12)) for prompt in prompts]
+        pools = {tier: (Pool(10**4, 4), Pool(10**4, 4, window=7)) for tier in ("device", "host")}
+        sweeps, stored, claimed, left = Sweeps(policy, pools), dict[int, int](), set[int](), list[int]()
+        for i, ((prompt, new), stem) in enumerate(zip(rows, stems_of(prompts), strict=True)):
+            sweeps.add(Sequence(i, prompt, new, stem))
+
+        def release(sequence: Sequence, stored: dict[int, int] = stored, claimed: set[int] = claimed) -> None:
+            claimed.remove(sequence.id)
+            stored.pop(sequence.id, None)
+
+        while not sweeps.idle:
+            batches = sweeps.begin(lambda sequence, tokens, claimed=claimed: claimed.add(sequence.id), release)
+            before, found = dict(stored), {**sweeps.live, **{t.id: t for t in sweeps.trunks.values()}}
+            check_pages(sweeps)
+            for batch in batches:
+                for piece in batch.pieces:
+                    sequence = found[piece.sequence]
+                    if sequence.source is not None and piece.sequence not in stored:
+                        assert stored[sequence.source.id] == sequence.source.prompt_tokens == sequence.shared
+                    assert piece.start == stored.get(piece.sequence, sequence.shared)
+                stored.update((p.sequence, p.start + p.count) for p in batch.pieces)
+            if rng.random() < 0.2:
+                homes = {s.id: s.home for s in found.values()}
+                tier = rng.choice(["device", "host"])
+                stored.clear()
+                stored.update({i: n for i, n in before.items() if homes[i] != tier})
+                sweeps.lose(tier, lambda sequence, claimed=claimed: claimed.remove(sequence.id))
+                assert {*sweeps.live} | {t.id for t in sweeps.trunks.values()} == claimed == {*stored}
+            else:
+                left += [s.id for s in sweeps.advance(batches, {s for s in sweeps.live if rng.random() < 0.1}, release)]
+        assert sorted(left) == list(range(len(rows)))
+        assert not sweeps.trunks
+        assert not claimed
+
+
 def some_prompts(rng: random.Random) -> list[tuple[int, ...]]:
     """Prompts without their last token, of which some begin alike, in the order of `order_of`."""
     trunk = [rng.randrange(9) for _ in range(30)]

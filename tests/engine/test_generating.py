@@ -59,6 +59,24 @@ def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
     assert heard[-1].state == "done"
 
 
+def test_lost_tokens_are_no_rate(clock: list[float]) -> None:
+    """An attention worker takes tokens with it: the rate is that of the tokens that follow."""
+    heard, progress = Heard(), Progress(most=100, tokens=50, decode_seconds=1.0)
+    reports = Generating(heard, progress, JobRows())
+    for tokens in (60, 70):
+        progress.tokens = tokens
+        clock[0] += 1.0
+        reports.end_sweep()
+    assert heard[-1].details[-1] == "10.0 tok/s"
+    progress.tokens = 20
+    reports.tokens_lost()
+    for tokens in (25, 30):
+        progress.tokens = tokens
+        clock[0] += 1.0
+        reports.end_sweep()
+    assert heard[-1].details == ("0 rows", "0:14 left", "5.00 tok/s")
+
+
 def test_no_estimate_before_tokens_come_at_a_steady_rate(clock: list[float]) -> None:
     """A sweep that computes prompts takes 50 s and gives 200 of 10,000 tokens; the next ones take 1 s each."""
     heard, progress = Heard(), Progress(most=10_000)

@@ -3,9 +3,13 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from flexengine.attention import local
 from flexengine.attention.client import Client
 from flexengine.attention.link import Broken, Link
 from flexengine.attention.network import serve_forever
@@ -13,6 +17,8 @@ from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
 from flexengine.attention.tier import WorkerTier
 from flexengine.places import worker_names
+from flexengine.schedule.order import Batch
+from flexengine.worker.worker import Worker
 
 
 def _serve(connection: socket.socket, memory: int) -> None:
@@ -75,3 +81,86 @@ def listening(memory: int, folder: Path | None = None) -> Iterator[tuple[str, li
         server.shutdown(socket.SHUT_RDWR)
     thread.join(30)
     assert not thread.is_alive()
+
+
+class Losses:
+    """Breaks the connections of workers, and notes what is computed before and after.
+
+    Attributes:
+        sweeps: by sweep that was begun, broken off or not, the first piece of each sequence: place of its KV cache,
+            first token, and whether it is a part of a prompt.
+        lost: number of the sweep, and place, of each worker that was replaced.
+    """
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, at: Iterable[int], kind: type[ThreadWorker] = ThreadWorker,
+        calls: Sequence[str] = ("ask", "write", "read"),
+    ) -> None:  # fmt: skip
+        """Break the connection of the worker that gets call number n, for each n in `at`.
+
+        Args:
+            kind: class of the workers.
+            calls: which calls count: questions, writes and reads of pages.
+        """
+        self.sweeps = list[dict[int, tuple[str, int, bool]]]()
+        self.lost = list[tuple[int, str]]()
+        self.workers, self.calls, self._at = list[ThreadWorker](), 0, set(at)
+        patch.setattr(local, "LocalWorker", lambda *args: self._made(kind, *args))
+        for name in calls:
+            patch.setattr(kind, name, self._counted(getattr(kind, name)))
+        begin = Worker.begin
+
+        def noted(worker: Worker, batches: list[Batch], *rest: Any) -> None:
+            self.sweeps.append({})
+            for batch in batches:
+                for piece in batch.pieces:
+                    self.sweeps[-1].setdefault(piece.sequence, (batch.cache_home, piece.start, piece.prompt))
+            begin(worker, batches, *rest)
+
+        patch.setattr(Worker, "begin", noted)
+
+    def _made(self, kind: type[ThreadWorker], place: str, *args: Any) -> ThreadWorker:
+        if self.sweeps:
+            self.lost.append((len(self.sweeps) - 1, place))
+        self.workers.append(worker := kind(place, *args))
+        return worker
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(worker: ThreadWorker, *args: Any) -> Any:
+            self.calls += bool(self.sweeps)  # not those that measure a worker
+            if self.calls in self._at and self.sweeps:
+                self._at.discard(self.calls)
+                self.break_off(worker)
+            return call(worker, *args)
+
+        return counted
+
+    def break_off(self, worker: ThreadWorker) -> None:
+        """Break the connection of a worker."""
+        worker.link.close()
+
+    def held(self, number: int) -> list[int]:
+        """Return the sequences whose KV cache loss `number` took. A team of workers has the first one's place."""
+        sweep, place = self.lost[number]
+        homes = {home for home, _, _ in self.sweeps[sweep].values()}
+        home = place if place in homes else "worker1"
+        return [s for s, (there, _, _) in self.sweeps[sweep].items() if there == home]
+
+    def check(self, prompts: dict[int, int]) -> int:
+        """Check that sequences go on where they were unless their KV cache was lost. Return the prompt tokens that are
+        computed again.
+
+        Args:
+            prompts: prompt tokens, by sequence.
+        """
+        again = 0
+        for number, (sweep, _) in enumerate(self.lost):
+            after, held = self.sweeps[sweep + 1 :], self.held(number)
+            for sequence, piece in self.sweeps[sweep].items():
+                if sequence in held or piece[2]:
+                    later = next(each[sequence] for each in after if sequence in each)
+                    assert later[1:] == (0, True)
+                else:
+                    assert after[0][sequence] == piece
+            again += sum(prompts[s] for s in held if not self.sweeps[sweep][s][2])
+        return again

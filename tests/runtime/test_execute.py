@@ -52,6 +52,31 @@ def is_task(task: Task, op: Op, layer: int, batch: int, hop: int = 0) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread"])
+def test_lanes_are_new_if_it_is_entered_again(kind: str) -> None:
+    """After an error, a program with empty slots runs from its first task to its last."""
+    batches, begun, faults = uniform(2, "disk", "host"), list[Task](), {9}
+
+    def perform(task: Task) -> None:
+        begun.append(task)
+        if len(begun) in faults:
+            faults.clear()
+            raise ArithmeticError("disk on fire")
+
+    executor = Executor(perform, kind)
+
+    def work() -> None:
+        with executor:
+            executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, batches, False))
+
+    with pytest.raises(ArithmeticError):
+        in_time(work)
+    begun.clear()
+    in_time(work)
+    expected = list(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, batches, False))
+    assert sorted(begun, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
 @pytest.mark.parametrize(
     ("op", "layer", "batch", "hop"),
     [(Op.COMPUTE, 0, 0, 0), (Op.COMPUTE, 2, 1, 0), (Op.LOAD_WEIGHT, 1, -1, 0), (Op.LOAD_WEIGHT, 2, -1, 1),

@@ -44,12 +44,14 @@ def workloads(draw: st.DrawFn, schedule: str) -> tuple[Policy, dict[str, tuple[P
 
 
 class Watched:
-    """Runs Sweeps and checks at every step what must hold; ends sequences early at random."""
+    """Runs Sweeps and checks at every step what must hold; ends sequences early, and loses KV cache, at random."""
 
     def __init__(
-        self, rng: random.Random, policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: Rows, early: float
-    ) -> None:
+        self, rng: random.Random, policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: Rows, early: float,
+        losses: float = 0.0,
+    ) -> None:  # fmt: skip
         self.rng, self.policy, self.pools, self.rows, self.early = rng, policy, pools, rows, early
+        self.losses = losses
         self.held: dict[int, int] = {}  # sequence -> pages
         self.done: dict[int, int] = {}  # sequence -> tokens computed
         self.left: Counter[int] = Counter()
@@ -62,13 +64,16 @@ class Watched:
         self.held[sequence.id] = max(pages, self.held.get(sequence.id, 0))
 
     def step(self) -> None:
-        sweeps, live = self.sweeps, set(self.sweeps.live)
+        sweeps, live, done = self.sweeps, set(self.sweeps.live), dict(self.done)
         batches = sweeps.begin(self.claim)
         self.check_entry(live, set(sweeps.live) - live)
         self.check_pages()
         for batch in batches:
             self.check_batch(batch)
         self.check_pieces([p for b in batches for p in b.pieces])
+        if self.rng.random() < self.losses:
+            self.lose(done)
+            return
         ended = {s for s in sweeps.live if self.rng.random() < self.early}
         foreseen = sweeps.another
         gone = sweeps.advance(batches, ended)
@@ -79,6 +84,23 @@ class Watched:
             assert sequence.id in ended or sequence.generated == self.rows[sequence.id][1]
         assert foreseen or sweeps.idle  # weight loads ahead were not missed
         assert foreseen is not True or ended or not sweeps.idle  # nor for nothing
+
+    def lose(self, done: dict[int, int]) -> None:
+        """Let the sweep break off, as a tier lost its KV cache. done: tokens computed before the sweep."""
+        live = {s.id: (s.home, s.cached, s.generated) for s in self.sweeps.live.values()}
+        lost, released = self.rng.choice(sorted({home for home, _, _ in live.values()})), list[int]()
+        found = self.sweeps.lose(lost, lambda sequence: released.append(sequence.id))
+        again = {s for s, (home, _, generated) in live.items() if home == lost or not generated}
+        assert {s.id for s in found} == {s for s, (home, _, _) in live.items() if home == lost}
+        assert sorted(released) == sorted(again)
+        assert {s.id: (s.home, s.cached, s.generated) for s in self.sweeps.live.values()} == {
+            s: where for s, where in live.items() if s not in again
+        }
+        waiting = [s.id for s in self.sweeps.waiting]
+        assert waiting == sorted({*range(len(self.rows))} - {*self.left} - {*self.sweeps.live})
+        self.done = {s: n for s, n in done.items() if s not in again}
+        for s in again:
+            del self.held[s]
 
     def check_entry(self, before: set[int], entered: set[int]) -> None:
         size, block = self.policy.gpu_batch_size, self.policy.block_size
@@ -134,6 +156,17 @@ def test_random_workloads(schedule: str, early: float, data: Any, seed: int) -> 
     assert watched.left == dict.fromkeys(range(len(watched.rows)), 1)
     if not early:
         assert watched.done == {s: p + n - 1 for s, (p, n) in enumerate(watched.rows)}
+
+
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal", "continuous"])
+@given(data=st.data(), seed=SEEDS)
+def test_lost_sequences_are_computed_again(schedule: str, data: Any, seed: int) -> None:
+    watched = Watched(random.Random(seed), *data.draw(workloads(schedule)), 0.05, 0.15)
+    for _ in range(3000):
+        if watched.sweeps.idle:
+            break
+        watched.step()
+    assert watched.left == dict.fromkeys(range(len(watched.rows)), 1)
 
 
 def test_rows_enter_in_order_and_fill_free_places() -> None:

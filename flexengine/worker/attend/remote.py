@@ -6,6 +6,7 @@ grouped heads), or are in memory that both processes map. Page tables cross it o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from flexengine.attention.client import Client, Pending
 from flexengine.attention.messages import DTYPES, NONE, Question
 from flexengine.attention.tables import Tables
 from flexengine.attention.tier import WorkerTier
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.facts import ModelFacts
@@ -141,8 +142,9 @@ class RemoteAttender(BufferedAttender):
 
     def attend(self, k: int, view: View) -> None:
         """Wait for the answers, and join them."""
-        for pending in self._waiting.pop(k):
+        for pending in self._waiting[k]:
             pending.wait()
+        del self._waiting[k]
         if len(self.desks) > 1:
             _, out, out_bytes = self._places(k)
             answers = [desk.flat[out : out + out_bytes] for desk in self.desks]
@@ -226,6 +228,15 @@ class RemoteAttender(BufferedAttender):
             partial=int(self._partial), first=int(asked.first), scale=scale,
             softcap=NONE if softcap is None else softcap, topk=NONE if topk is None else topk,
         )  # fmt: skip
+
+    def drain(self, lost: str) -> None:
+        for pending in chain.from_iterable(self._waiting.values()):
+            try:
+                pending.drain()
+            except WorkerLost as error:
+                if error.place != lost:
+                    raise
+        self._waiting.clear()
 
     def close(self) -> None:
         self._free_desks()
