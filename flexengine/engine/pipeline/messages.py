@@ -6,7 +6,7 @@
 | an event | CLAIM or RELEASE, sequence, home, cached tokens, source or NONE, tokens to hold |
 | a text | sequence, row, sample, prompt, targets, sampling parameters; with the first order that has it |
 | new tokens | sequence, tokens that it has generated since the last order |
-| a gpu_batch | homes of cache and hidden states, place of attention, and each piece in 7 numbers |
+| a gpu_batch | homes of cache and hidden states, place of attention, whether queries go first, pieces in 7 numbers each |
 | a result | seconds, then sampled tokens and scored targets with their log probabilities |
 """
 
@@ -88,7 +88,8 @@ def pack_order(order: Order) -> Tensor:
         out.add_list(tokens)
     out.add(sweep.number, int(sweep.another), len(sweep.batches))
     for batch in sweep.batches:
-        out.add(*map(_PLACES.index, (batch.cache_home, batch.hidden_home, batch.attention)), len(batch.pieces))
+        out.add(*map(_PLACES.index, (batch.cache_home, batch.hidden_home, batch.attention)), batch.queries_first,
+                len(batch.pieces))  # fmt: skip
         for p in batch.pieces:
             source = NONE if p.source is None else p.source
             out.add(p.sequence, p.start, p.count, int(p.final), source, p.scored, int(p.prompt))
@@ -115,9 +116,9 @@ def unpack_order(body: Tensor) -> Order:
     number, another, count = given.take_many(3)
     batches = list[Batch]()
     for _ in range(count):
-        *numbers, pieces = given.take_many(4)
+        *numbers, first, pieces = given.take_many(5)
         cache, hidden, attention = (_PLACES[number] for number in numbers)
-        batches.append(Batch(tuple(_piece(given) for _ in range(pieces)), cache, hidden, attention))
+        batches.append(Batch(tuple(_piece(given) for _ in range(pieces)), cache, hidden, attention, bool(first)))
     return Order(Sweep(number, batches, stems, bool(another)), events, texts, grown)
 
 
