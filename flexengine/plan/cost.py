@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import workers_in_memory
+from flexengine.places import is_worker, workers_in_memory
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -85,7 +85,8 @@ class Cost:
         Args:
             policy: only its block shape, schedule and prefill_tokens matter.
             room: tokens of all pages.
-            share: fraction of the sequences with KV cache off the device.
+            share: fraction of the sequences whose KV cache has the pages of places off the device. Attention workers
+                have those of the device.
         """
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
         return self._profiles(policy.prefill_tokens, share, policy.schedule, shape, room)
@@ -205,7 +206,8 @@ class Cost:
         """
         policy = layout.policy
         split, room = self._split(layout)
-        sweeps = self.sweeps(policy, room, round(sum(x for place, x in split.items() if place != "device"), 2))
+        off_device = sum(x for place, x in split.items() if place != "device" and not is_worker(place))
+        sweeps = self.sweeps(policy, room, round(off_device, 2))
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split, layout), fractions, policy)
         entering = sweeps.prompt > 1e-9

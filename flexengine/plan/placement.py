@@ -136,8 +136,7 @@ class Placement:
         delegates = choice.delegate and choice.attended is None
         priced = replace(shape, cache=_ON_HOST, delegate=True) if delegates else shape
         split = self._attended(shape) if choice.attended else {"device": 1.0}
-        off_device = 0.5 if choice.cache else 1.0 - split.get("device", 0.0)
-        phases = cost.phases(priced, cost.sweeps(shape, share=round(off_device, 2)), split)
+        phases = cost.phases(priced, cost.sweeps(shape, share=0.5 if choice.cache else 0.0), split)
         held = dict.fromkeys(fractions(workers_of(cost.hardware.places)), 0.0)
         if choice.attended:
             held |= {fraction(CACHE, place): split.get(place, 0.0) for place in cost.hardware.places}

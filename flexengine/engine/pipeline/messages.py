@@ -6,7 +6,7 @@
 | an event | CLAIM or RELEASE, sequence, home, cached tokens, source or NONE, tokens to hold |
 | a text | sequence, row, sample, prompt, targets, sampling parameters; with the first order that has it |
 | new tokens | sequence, tokens that it has generated since the last order |
-| a gpu_batch | homes of cache and hidden states, place of attention, whether queries go first, pieces in 7 numbers each |
+| a gpu_batch | homes of cache and hidden states, place of attention, whether queries go first, pieces in 7 numbers |
 | a result | seconds, then sampled tokens and scored targets with their log probabilities |
 """
 
