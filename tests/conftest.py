@@ -51,7 +51,7 @@ LONGEST = (
     "e2e/test_faults", "kernels/test_cache", "bench/test_scale", "e2e/resume/test_python", "e2e/test_demo",
     "plan/test_command", "worker/test_topk", "engine/test_lossy", "e2e/test_accounting", "e2e/test_stages",
     "plan/test_policies", "plan/test_clock", "plan/test_profile", "plan/test_explain", "engine/calibration/test_jobs",
-    "worker/test_experts", "e2e/test_samples", "e2e/test_places",
+    "worker/test_experts", "attention/test_losses", "e2e/test_samples", "e2e/test_places",
     "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance", "worker/test_waiting",
     "worker/test_delegation", "measure/test_model", "measure/test_store", "engine/test_planning",
     "bench/test_harness", "bench/test_compare", "bench/test_plan", "engine/test_recovery", "kernels/test_build",

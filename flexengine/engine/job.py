@@ -124,7 +124,7 @@ class Job:
                 if state.losses > RENEWALS:
                     raise lack
                 self.core.machine.tier(lack.place).renew()
-                state.tell(renewed(lack, state.rows))
+                state.report(renewed(lack, state.rows))
                 continue
             if self.planner.policy is not None:
                 raise given_too_large(lack, layout, lambda policy: self.planner.layout_under(policy, workload))
@@ -135,7 +135,7 @@ class Job:
             except OutOfMemory as error:
                 raise exhausted(lack, layout, replans, error) from error
             replans += 1
-            state.tell(replanned(lack, layout, smaller, state.rows, replans))
+            state.report(replanned(lack, layout, smaller, state.rows, replans))
             layout = smaller
 
     def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
@@ -198,7 +198,7 @@ class Job:
                 raise loss from None
             self.watch = watch
             state.take_busy(stage.executor.busy)
-            state.tell(renewed(loss, generation.lose(home), whole=False))
+            state.report(renewed(loss, generation.lose(home), whole=False))
 
     def _reports(self, resources: JobResources, state: JobState, watch: Watch) -> Generating:
         disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]

@@ -78,7 +78,7 @@ class JobState:
         self.losses = self.losses + 1 if self.progress.rows == self._rows_at_loss else 1
         self._rows_at_loss = self.progress.rows
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Report how the job continues."""
         self.replanned.append(text)
         message(text, logging.WARNING)
