@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +44,6 @@ class Asked:
     vectors: Tensor
     tables: Tables
     part: tuple[Tensor, Tensor] | None = None
-
-
-class Added(NamedTuple):
-    """Keys and values of a question whose queries went first. vectors: k, then v."""
-
-    asked: Asked
-    vectors: Tensor
 
 
 class Server:
