@@ -9,7 +9,7 @@ from bench.report.lines import RESULTS, records, short, table
 
 Row = tuple[str, str, str, str]  # run, figures, results, day
 COMMANDS = ("python -m bench.pipeline", "python -m bench.workers --out workers.jsonl",
-            "python -m bench.stagger --out stagger.jsonl", "python -m bench.fleet",
+            "chrt -f 10 python -m bench.stagger --out stagger.jsonl", "python -m bench.fleet",
             "python -m bench.cluster --out cluster.jsonl", "python -m bench.loader --out loader.jsonl")  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _staggered(folder: Path) -> Iterator[Row]:
         gains = line["rotational_to_fixed"]
         (least, low), *_, (most, high) = gains.items()
         yield (f"staggered pipelines of n = {least} to {most} on lanes that sleep: fixed, rotational and interleaved,"
-               f" {len(ratios)} runs",
+               f" {len(ratios)} pipelines",
                f"periods of {short(min(ratios))} to {short(max(ratios))} of virtual time; rotational to fixed:"
                f" {short(low)}x for n = {least} to {short(high)}x for n = {most}, within"
                f" {100 * line['worst_gain_error']:.1f} % of n / (n - 1)",

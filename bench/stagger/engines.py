@@ -29,7 +29,7 @@ from flexengine.schedule.stagger import fixed, steady
 SHAPE = LlamaShape(6, 320, 880, 4, vocab=64, positions=256, dtype="float32", kv_heads=2)
 ATTENTION = (0.02, 0.04, 0.08)  # seconds
 SLICE = 0.04  # seconds in which the link brings a layer
-ROWS, PROMPT, TOKENS = 2, 16, 40
+ROWS, PROMPT, TOKENS = 2, 16, 30
 LIMIT = 0.1  # most relative error
 
 
@@ -90,7 +90,7 @@ def engines(turns: int, directory: Path) -> Record:
                     seconds, found = layer_seconds(count, {**job, "address": address}, directory)
                     times.append(seconds)
                     tokens += found
-        alone, both = (median(times) for times in runs.values())
+        alone, both = (min(times) for times in runs.values())  # other programs of the machine only delay
         expected = predicted(alone, attention)
         points.append({"attention": attention, "alone": alone, "both": both, "predicted": expected,
                        "ratio": both / expected, "throughput": 2 * alone / both, "runs": runs})  # fmt: skip
