@@ -46,7 +46,7 @@ CASES = (
     Case("short contexts", context=32, machine=_THROTTLED),
     Case("all fits into RAM", machine={"device": "cpu", "memory": "4G"}),
     Case("one row", rows=1, machine=_THROTTLED),
-    Case("a connection of 1 MB/s", machine=_THROTTLED, link=1e6),
+    Case("connections of 1 MB/s", context=500, machine=_THROTTLED, link=1e6),
 )
 TOKENS, WORKERS, MEMORY = 12, 2, 272 << 20
 

@@ -56,15 +56,6 @@ class Pending:
         if self._error is not None:
             raise self._error
 
-    def drain(self) -> None:
-        """Wait until the worker uses memory of the question no more, also if keys and values are never sent. Raise as
-        `wait`."""
-        if self.open:
-            self.wait_cached()
-            self.targets = []
-        else:
-            self.wait()
-
     def end(self, error: WorkerLost | None = None) -> None:
         """Let `wait` return, or raise an error."""
         self._error = error
@@ -126,6 +117,8 @@ class Client:
     def rename(self, place: str) -> None:
         """Change the name of the worker's place."""
         self.place, self.name = place, place + self.name.removeprefix(self.place)
+        if self._lost is not None:
+            self._lost.place = place
 
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)
@@ -243,6 +236,16 @@ class Client:
         self._send(Kind.ADD, (pending.ticket, at or 0, nbytes), body)
         with self._lock:
             self.asked += nbytes
+
+    def drain(self, pending: Pending) -> None:
+        """Wait until the worker uses memory of a question no more, also if its keys and values are never sent. Raise
+        WorkerLost as `Pending.wait`."""
+        if not pending.open:
+            pending.wait()
+            return
+        pending.wait_cached()
+        with self._lock:
+            self._pending.pop(pending.ticket, None)  # the worker forgets the question, too
 
     def _new(self, targets: Sequence[Tensor]) -> tuple[int, Pending]:
         ticket = next(self._tickets)

@@ -7,6 +7,7 @@ disk).
 
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from contextlib import closing
@@ -35,9 +36,13 @@ def mapped(folder: Path, nbytes: int) -> Tensor:
         return mapped_file(file.fileno(), nbytes)
 
 
-def read_rate(folder: Path) -> int:
-    """Return the bytes per second of reads from a file in a directory. Raise InvalidInput if it cannot have one."""
+def read_rate(folder: Path, memory: int) -> int:
+    """Return the bytes per second of reads from a file in a directory. Raise InvalidInput if it cannot have one of so
+    many bytes. memory: most bytes of all files."""
     try:
+        if (free := shutil.disk_usage(folder).free) < memory:
+            raise InvalidInput(f"--worker-mem is {memory:,} bytes, but the disk of {str(folder)!r} has {free:,} free"
+                               " bytes; give less, or a directory of another disk")  # fmt: skip
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(MEASURED))
             file.flush()

@@ -14,7 +14,6 @@ from flexengine.attention.client import Client
 from flexengine.attention.link import Link
 from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.errors import WorkerLost
-from flexengine.places import worker_names
 
 END_SECONDS = 5.0  # until a process that should end is killed
 TAIL_BYTES = 2000  # of a worker's messages, shown if it fails
@@ -91,7 +90,7 @@ def local_workers(count: int, memory: int) -> list[WorkerTier]:
         WorkerLost: a process did not start.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // (count + 1))
-    return worker_tiers([partial(LocalWorker, place, memory, threads) for place in worker_names(count)])
+    return worker_tiers([partial(LocalWorker, memory=memory, threads=threads)] * count)
 
 
 def _ignore_interrupts() -> None:

@@ -58,9 +58,12 @@ class RemoteWorker(Client):
                               " them has ended, or give flexengine serve-attention a larger --worker-mem")  # fmt: skip
 
 
-def connecting(place: str, address: str) -> Callable[[], RemoteWorker]:
-    """Return a function that connects to the worker at an address, at every call as the same engine."""
-    return partial(RemoteWorker, place, address, secrets.randbits(62))
+def connecting(address: str) -> Callable[[str], RemoteWorker]:
+    """Return a function that connects to the worker at an address, at every call as the same engine.
+
+    Its argument is the name of the worker's place.
+    """
+    return partial(RemoteWorker, address=address, engine=secrets.randbits(62))
 
 
 def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:

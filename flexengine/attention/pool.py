@@ -38,7 +38,7 @@ class Pool:
     def __init__(self, memory: int, folder: Path | None = None) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
         self.memory, self.taken, self.folder = memory, 0, folder
-        self.file_rate = 0 if folder is None else files.read_rate(folder)
+        self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))

@@ -85,8 +85,10 @@ class Server:
             self.link.close()
             if threads[1].ident is not None:  # it was started
                 threads[1].join()
-            self.pool.give_back(self._taken)
+            taken = self._taken
+            self._first.clear()
             self._held.clear()
+            self.pool.give_back(taken)
             self.pool.part(self.engine, self)
             self._left.set()
 
@@ -130,13 +132,13 @@ class Server:
                 os.close(descriptor)  # the mapping stays
             self._ready(a, ready)
         elif message.kind == Kind.FREE:
-            if a in self._counted:
-                self._counted.remove(a)
-                self.pool.give_back(len(self._held[a]))
+            freed = len(self._held[a]) if a in self._counted else 0
+            self._counted.discard(a)
             self._held.pop(a, None)
             if not self._held:
                 for known in (self._tables, self._sinks, self._first):
                     known.clear()
+            self.pool.give_back(freed)
         elif message.kind == Kind.WRITE:
             link.take_into(self._part(a, b, message.nbytes))
         elif message.kind == Kind.READ:
@@ -167,7 +169,7 @@ class Server:
             return False
         try:
             self._held[handle] = make(size)
-        except (MemoryError, OSError, RuntimeError):
+        except (MemoryError, OSError, RuntimeError, ValueError):
             self.pool.give_back(size * counted)
             return False
         if counted:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexengine.attention.client import Client
-from flexengine.errors import OutOfMemory
+from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.places import worker_names
 from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
@@ -20,10 +20,14 @@ class WorkerTier(Tier):
         client: connection to the worker.
     """
 
-    def __init__(self, connect: Callable[[], Client]) -> None:
-        """Connect to the worker. connect: starts the worker, or connects to a running one; may raise WorkerLost."""
-        self._connect, self.client = connect, connect()
-        self.name = self.client.place
+    def __init__(self, connect: Callable[[str], Client], name: str) -> None:
+        """Connect to the worker.
+
+        Args:
+            connect: starts the worker, or connects to a running one; gets the name of its place; may raise WorkerLost.
+            name: name of the place.
+        """
+        self._connect, self.client, self.name = connect, connect(name), name
         self.ledger = Ledger(self.name, self.client.memory)
         self._earlier = (0, 0)  # bytes of questions and answers of lost workers
         self._held: dict[int, tuple[int, str]] = {}  # by handle: bytes of a region, and their purpose
@@ -32,12 +36,15 @@ class WorkerTier(Tier):
         """Replace a lost worker by a new one. Regions stay, with undefined contents.
 
         Raises:
-            WorkerLost: there is no new worker.
+            WorkerLost: there is no new worker, or other engines hold all its memory.
             OutOfMemory: the new worker has too little memory for the regions.
         """
         self.client.close()
-        client = self._connect()
-        client.rename(self.name)
+        try:
+            client = self._connect(self.name)
+        except OutOfMemory as error:
+            why = "other engines hold all its memory now; run the same command again when one of them has ended"
+            raise WorkerLost(self.name, self.client.name, why) from error
         self._earlier = self.attention_bytes
         self.client, self.ledger.capacity = client, client.memory
         for handle, (size, what) in self._held.items():
@@ -88,13 +95,13 @@ class WorkerTier(Tier):
         self.client.close()
 
 
-def worker_tiers(connects: Sequence[Callable[[], Client]]) -> list[WorkerTier]:
+def worker_tiers(connects: Sequence[Callable[[str], Client]]) -> list[WorkerTier]:
     """Return a tier for each worker, named by its place: first the workers in memory, then those with pages in a file,
     if some are in memory. Raise the error of the first that cannot be connected, after ending the others."""
     with contextlib.ExitStack() as connected:
         tiers = list[WorkerTier]()
-        for connect in connects:
-            tiers.append(WorkerTier(connect))
+        for connect, name in zip(connects, worker_names(len(connects)), strict=True):
+            tiers.append(WorkerTier(connect, name))
             connected.callback(tiers[-1].close)
         connected.pop_all()
     tiers.sort(key=lambda tier: tier.client.file_rate > 0)

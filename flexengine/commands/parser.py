@@ -38,7 +38,8 @@ def refuse_given(args: argparse.Namespace, defaults: Mapping[str, object], why: 
     """
     for name, default in defaults.items():
         if getattr(args, name) != default:
-            raise InvalidInput(f"--{name.replace('_', '-')} {why}")
+            option = ("no-" if default is True else "") + name.replace("_", "-")
+            raise InvalidInput(f"--{option} {why}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -198,7 +198,7 @@ class Core:
             attender.drain(lost)
         home = next(place for place in worker.attenders if lost in layout.policy.team(place, layout.places))
         worker.attenders[home].close()
-        self.machine.tier(lost).renew()
+        self.machine.renew(lost)
         make = attender_of(home)
         worker.attenders[home] = make(self.facts, layout, self.machine, worker.cache, self.dtype)
         stage.program, stage.watch = self._program(worker, watch), watch

@@ -123,7 +123,7 @@ class Job:
             if isinstance(lack, WorkerLost):
                 if state.losses > RENEWALS:
                     raise lack
-                self.core.machine.tier(lack.place).renew()
+                self.core.machine.renew(lack.place)
                 state.report(renewed(lack, state.rows))
                 continue
             if self.planner.policy is not None:
@@ -194,8 +194,9 @@ class Job:
             watch = self.planner.watch(stage.watch.cost.workload, stage.layout)
             try:
                 home = self.core.renew(stage, loss.place, watch)
-            except (WorkerLost, OutOfMemory):
-                raise loss from None
+            except (WorkerLost, OutOfMemory) as error:
+                message(f"only some rows cannot be computed again: {error}", logging.WARNING)
+                raise loss from error
             self.watch = watch
             state.take_busy(stage.executor.busy)
             state.report(renewed(loss, generation.lose(home), whole=False))

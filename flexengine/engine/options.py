@@ -18,7 +18,7 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
 from flexengine.parallel.group import Group
-from flexengine.places import MOST_WORKERS, worker_names
+from flexengine.places import MOST_WORKERS
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
@@ -122,7 +122,7 @@ class MachineOptions:
         given = self.attention_workers
         if isinstance(given, int):
             return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
-        return worker_tiers([connecting(*each) for each in zip(worker_names(len(given)), given, strict=True)])
+        return worker_tiers(list(map(connecting, given)))
 
     @property
     def _sharing(self) -> int:

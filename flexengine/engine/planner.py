@@ -17,6 +17,7 @@ from flexengine.measure import store
 from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
+from flexengine.places import is_worker
 from flexengine.plan.assumed import assumed
 from flexengine.plan.attended import unused
 from flexengine.plan.cost import Cost
@@ -93,7 +94,7 @@ class Planner:
         self.block: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
         self._hardware_override = hardware is not None
-        self._searched: Search | None = None  # the last search
+        self._searched: Search | None = None  # the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
@@ -183,10 +184,9 @@ class Planner:
         with activity("planning", "searching the policy with the shortest predicted time"):
             first = search(facts, known, workload, options)
             complete = self._hardware is not None or store.knows(known, facts)
-            if not complete and measure and first.best.seconds >= MIN_JOB_SECONDS:
-                first = search(facts, self.hardware(), workload, options)
-            self._searched = first
-            return first
+            if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
+                return first
+            return search(facts, self.hardware(), workload, options)
 
     def choose(
         self,
@@ -204,16 +204,21 @@ class Planner:
             prefill_tokens: most tokens of a prefill chunk; None takes the planner's `prefill_tokens`.
         """
         options = Options(prefill_tokens or self.prefill_tokens, block=block or self.block)
+        self._searched = self._choice(workload, resident, options)
+        return self._searched.best
+
+    def _choice(self, workload: Workload, resident: Policy | None, options: Options) -> Search:
+        """Return the search whose best policy `choose` returns."""
         if resident is None:
-            return self.search(workload, options).best
+            return self.search(workload, options)
         try:
-            beside = self.search(workload, replace(options, placed=resident), measure=False).best
+            beside = self.search(workload, replace(options, placed=resident), measure=False)
         except OutOfMemory:
-            return self.search(workload, options, measure=False).best
-        if beside.seconds < MIN_JOB_SECONDS:
+            return self.search(workload, options, measure=False)
+        if beside.best.seconds < MIN_JOB_SECONDS:
             return beside
-        other = self.search(workload, options, measure=False).best
-        return other if other.total_seconds < beside.seconds else beside
+        other = self.search(workload, options, measure=False)
+        return other if other.best.total_seconds < beside.best.seconds else beside
 
     def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, resident: Policy | None) -> Layout:
         """Return a layout of at most half the block after an out-of-memory error.
@@ -223,7 +228,7 @@ class Planner:
 
         Args:
             layout: the layout under which memory ran out.
-            tier: the tier that ran out, device or host.
+            tier: the tier that ran out: device, host, or an attention worker.
             missing: bytes that could not be allocated; 0 if the number is unknown.
             resident: the policy under which weights are in memory; None if none are.
 
@@ -231,14 +236,13 @@ class Planner:
             OutOfMemory: no such layout fits.
         """
         capacity, other = self.machine.capacity, "host" if tier == "device" else "device"
-        booked = layout.total(tier) + (layout.total(other) if capacity.shared else 0)
+        in_ram = capacity.shared and not is_worker(tier)
+        booked = layout.total(tier) + (layout.total(other) if in_ram else 0)
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # bytes for memory other than tensors
-        if capacity.shared and capacity.device is not None:
+        if in_ram and capacity.device is not None:
             aside = capacity.device - max(planned(capacity).device or 0, booked)
-        budget = booked - lost + aside
-        smaller = replace(capacity, device=budget) if tier == "device" else replace(capacity, host=budget)
-        self.machine.capacity = smaller
+        self.machine.capacity = capacity.limited({tier: booked - lost + aside})
         if self._hardware is not None:
             self._hardware = self._hardware.with_capacity(self.machine.capacity)
         policy = layout.policy
@@ -262,7 +266,7 @@ class Planner:
         if not self._hardware_override and watch.cost.hardware.measured and (factors := watch.factors()):
             opened = self.opened
             key = store.key_of(self.machine, opened.dtype, opened.files)
-            planned = replace(watch.cost.hardware, workers=(), worker_attention={}, worker_links={},
+            planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
                               worker_seconds=0.0, worker_cores={})  # fmt: skip
             latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
@@ -274,17 +278,22 @@ class Planner:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
         known = self._hardware or store.obtain(self.machine, self.opened)
         known = known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
-        if not self.machine.workers or known.worker_attention:
+        if not self.machine.workers:
             return known
-        return replace(known, **self._workers)
+        if not known.worker_attention:
+            known = replace(known, **self._workers)
+        return known.with_capacity(self.machine.capacity)  # a new worker may have other memory than the lost one
 
     @cached_property
     def _workers(self) -> dict[str, Any]:
         """Fields of `Hardware` about attention workers, which are measured once, before the first job takes their
-        memory. Empty if a worker is lost meanwhile, as the job replaces it, or has no room for a page."""
+        memory. Empty if a worker is lost meanwhile, which the job will replace, or has no room for a page, which other
+        engines may hold."""
         try:
             return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
-        except (WorkerLost, OutOfMemory):
+        except (WorkerLost, OutOfMemory) as error:
+            message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
+                    " the device", logging.WARNING)  # fmt: skip
             return {}
 
     def hardware(self) -> Hardware:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
+from flexengine.places import is_worker
 from flexengine.plan.layout import Layout
 from flexengine.plan.words import count
 from flexengine.policy import Policy
@@ -98,6 +99,9 @@ def exhausted(lack: Shortage, layout: Layout, times: int, why: OutOfMemory | Non
     message = f"{lack}, with {shape(layout.policy)}{tried}"
     if why is not None:
         message += f", and there is no smaller plan: {why}"
-    option = "--device-mem" if lack.tier == "device" else "--host-mem"
-    message += f"; end other programs that use memory, or set {option} to less than the free memory"
+    if is_worker(lack.tier):
+        message += "; end other engines that use the worker, or give it a larger --worker-mem"
+    else:
+        option = "--device-mem" if lack.tier == "device" else "--host-mem"
+        message += f"; end other programs that use memory, or set {option} to less than the free memory"
     return RanOut(lack.tier, lack.what, lack.needed, message)

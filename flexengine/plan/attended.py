@@ -6,6 +6,7 @@ merged parts may differ in the last bits, and results must not depend on the pla
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from operator import attrgetter
 
@@ -50,8 +51,9 @@ def try_workers(placement: Placement) -> None:
         if not count_by_tier(block, split).get(WORKERS):
             continue
         choice = Choice(False, False, attended=split, partition=partition)
-        for shape in _shapes(placement, block, max(1, workers / 2) if partition == REQUESTS else 1):
-            placement.solve_placement(shape, choice, wide=True)
+        shapes_of = _shapes(placement, block, max(1, workers / 2) if partition == REQUESTS else 1)
+        for shape, schedule in product(shapes_of, ("continuous", "diagonal")):
+            placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)
 
 
 def without_workers(tried: Tried, best: Prediction) -> Prediction:

@@ -89,13 +89,13 @@ class Attention:
         """Return (cached tokens of a sequence, bytes of KV per second) of decode attention that a place computes.
 
         If the place's rate is unknown, it is assumed equal to the rate of moving the KV to the device. Place "workers"
-        is all attention workers together.
+        is all attention workers together: each holds an equal part of every sequence, so the slowest one counts.
         """
         hardware = self.hardware
         if place == WORKERS or is_worker(place):
             moved = at(hardware.links["h2d"], EXTENT)
             workers = workers_in_memory(hardware.places) if place == WORKERS else (place,)
-            return ((1.0, sum(hardware.worker_attention.get(worker, moved) for worker in workers)),)
+            return ((1.0, len(workers) * min(hardware.worker_attention.get(worker, moved) for worker in workers)),)
         if place == "device":
             return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
         plain, flops = (hardware.host_attention, hardware.host_flops) if place == "host" else (None, 0.0)

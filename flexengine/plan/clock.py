@@ -19,7 +19,7 @@ from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
-from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
+from flexengine.plan.terms import Crossing, Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.order import Batch, Cell, Piece
@@ -197,9 +197,9 @@ class Clock:
             nbytes = batch.tokens * model.hidden * model.itemsize
             yield Move(lane, HIDDEN, home, nbytes, nbytes)
         elif task.op in (Op.SEND, Op.SEND_KEYS, Op.FETCH):
-            keys = model.sent - model.fetched
-            whole = model.fetched if batch.queries_first else model.sent
-            nbytes = batch.tokens * {Op.SEND: whole, Op.SEND_KEYS: keys}.get(task.op, model.fetched)
+            crossing = Crossing.of(model, self.cost.hardware, self.layout.policy, home)
+            sent = crossing.queries + crossing.keys * (not batch.queries_first)
+            nbytes = batch.tokens * {Op.SEND: sent, Op.SEND_KEYS: crossing.keys}.get(task.op, crossing.answers)
             yield Move(lane, CACHE, home, nbytes, nbytes)
         else:
             yield from self._pages(task, batch)
@@ -209,12 +209,13 @@ class Clock:
         lane, home, loads = task.lane, task.home, task.op is Op.LOAD_CACHE
         pool = self.layout.pool_of(home, task.cell.layer)
         page = pool.page_tokens * self.cost.model.kv_token
+        share = Crossing.of(self.cost.model, self.cost.hardware, self.layout.policy, home).pages
         whole = [p for p in batch.pieces if loads or not (home == "host" and p.decodes)]
         if loads:
             pages = sum(self._loaded(p, pool) for p in whole)
         else:
             pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
-        yield Move(lane, CACHE, home, pages * page, page_transfer(self.cost.hardware, lane, page, pages))
+        yield Move(lane, CACHE, home, share * pages * page, page_transfer(self.cost.hardware, lane, page, pages))
         single = (len(batch.pieces) - len(whole)) * self.cost.model.kv_token
         yield Move(lane, CACHE, home, single, single)
 

@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import is_worker, workers_in_memory
+from flexengine.places import is_filed, is_worker, workers_in_memory
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -271,6 +271,8 @@ class Cost:
             if tier in workers:  # sequences enter workers by turns
                 before = before or left
                 left = min(left, before / len(workers))
+            elif is_filed(tier):  # it takes what is left of the share of all workers
+                left = min(left, homes[tier] - sum(n for place, n in counts.items() if is_worker(place)))
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, left))
             room += tokens
         whole = sum(counts.values()) or 1.0

@@ -39,7 +39,7 @@ def near(cost: Cost, policy: Policy) -> Prediction | None:
     for place in places:
         cache = (float(place == DEVICE), float(place == HOST), 0.0)
         for delegate in (False, True)[: 1 + (place == HOST)]:
-            other = replace(policy, cache=cache, delegate=delegate, partition=REQUESTS)
+            other = replace(policy, cache=cache, delegate=delegate, partition=REQUESTS, queries_first=False)
             found.append(_predicted(cost, other))
     return min(filter(None, found), key=lambda p: p.total_seconds, default=None)
 

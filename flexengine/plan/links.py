@@ -17,12 +17,12 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import CACHE, fraction
+from flexengine.plan.terms import LOG_SUM_BYTES, Crossing
 from flexengine.plan.words import digits, duration, size
 from flexengine.plan.workload import Workload
-from flexengine.policy import REQUESTS, TOKENS
+from flexengine.policy import REQUESTS, TOKENS, Policy
 
 NEGLIGIBLE = 0.01  # share of a sweep
-_FLOAT = 4  # bytes of a log-sum-exp
 
 
 def token_bytes(model: ModelFacts, partition: str, workers: int) -> int:
@@ -31,7 +31,7 @@ def token_bytes(model: ModelFacts, partition: str, workers: int) -> int:
     if partition != TOKENS:
         return model.sent + model.fetched
     queries = model.fetched  # as many bytes as the output
-    return model.sent + (workers - 1) * queries + workers * (model.fetched + _FLOAT * model.heads)
+    return model.sent + (workers - 1) * queries + workers * (model.fetched + LOG_SUM_BYTES * model.heads)
 
 
 def least_bandwidth(nbytes: float, layers: int, block: float, seconds: float) -> float:
@@ -87,10 +87,10 @@ class Links:
         if not work:
             return None
         share = sum(prediction.fractions[fraction(CACHE, w)] for w in work)
-        question = policy.gpu_batch_size * model.sent  # bytes
-        rates = {w: at(hardware.lane_rates(attention_lanes(w)[0]), question) for w in work}
-        asked = {w: times[0] * rates[w] / question for w, times in work.items()}
-        total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(work))
+        members = {worker for w in work for worker in policy.team(w, hardware.places)}
+        asked = {w: times[0] / _question_seconds(model, hardware, policy, w) for w, times in work.items()}
+        rates = [at(hardware.lane_rates(attention_lanes(w)[0]), policy.gpu_batch_size * model.sent) for w in members]
+        total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(members))
         # A gpu_batch asks one worker, or all of them if each holds a part of every sequence.
         asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items()}
         batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
@@ -99,9 +99,9 @@ class Links:
             computing=layer[DEVICE], loading=max(others, default=0.0),
             moving=max(down + up for down, _, up in work.values()),
             attending=max(attention for _, attention, _ in work.values()),
-            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=min(rates.values()),
+            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=min(rates),
             least=least_bandwidth(nbytes, 1, total * policy.gpu_batch_size, layer[DEVICE]),
-            token_bytes=nbytes, measured=set(work) <= set(hardware.worker_links), workers=len(work),
+            token_bytes=nbytes, measured=members <= set(hardware.worker_links), workers=len(members),
         )  # fmt: skip
 
     @property
@@ -121,6 +121,14 @@ class Links:
         """Whether the device waits for no worker, or for less than `NEGLIGIBLE` of the time."""
         waits = self.away - self.meanwhile
         return self.longest in ("products", "loads") and waits < NEGLIGIBLE * max(self.computing, self.loading)
+
+
+def _question_seconds(model: ModelFacts, hardware: Hardware, policy: Policy, worker: str) -> float:
+    """Return the seconds of a gpu_batch's question on a worker's lane, as the cost model counts them."""
+    crossing, lane = Crossing.of(model, hardware, policy, worker), attention_lanes(worker)[0]
+    sent = crossing[:2] if policy.queries_first else (crossing.queries + crossing.keys,)
+    each = [policy.gpu_batch_size * nbytes for nbytes in sent]
+    return float(sum(hardware.link_seconds(lane, nbytes, nbytes) for nbytes in each))
 
 
 def worker_words(

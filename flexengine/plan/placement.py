@@ -36,7 +36,7 @@ class Choice:
         delegate: whether attention is delegated for KV cache on the host.
         attended: split of the KV cache that has a share on attention workers, and that the program does not change;
             None if workers have no share.
-        partition: as in `Policy`.
+        partition, queries_first: as in `Policy`.
     """
 
     cache: bool
@@ -44,13 +44,20 @@ class Choice:
     delegate: bool = False
     attended: Split | None = None
     partition: str = REQUESTS
+    queries_first: bool = False
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
         """Return the data that leave the device under a policy."""
         if policy.works:
-            return cls(False, False, policy.delegate, policy.cache, policy.partition)
+            return cls(False, False, policy.delegate, policy.cache, policy.partition, policy.queries_first)
         return cls(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
+
+    def onto(self, shape: Policy) -> Policy:
+        """Return a shape with all KV cache on the device, or with the fixed split."""
+        if self.attended is None:
+            return shape
+        return replace(shape, cache=self.attended, partition=self.partition, queries_first=self.queries_first)
 
 
 @dataclass
@@ -100,7 +107,7 @@ class Placement:
         return self._solvable[key]
 
     def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
-        shape = replace(shape, cache=choice.attended or shape.cache, partition=choice.partition)
+        shape = choice.onto(shape)
         rows, allowed = self._memories(shape, choice), self._allowed(choice)
         if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False
@@ -128,7 +135,7 @@ class Placement:
 
     def problem(self, shape: Policy, choice: Choice) -> Problem:
         """Return the linear program of a block shape."""
-        shape = replace(_bare(shape), cache=choice.attended or ON_DEVICE, partition=choice.partition)
+        shape = choice.onto(_bare(shape))
         return self._problem(shape, choice, self._memories(shape, choice))
 
     def _problem(self, shape: Policy, choice: Choice, rows: tuple[Memory, ...]) -> Problem:
@@ -206,7 +213,8 @@ class Placement:
 
 def _bare(shape: Policy) -> Policy:
     """Return the shape with fixed splits, as a key for shapes that differ only in splits."""
-    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False, partition=REQUESTS)
+    return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False,
+                   partition=REQUESTS, queries_first=False)  # fmt: skip
 
 
 def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Policy:
@@ -217,7 +225,7 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
 
     cache = choice.attended or split(CACHE)
     return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN),
-                   delegate=choice.delegate and cache[1] > 0, partition=choice.partition)  # fmt: skip
+                   delegate=choice.delegate and cache[1] > 0)  # fmt: skip
 
 
 def _solved(problem: Problem) -> Solution | None:

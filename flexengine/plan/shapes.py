@@ -127,7 +127,7 @@ def placed_like(shape: Policy, placed: Policy) -> Policy:
     """Return `shape` with the splits, slots, schedule, delegation and partition of `placed`."""
     return sensible(replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
                             slots=placed.slots, schedule=placed.schedule, delegate=placed.delegate,
-                            partition=placed.partition))  # fmt: skip
+                            partition=placed.partition, queries_first=placed.queries_first))  # fmt: skip
 
 
 def sensible(policy: Policy) -> Policy:

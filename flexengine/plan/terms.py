@@ -32,9 +32,10 @@ from flexengine.plan.paging import Array, LayerPages
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
-from flexengine.policy import Policy
+from flexengine.policy import TOKENS, Policy
 from flexengine.schedule.routes import Routes
 
+LOG_SUM_BYTES = 4  # of a log-sum-exp
 LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
 
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
@@ -115,6 +116,35 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
     return page if alone else page * max(1.0, pages)
 
 
+class Crossing(NamedTuple):
+    """Bytes of a token in one layer over the lanes of a place that computes attention. Several workers work at the same
+    time, over connections of their own: the slowest counts, with its bytes at the rate of the place's lanes.
+
+    Attributes:
+        queries, keys: to the place; keys with values.
+        answers: from the place.
+        pages: share of the bytes of pages.
+    """
+
+    queries: float
+    keys: float
+    answers: float
+    pages: float = 1.0
+
+    @staticmethod
+    def of(model: ModelFacts, hardware: Hardware, policy: Policy, place: str) -> "Crossing":
+        """Return the bytes of a place."""
+        team, keys = policy.team(place, hardware.places), model.sent - model.fetched
+        if len(team) < 2:
+            return Crossing(model.fetched, keys, model.fetched)
+        links, n = hardware.worker_links, len(team)
+        slower = links[place] / min(links[worker] for worker in team) if links.keys() >= set(team) else 1.0
+        queries, answers = model.fetched / n, model.fetched / n
+        if policy.partition == TOKENS:  # every worker gets all queries, and sends a log-sum-exp for each
+            queries, answers = model.fetched, model.fetched + LOG_SUM_BYTES * model.heads
+        return Crossing(slower * queries, slower * keys / n, slower * answers, slower / n)
+
+
 @dataclass(frozen=True)
 class Sweeping:
     """Terms of the data that a policy moves.
@@ -167,10 +197,11 @@ class Sweeping:
             delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming
             stored = sweeps.prompt_stored if delegated or place == "host" else sweeps.stored
+            token_bytes = token * Crossing.of(model, self.hardware, self.policy, place).pages
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
                 for lane in lanes:
                     transfer = page_transfer(self.hardware, lane, self.page_tokens * model.kv_token, gpu_batch)
-                    yield Move(lane, CACHE, place, tokens * token, transfer)
+                    yield Move(lane, CACHE, place, tokens * token_bytes, transfer)
             if place == "host" and not delegated:
                 single = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.page_tokens
                 for lane in way.store[place]:
@@ -183,8 +214,9 @@ class Sweeping:
         for home, place in self.policy.attended(self.hardware.places).items():
             down, there, up = routes(self.hardware).attend[place]
             first, cells = self.policy.queries_first and is_worker(place), tokens / gpu_batch
-            yield Move(up, CACHE, home, tokens * model.fetched, gpu_batch * model.fetched)
-            for sent in (model.fetched, model.sent - model.fetched) if first else (model.sent,):
+            crossing = Crossing.of(model, self.hardware, self.policy, place)
+            yield Move(up, CACHE, home, tokens * crossing.answers, gpu_batch * crossing.answers)
+            for sent in crossing[:2] if first else (crossing.queries + crossing.keys,):
                 yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
             attended = decode_attention(self.rates, sweeps, self.policy.attended_by(place)) * sweeps.counted
             asking = self.hardware.worker_seconds if is_worker(place) else 0.0

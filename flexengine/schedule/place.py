@@ -80,12 +80,12 @@ def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
         policy: the policy.
         places: places of the machine.
     """
-    by_place = dict(count_by_tier(policy.block_size, policy.cache))
+    places, by_place = tuple(places), dict(count_by_tier(policy.block_size, policy.cache))
     shared, workers = by_place.pop(WORKERS, 0), workers_in_memory(places)
     late = dict.fromkeys(filter(is_filed, places), shared)
     if policy.partition != REQUESTS:
         workers, late = workers[:1], {}
-    each = late | {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)}
+    each = {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)} | late
     return by_place | {place: n for place, n in each.items() if n}
 
 

@@ -239,7 +239,9 @@ class Sweeps:
         """
         for tier in self._by_load(forecast):
             pools = self.pools[tier]
-            if counts[tier] >= self.places[self._current].get(tier, 0):
+            # A file takes what is left of the share of all workers.
+            taken = sum(counts[worker] for worker in workers_of(self.pools)) if is_filed(tier) else counts[tier]
+            if taken >= self.places[self._current].get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue

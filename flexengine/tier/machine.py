@@ -152,6 +152,12 @@ class Machine:
         disks = zip(filter(is_disk, self.capacity.places), map(device_of, self.directories), strict=True)
         return [(a, b) for (a, one), (b, other) in combinations(disks, 2) if one == other]
 
+    def renew(self, place: str) -> None:
+        """Replace a lost attention worker. The new one may have other memory. Raise as `Tier.renew`."""
+        tier = self.tier(place)
+        tier.renew()
+        self.capacity = self.capacity.limited({place: tier.ledger.capacity})
+
     def tier(self, place: str) -> Tier:
         """Return the tier of a place, such as device, host, disk or disk2."""
         return self.tiers[place]

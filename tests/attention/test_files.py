@@ -1,6 +1,7 @@
 """Attention workers with pages in a file: sequences that find no room in memory go there, whole."""
 
 import os
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.attention import files
 from flexengine.errors import InvalidInput
 from flexengine.places import worker_names, workers_in_memory
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.cost import Cost
+from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.attention_workers import listening
 from tests.helpers.families import LENGTHS, NEW
+from tests.helpers.plans import FLAT, opt
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 ALL = {"workers": 1}
@@ -84,6 +89,26 @@ def test_sequences_enter_files_last() -> None:
     assert homes[4:] == ["workerfile1", "workerfile1"]
 
 
+def test_a_file_takes_only_what_is_left_of_the_share() -> None:
+    """Of six sequences, four may be at workers. They have room for two, so the file takes two, and the device the rest.
+    The cost model divides them in the same way."""
+    model, work = opt(2, 64, 2, 512), Workload({(20, 10): 6})
+    page = 2 * 16 * model.kv_token  # two layers
+    capacity = Capacity(1 << 30, 1 << 30, 1 << 40, shared=False, staged=True, filed=1,
+                        workers=(2 * page + 4096, 2 * page + 4096, 1 << 30))  # fmt: skip
+    policy = Policy(3, 2, cache={"workers": 4 / 6, "device": 2 / 6})
+    layout = lay_out(model, policy, work, capacity)
+    sweeps = Sweeps(policy, layout.pools)
+    for number in range(6):
+        sweeps.add(Sequence(number, 20, 10))
+    sweeps.begin(lambda sequence, tokens: None)
+    homes = Counter(sequence.home for sequence in sweeps.live.values())
+    assert homes == {"worker1": 1, "worker2": 1, "workerfile1": 2, "device": 2}
+    found = Cost(model, FLAT.with_capacity(capacity), work).predict(layout).fractions
+    assert {place: found[f"cache@{place}"] for place in homes} == pytest.approx(
+        {place: n / 6 for place, n in homes.items()}, rel=0.15)  # it counts mean tokens, not pages
+
+
 def test_names_and_shares() -> None:
     places = ("device", "host", "disk", *worker_names(3, 1))
     assert places[3:] == ("worker1", "worker2", "workerfile1")
@@ -94,7 +119,9 @@ def test_names_and_shares() -> None:
 
 def test_directories_that_cannot_hold_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"cannot hold a file of pages \(No such file or directory\)"):
-        files.read_rate(tmp_path / "none")
+        files.read_rate(tmp_path / "none", 1)
+    with pytest.raises(InvalidInput, match=r"--worker-mem is 100,[0,]+ bytes, but the disk of .* free bytes; give"):
+        files.read_rate(tmp_path, 10**17)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(OSError, match="No space left"):
         files.mapped(tmp_path, 2 * free)

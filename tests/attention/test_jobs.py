@@ -228,8 +228,8 @@ def test_no_worker_stays_behind_if_the_model_cannot_be_opened(monkeypatch: pytes
     made = list[ThreadWorker]()
 
     class Noted(ThreadWorker):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
             made.append(self)
 
     monkeypatch.setattr(local, "LocalWorker", Noted)

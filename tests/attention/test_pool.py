@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,10 +118,10 @@ def test_engines_share_the_memory(worker: Any) -> None:
         assert (first.memory, first.others) == (MEMORY, 0)
         handle = first.allocate(MEMORY - (1 << 16))
         assert handle is not None
-        second = WorkerTier(connecting("worker1", address))
+        second = WorkerTier(connecting(address), "worker1")
         stack.callback(second.close)
         assert (second.ledger.capacity, second.client.others) == (1 << 16, MEMORY - (1 << 16))
-        third = WorkerTier(connecting("worker1", address))
+        third = WorkerTier(connecting(address), "worker1")
         stack.callback(third.close)
         region = second.allocate(1 << 15, "KV cache")
         third.allocate(1 << 14, "KV cache")
@@ -190,7 +191,7 @@ def test_a_lost_connection_frees_its_pages(worker: Any) -> None:
 def test_an_engine_that_connects_again_gets_its_memory_back(worker: Any) -> None:
     """The worker has not noticed that the older connection is of no use: only its engine knows."""
     address, _ = worker
-    connect = connecting("worker1", address)
+    connect = partial(connecting(address), "worker1")
     older = connect()
     send = question(older, 64)
     assert answered(send(), 64)

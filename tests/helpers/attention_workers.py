@@ -62,7 +62,7 @@ class NetWorker(ThreadWorker):
 
 def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
     """Return the tiers of workers in threads."""
-    return [WorkerTier(lambda place=place: ThreadWorker(place, memory, 1)) for place in worker_names(count)]
+    return [WorkerTier(lambda place: ThreadWorker(place, memory, 1), name) for name in worker_names(count)]
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ class Losses:
         self.sweeps = list[dict[int, tuple[str, int, bool]]]()
         self.lost = list[tuple[int, str]]()
         self.workers, self.calls, self._at = list[ThreadWorker](), 0, set(at)
-        patch.setattr(local, "LocalWorker", lambda *args: self._made(kind, *args))
+        patch.setattr(local, "LocalWorker", lambda *args, **more: self._made(kind, *args, **more))
         for name in calls:
             patch.setattr(kind, name, self._counted(getattr(kind, name)))
         begin = Worker.begin
@@ -119,10 +119,10 @@ class Losses:
 
         patch.setattr(Worker, "begin", noted)
 
-    def _made(self, kind: type[ThreadWorker], place: str, *args: Any) -> ThreadWorker:
+    def _made(self, kind: type[ThreadWorker], place: str, *args: Any, **more: Any) -> ThreadWorker:
         if self.sweeps:
             self.lost.append((len(self.sweeps) - 1, place))
-        self.workers.append(worker := kind(place, *args))
+        self.workers.append(worker := kind(place, *args, **more))
         return worker
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,14 +11,15 @@ from flexengine.errors import OutOfMemory
 from flexengine.places import WORKERS
 from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.cost import Cost
+from flexengine.plan.explain import report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.least import planned
-from flexengine.plan.search import Search, search
+from flexengine.plan.search import Search, placement_problem, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
-from tests.helpers.plans import FLAT, opt
+from tests.helpers.plans import FLAT, both, opt
 
 MODEL = opt(12, 1024, 16, 4096)
 WEIGHTS = sum(t.held_bytes for t in MODEL.tensors)
@@ -30,6 +31,7 @@ WORKERS_OF = dict(workers=(PAGES, PAGES), worker_attention={"worker1": 5e10, "wo
                   worker_links={"worker1": 1e10, "worker2": 1e10})  # fmt: skip
 # Weights are read from disk in every sweep, so a larger block is faster.
 SMALL = replace(FLAT, device_bytes=WEIGHTS // 2 + 4 * SEQUENCE, host_bytes=64 << 20, disk_bytes=1 << 40)
+ROOMY = replace(FLAT, device_bytes=1 << 30, host_bytes=1 << 30, disk_bytes=1 << 40)
 LARGE = replace(FLAT, device_bytes=WEIGHTS + 2 * PAGES, host_bytes=1 << 30, disk_bytes=1 << 40)
 
 
@@ -110,6 +112,33 @@ def test_no_policy_drawn_at_random_is_much_better(seed: int) -> None:
     fitting = random_seconds(hardware, LONG, seed)
     assert len(fitting) > 10
     assert min(fitting) >= 0.95 * search(MODEL, hardware, LONG).best.total_seconds
+
+
+@pytest.mark.parametrize("partition", ["heads", "tokens"])
+def test_the_slowest_of_workers_that_share_sequences_counts(partition: str) -> None:
+    """Attention and connection of two workers, one ten times as slow, take the time of two slow ones."""
+    policy = Policy(4, 2, (0, 0, 1), split_of(1.0), prefill_tokens=128, partition=partition)
+    rates, links = ({"worker1": a, "worker2": b} for a, b in ((5e8, 5e7), (1e8, 1e7)))
+    slow = {"worker_attention": {"worker1": 5e7, "worker2": 5e7}, "worker_links": {"worker1": 1e7, "worker2": 1e7}}
+    unequal = both(MODEL, with_workers(ROOMY, worker_attention=rates, worker_links=links), LONG, policy)
+    equal = both(MODEL, with_workers(ROOMY, **slow), LONG, policy)
+    for one, other in zip(unequal, equal, strict=True):
+        assert one.busy["worker1"] == pytest.approx(other.busy["worker1"])
+        assert one.busy["worker1_send"] == pytest.approx(other.busy["worker1_send"])
+    tokens = sum((n - 1) * times for (_, n), times in LONG.sizes.items()) * len(MODEL.layers)
+    each = MODEL.fetched + (MODEL.sent - MODEL.fetched) / 2 if partition == "tokens" else MODEL.sent / 2
+    assert equal[1].busy["worker1_send"] == pytest.approx(tokens * each / 1e7)
+
+
+def test_queries_that_go_first_stay() -> None:
+    """In the linear program of a policy, and in its text."""
+    hardware = with_workers(ROOMY)
+    policy = Policy(4, 2, (0, 0, 1), split_of(1.0), prefill_tokens=128, queries_first=True)
+    assert placement_problem(MODEL, hardware, LONG, policy).phases
+    prediction = both(MODEL, hardware, LONG, policy)[0]
+    assert "queries" in report("toy", MODEL, hardware, LONG, prediction)
+    placed = search(MODEL, hardware, LONG, Options(placed=policy)).best.policy
+    assert placed.queries_first
 
 
 def test_a_limit_of_the_block_holds() -> None:

@@ -113,6 +113,13 @@ def test_what_hides(name: str, hardware: Hardware, policy: Policy, longest: str,
     assert ("the link does not hide" in verdict) == (longest == "transfers")
 
 
+@pytest.mark.parametrize("partition", [REQUESTS, HEADS, TOKENS])
+def test_all_workers_of_a_team_count(partition: str) -> None:
+    links, _, _ = run(machine(), replace(POLICY, partition=partition))
+    assert (links.workers, links.token_bytes) == (2, token_bytes(model(), partition, 2))
+    assert links.batches == pytest.approx(8, rel=0.1)
+
+
 def test_lines_of_the_report() -> None:
     hardware = machine(link=2e9)
     prediction, _ = both(grouped(4), hardware, WORK, POLICY)

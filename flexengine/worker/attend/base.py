@@ -115,6 +115,7 @@ class Attender(ABC):
     def attend_cached(self, k: int) -> None:
         """Compute attention of the queries of gpu_batch k over the cached tokens. `attend` adds the new tokens."""
         raise NotImplementedError
+
     def drain(self, lost: str) -> None:  # noqa: B027 - an attender in this process has no answers under way
         """Wait for the answers of a sweep that broke off, so that buffers and pages can be used again.
 

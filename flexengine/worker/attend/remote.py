@@ -6,7 +6,6 @@ grouped heads), or are in memory that both processes map. Page tables cross it o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -230,12 +229,13 @@ class RemoteAttender(BufferedAttender):
         )  # fmt: skip
 
     def drain(self, lost: str) -> None:
-        for pending in chain.from_iterable(self._waiting.values()):
-            try:
-                pending.drain()
-            except WorkerLost as error:
-                if error.place != lost:
-                    raise
+        for waiting in self._waiting.values():
+            for desk, pending in zip(self.desks, waiting, strict=False):  # a sweep may break off between two questions
+                try:
+                    desk.client.drain(pending)
+                except WorkerLost as error:
+                    if error.place != lost:
+                        raise
         self._waiting.clear()
 
     def close(self) -> None:
