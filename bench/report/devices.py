@@ -61,6 +61,13 @@ def _workers(folder: Path) -> Iterator[Row]:
                f" {short(decode['workers'])} to {short(decode['one process'])}; predicted seconds"
                f" {short(plan['workers'])} and {short(plan['one process'])} of the measured ones",
                _tokens(line), line["time"][:10])  # fmt: skip
+    if line := found.get("choice"):
+        for name, each in line["cases"].items():
+            seconds, used = each["seconds"], all(each["used"])
+            yield (f"{name}: without workers, as planned with {line['case']['workers']}, and with workers in any case",
+                   f"{short(seconds['alone'])}, {short(seconds['planned'])}, {short(seconds['forced'])} s;"
+                   f" the plan {'uses' if used else 'does not use'} workers", _tokens(each),
+                   line["time"][:10])  # fmt: skip
     if line := found.get("grid"):
         yield ("1 to 4 attention workers x partitions x cache formats x 3 families, in shared memory and over TCP",
                f"{line['runs']} runs", "tokens equal" if line["same"] else f"{len(line['differ'])} runs differ",

@@ -2,8 +2,8 @@
 
 python -m bench.workers [--cases block choice grid queries kills] [--turns 3] [--kills 40] [--folder DIR] [--out FILE]
 
-block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process, under
-the policy that its planner chooses, takes turns with the same process and workers that each have as much memory.
+block: contexts of 2,000 tokens on a simulated accelerator whose weights come from a throttled disk. One process takes
+turns with the same process and workers that each have as much memory; both under the policies that the planner chooses.
 choice: jobs for which workers pay, and jobs for which they do not: without workers, with workers that the planner may
 use, and with workers that it must use. grid: tokens of three families under all partitions and cache formats, with one
 to four workers, through shared memory and over TCP, beside those of one process. queries: seconds of a decode sweep
@@ -62,10 +62,8 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
     job = {"model": str(model), "device": "sim", "memory": MEMORY, "host": HOST, "tokens": TOKENS,
            "folder": str(directory), "measure": True, "links": {"disk_read": DISK, "disk_write": DISK},
            "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(CONTEXT)] for _ in range(ROWS)]}  # fmt: skip
-    policy = {"gpu_batch_size": 2, "num_gpu_batches": ROWS // 2, "schedule": "diagonal", "weights": [0.1, 0, 0.9],
-              "cache": {"workers": 1}, "prefill_tokens": 512}  # fmt: skip
     sides = {"one process": job,
-             "workers": {**job, "policy": policy, "workers": WORKERS, "worker_mem": MEMORY + HOST}}  # fmt: skip
+             "workers": {**job, "workers": WORKERS, "worker_mem": MEMORY + HOST}}  # fmt: skip
     runs: dict[str, list[Record]] = {name: [] for name in sides}
     for _ in range(turns):
         for name, given in sides.items():
@@ -79,7 +77,7 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
               for name, each in runs.items()}  # fmt: skip
     same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
     case = {"name": "block", "rows": ROWS, "context": CONTEXT, "tokens": TOKENS, "workers": WORKERS, "memory": MEMORY,
-            "host": HOST, "worker_mem": MEMORY + HOST, "disk": DISK, "policy": policy}  # fmt: skip
+            "host": HOST, "worker_mem": MEMORY + HOST, "disk": DISK}  # fmt: skip
     record = header(case) | {
         "tok_s": rates, "ratio": rates["workers"] / rates["one process"], "decode_tok_s": decode,
         "decode_ratio": decode["workers"] / decode["one process"], "predicted_to_measured": errors, "same": same,

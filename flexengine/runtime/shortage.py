@@ -20,7 +20,7 @@ class Shortage(Exception):
     """A job ran out of memory in a tier.
 
     Attributes:
-        tier: device or host.
+        tier: device, host, or an attention worker.
         what: data or computation that needed the memory.
         needed: bytes requested; 0 if the error does not state them.
     """

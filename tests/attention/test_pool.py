@@ -21,7 +21,10 @@ from flexengine.attention.pool import Pool
 from flexengine.attention.server import identity
 from flexengine.attention.tables import Tables
 from flexengine.attention.tier import WorkerTier
+from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
+from flexengine.plan.workload import Workload
+from flexengine.runtime.shortage import Shortage
 from tests.helpers.attention_workers import listening
 from tests.helpers.families import NEW
 
@@ -150,6 +153,21 @@ def test_an_engine_says_that_others_hold_the_memory(families: Any, worker: Any) 
         other.free(handle)
         other.close()
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+def test_only_the_worker_that_is_short_shrinks(families: Any, worker: Any) -> None:
+    """Its budget becomes less than what was booked there; RAM keeps its capacity."""
+    (address, _), known = worker, families("llama")
+    with Engine(known.directory, device="sim", device_mem="8M", host_mem="40M",
+                attention_workers=[address]) as engine:  # fmt: skip
+        work, before = Workload.of([(20, 8)] * 40), engine.core.machine.capacity
+        layout = engine.planner.layout_under(Policy(4, 2, cache={"workers": 1}), work)
+        engine.planner.smaller(work, layout, "worker1", 0, None)
+        after = engine.core.machine.capacity
+        assert (after.device, after.host) == (before.device, before.host)
+        assert layout.total("worker1") * 3 / 4 <= after.workers[0] < layout.total("worker1")
+        lack = Shortage("worker1", "KV cache", 0)
+        assert "end other engines that use the worker" in str(exhausted(lack, layout, 1))
 
 
 def test_no_connection_delays_another(worker: Any) -> None:
