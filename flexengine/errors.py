@@ -108,11 +108,12 @@ class WorkerLost(FlexError):
 
     Attributes:
         place: name of its place.
+        why: what was noticed.
     """
 
     def __init__(self, place: str, name: str, why: str) -> None:
         super().__init__(f"attention worker {name} is lost: {why}")
-        self.place = place
+        self.place, self.why = place, why
 
 
 class MemberFailed(FlexError):

@@ -78,6 +78,7 @@ class Client:
         memory: bytes for pages that the worker has, without those that other engines hold.
         others: bytes that other engines held when the worker last told.
         file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
+        pool: number that the worker has drawn.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
     """
@@ -108,7 +109,7 @@ class Client:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
-        self.others, self.file_rate = answer.numbers[2] - self.memory, answer.numbers[3]
+        self.others, self.file_rate, self.pool = answer.numbers[2] - self.memory, *answer.numbers[3:5]
         self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
                          for work in (self._receive, self._beat)]  # fmt: skip
         for thread in self._threads:

@@ -3,7 +3,7 @@
 | kind | from | numbers | body |
 |---|---|---|---|
 | HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine |
-| HELLO | worker | version of the protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0 | name |
+| HELLO | worker | protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0, its number | name |
 | REFUSE | worker | | why it does not serve the engine |
 | BEAT | both | | none; shows that the process lives |
 | ALLOCATE | engine | handle, bytes | none |

@@ -48,7 +48,12 @@ class RemoteWorker(Client):
         except OSError as error:
             why = f"it does not answer ({error.strerror or error}); start it there with flexengine serve-attention"
             raise WorkerLost(place, f"{place} ({address})", f"{why}, and run the same command again") from error
-        super().__init__(Link(connection), place, engine=engine)
+        try:
+            super().__init__(Link(connection), place, engine=engine)
+        except WorkerLost as error:
+            why = f"no attention worker answers there ({error.why}); check the address, or start flexengine" \
+                  " serve-attention there"
+            raise WorkerLost(place, f"{place} ({address})", why) from error
         if self.others:
             message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
         if not self.memory:

@@ -1,5 +1,6 @@
 """Memory and processors of an attention worker, which all its engines share."""
 
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,11 +34,12 @@ class Pool:
         folder: directory of the files that hold pages; None if pages are in memory.
         file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
         taken: bytes of pages that engines hold.
+        number: drawn at random; engines compare it, as a worker may have several addresses.
     """
 
     def __init__(self, memory: int, folder: Path | None = None) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
-        self.memory, self.taken, self.folder = memory, 0, folder
+        self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
         self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}  # by number of the engine

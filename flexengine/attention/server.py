@@ -108,7 +108,8 @@ class Server:
             raise Broken(why)
         self.engine = hello.numbers[1]
         self.pool.join(self.engine, self)
-        self.link.send(Kind.HELLO, (PROTOCOL, self.pool.free, self.pool.memory, self.pool.file_rate), text(self.name))
+        pool = self.pool
+        self.link.send(Kind.HELLO, (PROTOCOL, pool.free, pool.memory, pool.file_rate, pool.number), text(self.name))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):

@@ -5,6 +5,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from flexengine.commands.exit_codes import run_interruptible
 from flexengine.commands.messages import say
 from flexengine.commands.parser import Parser
@@ -37,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput("an address and --worker-mem are needed, as in flexengine serve-attention 10.0.0.2:29600"
                            " --worker-mem 32G")  # fmt: skip
     memory = parse_size(args.worker_mem, "--worker-mem")
+    if args.worker_file is None and memory > (free := psutil.virtual_memory().available):
+        raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; give less, or hold"
+                           " the KV cache in a file with --worker-file")  # fmt: skip
     from flexengine import kernels
     from flexengine.attention.network import address_of, serve_forever
     from flexengine.attention.pool import Pool

@@ -195,7 +195,6 @@ class Job:
             try:
                 home = self.core.renew(stage, loss.place, watch)
             except (WorkerLost, OutOfMemory) as error:
-                message(f"only some rows cannot be computed again: {error}", logging.WARNING)
                 raise loss from error
             self.watch = watch
             state.take_busy(stage.executor.busy)

@@ -77,7 +77,7 @@ def unused(tried: Iterable[Prediction], best: Prediction) -> str:
         best: the chosen policy.
     """
     seconds = min((p.total_seconds for p in tried if p.policy.works), default=None)
-    with_them = "no policy with them fits or is about as fast" if seconds is None else f"{clock(seconds)} with them"
+    with_them = "and no less with them" if seconds is None else f"and {clock(seconds)} with them"
     return f"attention workers are not used: the job is predicted to take {clock(best.total_seconds)} without them," \
            f" {with_them}"
 

@@ -57,7 +57,8 @@ def check_places(policy: Policy, capacity: Capacity) -> None:
     """Raise InvalidInput if the policy names a place that the machine does not have."""
     if policy.works and not capacity.workers:
         raise InvalidInput(f"the policy has a share of the KV cache on {WORKERS}, but there are no attention workers;"
-                           " start some with --attention-workers")  # fmt: skip
+                           " start some with flexengine run --attention-workers, or list their memory as workers in"
+                           " the hardware file of a plan")  # fmt: skip
     if unknown := [place for place in policy.places if place not in (*capacity.places, WORKERS)]:
         raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
                            " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"

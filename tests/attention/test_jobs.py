@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,12 @@ def test_no_worker_stays_behind_if_the_model_cannot_be_opened(monkeypatch: pytes
 def test_too_little_memory_of_workers(families: Any) -> None:
     known = families("llama")
     policy = Policy(8, 1, cache=ALL)
-    with (
-        Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=20_000) as engine,
-        pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set --worker-mem 20480 or more"),
-    ):
-        engine.generate(known.rows, GREEDY)
+    for given in (policy, replace(policy, cache={"workers": 0.75, "device": 0.25})):  # the device cannot stand in
+        with (
+            Engine(known.directory, policy=given, device="cpu", attention_workers=2, worker_mem=20_000) as engine,
+            pytest.raises(OutOfMemory, match=r"worker1 memory: at least .* set --worker-mem 20480 or more"),
+        ):
+            engine.generate(known.rows, GREEDY)
     with Engine(known.directory, policy=policy, device="cpu", attention_workers=2, worker_mem=70_000) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         assert engine.summary.sweeps > NEW  # sequences had to wait

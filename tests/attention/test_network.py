@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, WorkerLost
+from tests.helpers.attention_workers import listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
 
@@ -61,3 +63,27 @@ def test_refusals(families: Any) -> None:
         Engine(model, policy=POLICY, attention_workers=["a:1"], worker_mem="1G")
     with pytest.raises(WorkerLost, match=r"worker1 \(127.0.0.1:\d+\) is lost: it does not answer .*refused"):
         Engine(model, policy=POLICY, device="cpu", attention_workers=[f"127.0.0.1:{port}"])
+
+
+def test_one_worker_with_two_addresses(families: Any) -> None:
+    with listening(1 << 20) as (address, _):
+        other = address.replace("127.0.0.1", "localhost")
+        with pytest.raises(InvalidInput, match=r"worker1 .* and worker2 .* are one attention worker with two"):
+            Engine(families("llama").directory, policy=POLICY, device="cpu", attention_workers=[address, other])
+
+
+def test_an_address_of_another_program(families: Any) -> None:
+    """It answers with other bytes, and ends the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n" * 10)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        said = rf"worker1 \({address}\) is lost: no attention worker answers there \(.*\); check the address"
+        with pytest.raises(WorkerLost, match=said):
+            Engine(families("llama").directory, policy=POLICY, device="cpu", attention_workers=[address])
+        thread.join(10)
