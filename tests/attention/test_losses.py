@@ -129,7 +129,9 @@ def test_losses_while_prompts_are_computed(families: Any, monkeypatch: pytest.Mo
     fields = dict(gpu_batch_size=4, num_gpu_batches=2, cache={"workers": 0.7, "device": 0.3}, prefill_tokens=7)
     job = Job(known, 2, fields, params=SamplingParams(max_tokens=2, ignore_eos=True))
     assert job.tokens == [[tokens[:2]] for tokens in known.expected]
-    assert [sweep for sweep, _ in losses.lost] == list(range(len(at)))  # the first sweep, then those that repeat it
+    sweeps = sorted({sweep for sweep, _ in losses.lost})  # the first sweep, then those that repeat it
+    assert sweeps == list(range(len(sweeps)))
+    assert 1 <= len(sweeps) <= len(losses.lost) <= len(at)  # calls in short succession may meet one sweep
     assert losses.check(dict(enumerate(LENGTHS))) == 0
     assert job.summary.computed_prompt_tokens == sum(LENGTHS)
 
