@@ -27,15 +27,13 @@ from statistics import median
 
 from bench import harness
 from bench.harness import Record
-from bench.models import LlamaShape, make
+from bench.models import make
 from bench.workers import choice, queries
+from bench.workers.choice import DISK, HOST, MEMORY, SHAPE, TOKENS, WORKER_MEMORY, WORKERS
 from bench.workers.grid import VOCABULARY, grid, make_family
 
 CASES = ("block", "choice", "grid", "queries", "kills")
-SHAPE = LlamaShape(16, 768, 2112, 8, vocab=2000, positions=4096, dtype="float32", kv_heads=2)
-ROWS, CONTEXT, TOKENS = 8, 2000, 12
-MEMORY, HOST, DISK = 176 << 20, 96 << 20, 200e6  # bytes of device and host; bytes per second of the disk
-WORKERS = 2
+ROWS, CONTEXT = 8, 2000
 KILL_SECONDS = 12.0  # most seconds between two kills
 
 
@@ -63,7 +61,7 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
            "folder": str(directory), "measure": True, "links": {"disk_read": DISK, "disk_write": DISK},
            "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(CONTEXT)] for _ in range(ROWS)]}  # fmt: skip
     sides = {"one process": job,
-             "workers": {**job, "workers": WORKERS, "worker_mem": MEMORY + HOST}}  # fmt: skip
+             "workers": {**job, "workers": WORKERS, "worker_mem": WORKER_MEMORY}}  # fmt: skip
     runs: dict[str, list[Record]] = {name: [] for name in sides}
     for _ in range(turns):
         for name, given in sides.items():
@@ -77,7 +75,7 @@ def block(turns: int, directory: Path) -> tuple[Record, bool]:
               for name, each in runs.items()}  # fmt: skip
     same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
     case = {"name": "block", "rows": ROWS, "context": CONTEXT, "tokens": TOKENS, "workers": WORKERS, "memory": MEMORY,
-            "host": HOST, "worker_mem": MEMORY + HOST, "disk": DISK}  # fmt: skip
+            "host": HOST, "worker_mem": WORKER_MEMORY, "disk": DISK}  # fmt: skip
     record = header(case) | {
         "tok_s": rates, "ratio": rates["workers"] / rates["one process"], "decode_tok_s": decode,
         "decode_ratio": decode["workers"] / decode["one process"], "predicted_to_measured": errors, "same": same,

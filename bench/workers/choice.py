@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,8 @@ from bench.models import LlamaShape, make
 from bench.workers.grid import serve
 
 SHAPE = LlamaShape(16, 768, 2112, 8, vocab=2000, positions=4096, dtype="float32", kv_heads=2)
-DISK = 200e6  # bytes per second
+MEMORY, HOST, DISK = 176 << 20, 96 << 20, 200e6  # bytes of device and host; bytes per second of the disk
+TOKENS, WORKERS, WORKER_MEMORY = 12, 2, MEMORY + HOST
 PIECE = 1 << 16  # bytes that a slow connection passes on at once
 
 
@@ -25,7 +26,6 @@ class Case:
 
     Attributes:
         name: for the record.
-        layers: of the model.
         context: tokens of each prompt.
         rows: number of prompts.
         machine: fields of a job of `side`.
@@ -33,14 +33,13 @@ class Case:
     """
 
     name: str
-    layers: int = 16
     context: int = 2000
     rows: int = 8
     machine: Record = field(default_factory=dict)
     link: float | None = None
 
 
-_THROTTLED = {"device": "sim", "memory": 176 << 20, "host": 96 << 20, "links": {"disk_read": DISK, "disk_write": DISK}}
+_THROTTLED = {"device": "sim", "memory": MEMORY, "host": HOST, "links": {"disk_read": DISK, "disk_write": DISK}}
 CASES = (
     Case("memory limits the block", machine=_THROTTLED),
     Case("short contexts", context=32, machine=_THROTTLED),
@@ -48,7 +47,6 @@ CASES = (
     Case("one row", rows=1, machine=_THROTTLED),
     Case("connections of 1 MB/s", context=500, machine=_THROTTLED, link=1e6),
 )
-TOKENS, WORKERS, MEMORY = 12, 2, 272 << 20
 
 
 @contextmanager
@@ -81,19 +79,19 @@ def _pass_on(source: socket.socket, target: socket.socket, rate: float) -> None:
 
 def sides(case: Case, directory: Path, stack: ExitStack) -> dict[str, Record]:
     """Return the jobs of a case: alone, with workers that the planner may use, and with workers that it must use."""
-    rng, model = random.Random(1), make(replace(SHAPE, layers=case.layers), directory / f"choice{case.layers}")
+    rng, model = random.Random(1), make(SHAPE, directory / "choice")
     job = {"model": str(model), "tokens": TOKENS, "folder": str(directory), "measure": True, **case.machine,
            "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(case.context)] for _ in range(case.rows)]}
-    workers: Record = {"workers": WORKERS, "worker_mem": MEMORY}
+    workers: Record = {"workers": WORKERS, "worker_mem": WORKER_MEMORY}
     if case.link is not None:
-        addresses = serve(WORKERS, stack, str(MEMORY))
+        addresses = serve(WORKERS, stack, str(WORKER_MEMORY))
         workers = {"workers": [stack.enter_context(slow(address, case.link)) for address in addresses]}
     return {"alone": job, "planned": {**job, **workers}, "forced": {**job, **workers, "force": True}}
 
 
 def summary(runs: dict[str, list[Record]]) -> Record:
     """Return the medians of a case's runs, and what the planner chose."""
-    used = [bool(run["policy"]["cache"] and "workers" in run["policy"]["cache"]) for run in runs["planned"]]
+    used = ["workers" in run["policy"]["cache"] for run in runs["planned"]]
     return {
         "seconds": {name: median(run["measured_seconds"] for run in each) for name, each in runs.items()},
         "predicted": {name: median(run["predicted_seconds"] for run in each) for name, each in runs.items()},

@@ -150,6 +150,8 @@ class Cost:
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
         """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention. A CPU
         and an attention worker on its cores slow each other by the worker's share of the cores."""
+        if not policy.delegate and not policy.works:  # most policies of a search
+            return self.crosstalk
         places = policy.attended(cache_homes(policy, self.hardware.places)).values()
         talk, single = dict(self.crosstalk), policy.block_size <= policy.gpu_batch_size
         for place in places:

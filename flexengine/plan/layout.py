@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
-from flexengine.places import DISK, TIERS, further_disks, is_disk, is_filed, is_staged, is_worker
+from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
 from flexengine.plan import experts, gpu
 from flexengine.plan.buffers import book_delegation, read_buffers
 from flexengine.plan.capacity import Capacity, check_places
@@ -295,12 +295,9 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
-    def spare(tier: str) -> bool:
-        return is_filed(tier) or not is_worker(tier)
-
     held = {tier for tier, pools in layout.pools.items() if any(pool.pages for pool in pools)}
     # Without its sequences a worker has no use, so that the policy would not be the one that was given.
-    if missing := [tier for tier in homes if tier not in held and not (held and spare(tier))]:
+    if missing := [tier for tier in homes if tier not in held and (not held or tier in workers_in_memory(homes))]:
         tier = missing[0]
         raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed[tier],
                           _used(layout, tier, capacity), _limit(tier, capacity) or 0, _remedy(tier))  # fmt: skip

@@ -67,13 +67,12 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     placement = Placement(tried)
     if options.placed is not None:
         _reshape(tried, options.placed)
-    elif not _resident(tried) or _hurried(tried):
-        _stream(placement)
-        try_workers(placement)
-        Refinement(placement).refine()
-    elif hardware.workers:  # they may be faster than the device, even if it holds the whole block
-        try_workers(placement)
-        Refinement(placement).refine()
+    else:
+        if streams := not _resident(tried) or _hurried(tried):
+            _stream(placement)
+        if streams or hardware.workers:  # workers may be faster than the device, even if it holds the whole block
+            try_workers(placement)
+            Refinement(placement).refine()
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
     return Search(_best(tried), tuple(tried.predictions.values()))
