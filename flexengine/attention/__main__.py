@@ -1,22 +1,59 @@
-"""python -m flexengine.attention FD BYTES: serve the engine at the other end of an open socket."""
+"""python -m flexengine.attention FD BYTES [PATH]: serve the engine at the other end of an open socket.
 
+With PATH, a Unix socket there serves further engines, until the first one ends.
+"""
+
+import contextlib
+import os
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 from flexengine.attention.link import Broken
+from flexengine.attention.local import remove_socket
+from flexengine.attention.network import serve_forever
 from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
 
 
-def main(fd: int, memory: int) -> int:
-    """Serve until the engine ends. Return the exit code."""
+def main(fd: int, memory: int, path: str | None = None) -> int:
+    """Serve until the first engine ends. Return the exit code."""
+    pool = Pool(memory)
     try:
-        serve(socket.socket(fileno=fd), Pool(memory))
+        with listening(pool, path):
+            serve(socket.socket(fileno=fd), pool)
     except Broken as error:
         print(f"attention worker: the engine is lost: {error}", file=sys.stderr)
         return 3
     return 0
 
 
+@contextlib.contextmanager
+def listening(pool: Pool, path: str | None) -> Iterator[None]:
+    """Return a context manager in which engines that connect to a Unix socket are served. At the end it removes the
+    socket, and its directory if that is empty.
+
+    Args:
+        pool: memory and processors.
+        path: the socket; None for none.
+    """
+    if path is None:
+        yield
+        return
+    remove_socket(Path(path))  # that of a worker that was killed
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        threading.Thread(target=serve_forever, args=(server, pool, print), daemon=True).start()
+        try:
+            yield
+        finally:
+            remove_socket(Path(path))
+
+
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    fd, memory, *rest = sys.argv[1:]
+    sys.exit(main(int(fd), int(memory), *rest))

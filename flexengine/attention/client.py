@@ -6,7 +6,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -164,6 +164,18 @@ class Client:
         if not ready:
             self._shared.pop(handle, None)
         return handle if ready else None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return a context manager in which no other engine measures this worker. It waits for those that do."""
+        with self._allocating:
+            self._send(Kind.ALONE, (1,))
+            if isinstance(ready := self._ready.get(), WorkerLost):
+                raise ready
+        try:
+            yield
+        finally:
+            self._send(Kind.ALONE, (0,))
 
     def memory_of(self, handle: int) -> Tensor:
         """Return shared memory, uint8."""

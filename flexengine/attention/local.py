@@ -1,13 +1,21 @@
-"""Attention workers on this machine: processes that this one starts, and ends when it closes them."""
+"""Attention workers on this machine: processes that this one starts, and ends when it closes them.
+
+The stages of a pipeline share them: the process of the first stage starts them, and each listens at a Unix socket for
+the others.
+"""
 
 import contextlib
+import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from flexengine.attention.client import Client
@@ -27,23 +35,26 @@ class LocalWorker(Client):
     sends to all processes.
     """
 
-    def __init__(self, place: str, memory: int, threads: int) -> None:
+    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
         """Start the process.
 
         Args:
             place: name of the worker's place.
             memory: bytes for pages.
             threads: threads that compute.
+            path: Unix socket at which it listens for other engines; None for no others.
 
         Raises:
             WorkerLost: the process did not start.
         """
         own, other = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
+        self.path = path
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        listens = [] if path is None else [str(path)]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flexengine.attention", str(other.fileno()), str(memory)],
+                [sys.executable, "-m", "flexengine.attention", str(other.fileno()), str(memory), *listens],
                 env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
                 pass_fds=[other.fileno()], preexec_fn=_ignore_interrupts,
             )  # fmt: skip
@@ -66,6 +77,8 @@ class LocalWorker(Client):
         super().close()
         self._end(END_SECONDS)
         self._log.close()
+        if self.path is not None:
+            remove_socket(self.path)
 
     def _end(self, seconds: float) -> None:
         """Wait for the process. Kill it after some seconds."""
@@ -79,18 +92,85 @@ class LocalWorker(Client):
         return os.pread(self._log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
 
 
-def local_workers(count: int, memory: int) -> list[WorkerTier]:
+class JoinedWorker(Client):
+    """A worker that another process of this machine has started."""
+
+    def __init__(self, place: str, path: Path, threads: int, engine: int) -> None:
+        """Connect to the worker. Raise WorkerLost if it does not listen.
+
+        Args:
+            place: name of the worker's place.
+            path: its Unix socket.
+            threads: threads that compute.
+            engine: number of this engine, as in Client.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            connection.close()
+            raise WorkerLost(place, place, f"it does not listen ({error.strerror or error})") from error
+        super().__init__(Link(connection), place, shares=True, threads=threads, engine=engine)
+
+
+def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None = None) -> list[WorkerTier]:
     """Start workers on this machine, and return their tiers. Each gets an equal part of the processors.
 
     Args:
         count: number of workers.
         memory: bytes for pages of each.
+        engines: engines on this machine that share them.
+        folder: directory of the sockets for the other engines; None without others.
 
     Raises:
         WorkerLost: a process did not start.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // (count + 1))
-    return worker_tiers([partial(LocalWorker, memory=memory, threads=threads)] * count)
+    start = partial(LocalWorker, memory=memory, threads=_threads(count, engines))
+    if folder is None:
+        return worker_tiers([start] * count)
+    return worker_tiers([partial(start, path=folder / str(number)) for number in range(count)], engines)
+
+
+def shared_workers(
+    count: int, memory: int, rank: int, engines: int, exchange: Callable[[str], list[str]]
+) -> list[WorkerTier]:  # fmt: skip
+    """Return the tiers of workers on this machine for several engines: the first one starts them, the others join.
+
+    Args:
+        count: number of workers.
+        memory: bytes for pages of each, of all engines together.
+        rank: number of this engine.
+        engines: number of engines.
+        exchange: gives text to all engines, and returns the texts of all by their numbers.
+
+    Raises:
+        WorkerLost: a process did not start.
+    """
+    if rank == 0:
+        folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
+        try:
+            tiers = local_workers(count, memory, engines, folder)
+        except BaseException:
+            folder.rmdir()
+            raise
+        exchange(json.dumps(str(folder)))
+        return tiers
+    folder = Path(json.loads(exchange("")[0]))
+    threads = _threads(count, engines)
+    return worker_tiers([partial(JoinedWorker, path=folder / str(number), threads=threads, engine=secrets.randbits(62))
+                         for number in range(count)], engines)  # fmt: skip
+
+
+def remove_socket(path: Path) -> None:
+    """Remove a socket, and its directory if that is empty then."""
+    with contextlib.suppress(OSError):  # it does not exist, or its directory is not empty
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _threads(count: int, engines: int) -> int:
+    """Return the threads of each worker, of which there are `count` beside some engines."""
+    return max(1, len(os.sched_getaffinity(0)) // (count + engines))
 
 
 def _ignore_interrupts() -> None:

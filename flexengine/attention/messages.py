@@ -10,6 +10,7 @@
 | READY | worker | handle, 1 or 0 (too little memory, or it cannot be mapped), then bytes as in HELLO | none |
 | SHARE | engine | handle, bytes, 1 or 0: whether they count as pages | an open file, which both processes map |
 | FREE | engine | handle | none |
+| ALONE | engine | 1 begins, 0 ends | none; no other engine measures this worker meanwhile; READY answers 1 |
 | WRITE | engine | handle, first byte | bytes for the memory |
 | READ | engine | ticket, handle, first byte, bytes | none |
 | DATA | worker | ticket | bytes of the memory |
@@ -30,7 +31,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-PROTOCOL = 2  # raise it with every change of messages or of their meaning
+PROTOCOL = 3  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NONE = -1  # a window, softcap or share that is not given
 
@@ -54,6 +55,7 @@ class Kind(enum.IntEnum):
     SHARE = 16
     ADD = 17
     CACHED = 18
+    ALONE = 19
 
 
 _QUESTION = struct.Struct("<16q3d4q")

@@ -81,8 +81,8 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
     """
     try:
         while True:
-            connection, (host, port, *_) = server.accept()
-            engine = f"the engine at {host} port {port}"
+            connection, address = server.accept()
+            engine = "the engine at {} port {}".format(*address) if address else "an engine of this machine"
             threading.Thread(target=_serve, args=(connection, pool, engine, say), daemon=True).start()
     finally:
         pool.close()

@@ -35,12 +35,14 @@ class Pool:
         file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
         taken: bytes of pages that engines hold.
         number: drawn at random; engines compare it, as a worker may have several addresses.
+        measured: held while an engine measures this worker, so that engines do not measure one another.
     """
 
     def __init__(self, memory: int, folder: Path | None = None) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
         self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
         self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
+        self.measured = threading.Lock()
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))

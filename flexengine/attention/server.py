@@ -59,6 +59,7 @@ class Server:
         self.link, self.pool, self.name = link, pool, name
         self.engine = 0  # number that the engine has drawn
         self.kernels = kernels.load()
+        self._alone = False  # whether this engine measures
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
         self._counted = set[int]()  # handles of memory for pages
         self._tables: dict[tuple[int, int], Tables] = {}  # by gpu_batch and group
@@ -88,6 +89,8 @@ class Server:
             taken = self._taken
             self._first.clear()
             self._held.clear()
+            if self._alone:
+                self._measure(False)
             self.pool.give_back(taken)
             self.pool.part(self.engine, self)
             self._left.set()
@@ -132,6 +135,8 @@ class Server:
             finally:
                 os.close(descriptor)  # the mapping stays
             self._ready(a, ready)
+        elif message.kind == Kind.ALONE:
+            self._measure(bool(a))
         elif message.kind == Kind.FREE:
             freed = len(self._held[a]) if a in self._counted else 0
             self._counted.discard(a)
@@ -156,6 +161,19 @@ class Server:
             self._add(a, b, c)
         else:
             raise Broken(f"a message of unknown kind {message.kind} came")
+
+    def _measure(self, begins: bool) -> None:
+        """Wait until no other engine measures this worker, or let the next one begin. Raise Broken if nothing begins
+        or ends."""
+        if begins == self._alone:
+            raise Broken(f"measuring {'begins' if begins else 'ends'} twice")
+        if begins:
+            self.pool.measured.acquire()
+            self._alone = True
+            self._ready(0, True)
+        else:
+            self._alone = False
+            self.pool.measured.release()
 
     def _ready(self, handle: int, ready: bool) -> None:
         """Answer a request for memory."""

@@ -18,17 +18,19 @@ class WorkerTier(Tier):
 
     Attributes:
         client: connection to the worker.
+        engines: engines that share the worker, of which this is one: each takes at most an equal part of its memory.
     """
 
-    def __init__(self, connect: Callable[[str], Client], name: str) -> None:
+    def __init__(self, connect: Callable[[str], Client], name: str, engines: int = 1) -> None:
         """Connect to the worker.
 
         Args:
             connect: starts the worker, or connects to a running one; gets the name of its place; may raise WorkerLost.
             name: name of the place.
+            engines: see the attribute.
         """
-        self._connect, self.client, self.name = connect, connect(name), name
-        self.ledger = Ledger(self.name, self.client.memory)
+        self._connect, self.client, self.name, self.engines = connect, connect(name), name, engines
+        self.ledger = Ledger(self.name, self._room())
         self._earlier = (0, 0)  # bytes of questions and answers of lost workers
         self._held: dict[int, tuple[int, str]] = {}  # by handle: bytes of a region, and their purpose
 
@@ -46,10 +48,16 @@ class WorkerTier(Tier):
             why = "other engines hold all its memory now; run the same command again when one of them has ended"
             raise WorkerLost(self.name, self.client.name, why) from error
         self._earlier = self.attention_bytes
-        self.client, self.ledger.capacity = client, client.memory
+        self.client = client
+        self.ledger.capacity = self._room()
         for handle, (size, what) in self._held.items():
             if client.allocate(size, handle=handle) is None:
                 raise OutOfMemory(self.name, what, size)
+
+    def _room(self) -> int:
+        """Return the bytes that this engine may take."""
+        client = self.client
+        return min(client.memory, (client.memory + client.others) // self.engines)
 
     def rename(self, name: str) -> None:
         """Change the name of the worker's place."""
@@ -58,7 +66,7 @@ class WorkerTier(Tier):
 
     @property
     def local_bytes(self) -> int:
-        return self.client.memory if self.client.shares else 0
+        return self.client.memory + self.client.others if self.client.shares else 0
 
     @property
     def attention_bytes(self) -> tuple[int, int]:
@@ -95,13 +103,14 @@ class WorkerTier(Tier):
         self.client.close()
 
 
-def worker_tiers(connects: Sequence[Callable[[str], Client]]) -> list[WorkerTier]:
+def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) -> list[WorkerTier]:
     """Return a tier for each worker, named by its place: first the workers in memory, then those with pages in a file,
-    if some are in memory. Raise the error of the first that cannot be connected, after ending the others."""
+    if some are in memory. Raise the error of the first that cannot be connected, after ending the others. engines: as
+    in WorkerTier."""
     with contextlib.ExitStack() as connected:
         tiers = list[WorkerTier]()
         for connect, name in zip(connects, worker_names(len(connects)), strict=True):
-            tiers.append(WorkerTier(connect, name))
+            tiers.append(WorkerTier(connect, name, engines))
             connected.callback(tiers[-1].close)
             for other in tiers[:-1]:
                 if other.client.pool == tiers[-1].client.pool:

@@ -50,9 +50,10 @@ def check_fleet(args: argparse.Namespace) -> None:
     if (size := ranks()[1]) > 1:
         raise InvalidInput(f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of"
                            " several; start one process, whose actors Ray starts")  # fmt: skip
-    if getattr(args, "attention_workers", 0):
-        raise InvalidInput("--attention-workers cannot be combined with --ray: actors would share the workers' memory;"
-                           " leave out one of them")  # fmt: skip
+    workers = getattr(args, "attention_workers", 0)
+    if workers and isinstance(workers, int):
+        raise InvalidInput(f"--attention-workers is {workers}, but the engines of --ray are on several machines; start"
+                           " workers with flexengine serve-attention, and give their addresses")  # fmt: skip
     if args.interface is not None and (args.stages or 1) == 1:
         raise InvalidInput(f"--interface is {args.interface}, but actors of one process need none; leave it out, or"
                            " give --stages")  # fmt: skip

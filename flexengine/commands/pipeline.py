@@ -56,9 +56,6 @@ def rank_of(args: argparse.Namespace) -> int:
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
         raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
                            " of its own; leave out --stages")  # fmt: skip
-    if getattr(args, "attention_workers", 0) and (size > 1 or (stages or 1) > 1):
-        raise InvalidInput("--attention-workers cannot be combined with stages in several processes; leave out one of"
-                           " them")  # fmt: skip
     if args.interface is not None and size == 1 and args.ray is None:
         raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
                            " leave it out, or start this command by torchrun")  # fmt: skip

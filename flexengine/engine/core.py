@@ -130,12 +130,13 @@ class Core:
             return JobResources([self.stage(watch, load_first)])
         policy, given = watch.layout.policy, self.options.policy is not None
         others = self.driver.prepare(policy, watch.cost.workload, given, self.lossy)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.driver.end)
             own = self.stage(watch, load_first, ports_of(self.driver))
-            return JobResources([own, *others()])
-        except BaseException:
-            self.driver.end()
-            raise
+            undo.callback(own.close)
+            resources = JobResources([own, *others()])
+            undo.pop_all()
+        return resources
 
     @torch.no_grad()
     def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> LocalStage:
@@ -203,6 +204,16 @@ class Core:
         worker.attenders[home] = make(self.facts, layout, self.machine, worker.cache, self.dtype)
         stage.program, stage.watch = self._program(worker, watch), watch
         return home
+
+    def renew_worker(self, lost: str) -> None:
+        """Replace a lost attention worker, between two jobs, in all stages. Raise as `Machine.renew`.
+
+        Args:
+            lost: place of the worker.
+        """
+        self.machine.renew(lost)
+        if self.driver is not None:
+            self.driver.lost.append(lost)
 
     def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail

@@ -123,7 +123,7 @@ class Job:
             if isinstance(lack, WorkerLost):
                 if state.losses > RENEWALS:
                     raise lack
-                self.core.machine.renew(lack.place)
+                self.core.renew_worker(lack.place)
                 state.report(renewed(lack, state.rows))
                 continue
             if self.planner.policy is not None:
@@ -178,7 +178,8 @@ class Job:
 
         Raises:
             Shortage: memory ran out.
-            WorkerLost: a worker was lost, and a second one meanwhile, or there is no new one.
+            WorkerLost: a worker was lost, and a second one meanwhile, or there is no new one, or there are stages in
+                other processes, which hold sequences in flight.
         """
         while True:
             try:
@@ -188,7 +189,7 @@ class Job:
             except WorkerLost as error:
                 loss = error.with_traceback(None)
             state.note_loss()
-            if state.losses > RENEWALS:
+            if state.losses > RENEWALS or self.core.driver is not None:
                 raise loss
             (stage,) = resources.local
             watch = self.planner.watch(stage.watch.cost.workload, stage.layout)

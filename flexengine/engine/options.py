@@ -5,11 +5,12 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
-from flexengine.attention.local import local_workers
+from flexengine.attention.local import local_workers, shared_workers
 from flexengine.attention.network import address_of, connecting
 from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.config import cache_root, parse_size, shown
@@ -122,7 +123,12 @@ class MachineOptions:
         given = self.attention_workers
         if isinstance(given, int):
             return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
-        return worker_tiers(list(map(connecting, given)))
+        return worker_tiers(list(map(connecting, given)), self._worker_sharing)
+
+    @property
+    def _worker_sharing(self) -> int:
+        """Number of engines that share the attention workers."""
+        return 1
 
     @property
     def _sharing(self) -> int:
@@ -157,6 +163,8 @@ class EngineOptions(MachineOptions):
         group: the processes of a pipeline, one of which runs this engine; None for one process.
         sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
             sizes are given. None is the number of processes of `group` on this machine, which also share its GPUs.
+        worker_sharing: engines that share the attention workers at these addresses: each takes at most an equal part of
+            their memory. None is the number of processes of `group`.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
@@ -182,6 +190,7 @@ class EngineOptions(MachineOptions):
     strategy: Strategy | None = None
     group: Group | None = None
     sharing: int | None = None
+    worker_sharing: int | None = None
     progress: bool | Listener | None = None
 
     def __post_init__(self) -> None:
@@ -201,12 +210,14 @@ class EngineOptions(MachineOptions):
                                ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
                                " the policy")  # fmt: skip
         check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
-        if self.group is not None and self.attention_workers:
-            raise InvalidInput("attention workers cannot be combined with stages in several processes; leave out"
-                               " --attention-workers, or --stages")  # fmt: skip
-        check("sharing", self.sharing, int | None, "a number of engines of at least 1, or None")
-        if self.sharing is not None and self.sharing < 1:
-            raise InvalidInput(f"sharing is {self.sharing}; it must be at least 1, or None")
+        group, given = self.group, self.attention_workers
+        if group is not None and isinstance(given, int) and given and group.local_size < group.size:
+            raise InvalidInput(f"--attention-workers is {given}, but the stages are on several machines; start workers"
+                               " with flexengine serve-attention, and give their addresses")  # fmt: skip
+        for name in ("sharing", "worker_sharing"):
+            check(name, value := getattr(self, name), int | None, "a number of engines of at least 1, or None")
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} is {value}; it must be at least 1, or None")
         check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
         _check_allow(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
@@ -220,6 +231,9 @@ class EngineOptions(MachineOptions):
     def _check_strategy(self) -> None:
         if self.strategy is None:
             return
+        if self.attention_workers:
+            raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
+                               " leave out one of them")  # fmt: skip
         if self.policy is not None or self.allow:
             raise InvalidInput("strategy cannot be combined with policy or allow, as it has a block and formats of its"
                                " own; remove one of them")  # fmt: skip
@@ -237,6 +251,17 @@ class EngineOptions(MachineOptions):
     @property
     def _processes(self) -> int:
         return 1 if self.group is None else self.group.local_size
+
+    @property
+    def _worker_sharing(self) -> int:
+        return self.worker_sharing or (1 if self.group is None else self.group.size)
+
+    def _workers(self) -> list[WorkerTier]:
+        group, given = self.group, self.attention_workers
+        if group is None or not isinstance(given, int) or not given:
+            return super()._workers()
+        return shared_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"), group.rank, group.size,
+                              partial(group.exchange, "attention workers"))  # fmt: skip
 
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.

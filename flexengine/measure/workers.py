@@ -23,8 +23,9 @@ SENT = 8 << 20  # most bytes that are sent and fetched
 def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of `Hardware` about attention workers.
 
-    Takes about 0.1 s per worker.
-    Pages hold any numbers in the compute dtype: attention over encoded pages is about as fast per token.
+    Takes about 0.1 s per worker, and for each engine that shares it, as one engine measures at a time. Each of these
+    engines gets an equal part of the rates, as if all used the worker all the time. Pages hold any numbers in the
+    compute dtype: attention over encoded pages is about as fast per token.
 
     Raises:
         WorkerLost: a worker has died.
@@ -33,13 +34,15 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
     local, cores = dict[str, float](), len(os.sched_getaffinity(0))
     for tier in machine.workers:
         assert isinstance(tier, WorkerTier)
-        whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (TOKENS, 1))
+        with tier.client.alone():
+            whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (TOKENS, 1))
+            links[tier.name] = _link_rate(tier) / tier.engines
         nbytes = SEQUENCES * TOKENS * 2 * model.kv_heads * model.head_dim * dtype.itemsize
         rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / TOKENS)
         if tier.client.file_rate:  # the pages of this measurement were still in memory
             rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
+        rates[tier.name] /= tier.engines
         fixed.append(little)
-        links[tier.name] = _link_rate(tier)
         if tier.client.threads:
             local[tier.name] = min(1.0, tier.client.threads / cores)
     return {"worker_attention": rates, "worker_links": links, "worker_seconds": max(fixed, default=0.0),

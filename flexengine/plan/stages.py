@@ -13,7 +13,8 @@ from flexengine.policy import Policy
 from flexengine.strategy import Strategy
 
 # Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
-SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate")
+SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate",
+          "partition", "queries_first")
 _STEPS = 20  # shares of the weights that are tried, per place
 
 
@@ -59,9 +60,10 @@ def block_of(strategy: Strategy, workload: Workload) -> Policy:
 
 def for_cohorts(policy: Policy, stages: int) -> Policy:
     """Return the policy with at least one gpu_batch per stage in its block, as far as it has sequences, so that all
-    stages compute at the same time. The block keeps its size, or grows by less than one sequence per gpu_batch."""
+    stages compute at the same time; with attention workers two, so that a stage computes one while the workers attend
+    to the other. The block keeps its size, or grows by less than one sequence per gpu_batch."""
     block = policy.block_size
-    batches = min(stages, block)
+    batches = min(stages * (2 if policy.works else 1), block)
     if policy.num_gpu_batches >= batches or policy.schedule == "row":
         return policy
     return replace(policy, gpu_batch_size=-(-block // batches), num_gpu_batches=batches)

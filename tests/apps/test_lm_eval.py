@@ -395,6 +395,6 @@ def test_commands_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 3
     text = page.read_text("utf-8")
     ours = {*OWN, *(f.name for f in fields(Lossy)), *(f.name for f in fields(EngineOptions)), *sampling.ALLOWED}
-    ours -= {"group", "strategy", "sharing"}  # of pipelines and fleets
+    ours -= {"group", "strategy", "sharing", "worker_sharing"}  # of pipelines and fleets
     ours -= {"model", "on_sweep", "links", "lossy", "device", "max_tokens", "max_new_tokens", "max_completion_tokens"}
     assert {name for name in ours if f"`{name}`" not in text and f"`--{name}`" not in text} == set()

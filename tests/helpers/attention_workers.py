@@ -31,7 +31,7 @@ class ThreadWorker(Client):
 
     in_memory = True  # shared with the worker
 
-    def __init__(self, place: str, memory: int, threads: int) -> None:
+    def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
         own, other = self.sockets()
         self.thread = threading.Thread(target=_serve, args=(other, memory), daemon=True)
         self.thread.start()

@@ -211,7 +211,7 @@ def open_engine(recipe: Recipe, group: Group | None, share: Share) -> Engine:
         options[share.option] = share.ram
     if recipe.agreed is not None and recipe.agreed.settings:
         options |= {"lossy": Lossy(**recipe.agreed.settings[LOSSY]), "allow": ()}
-    return Engine(**options, group=group, sharing=share.engines)
+    return Engine(**options, group=group, sharing=share.engines, worker_sharing=share.fleet)
 
 
 def _agree(engine: Engine, agreed: Agreed) -> None:

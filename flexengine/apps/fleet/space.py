@@ -28,11 +28,13 @@ class Share:
         engines: processes that share the machine.
         ram: bytes of RAM; None to share what is free when the process starts.
         option: the option of `Engine` that limits its RAM.
+        fleet: processes of the whole fleet, which share its attention workers.
     """
 
     engines: int = 1
     ram: int | None = None
     option: str = "device_mem"
+    fleet: int = 1
 
 
 ALL = Share()
@@ -67,7 +69,7 @@ class Space:
             here = min(here, machine.gpus // self.gpus)
         engines = max(1, min(self.actors * self.stages, here))
         ram = machine.ram // engines if machine.ram and device != "sim" else None
-        return Share(engines, ram, "host_mem" if self.gpus else "device_mem")
+        return Share(engines, ram, "host_mem" if self.gpus else "device_mem", self.actors * self.stages)
 
 
 def space_for(

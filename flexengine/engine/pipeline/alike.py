@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from flexengine import __version__
+from flexengine.attention.tier import WorkerTier
 from flexengine.engine.core import Core
 from flexengine.engine.fingerprint import numerics
 from flexengine.engine.options import EngineOptions
@@ -26,6 +27,7 @@ def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
         "lossy switches": core.lossy.enabled, "switches to choose from": sorted(options.allow),
         "policy": options.policy.to_json() if options.policy else None,
         "layers": core.skeleton.total,
+        "attention workers": [tier.client.name for tier in core.machine.workers if isinstance(tier, WorkerTier)],
         "strategy": options.strategy.to_json() if options.strategy else None,
     }  # fmt: skip
     every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]

@@ -4,7 +4,7 @@
 |---|---|---|
 | CHOOSE | driver | JSON: a workload, and limits of the policy; answered by ANSWER with a policy |
 | LAY_OUT | driver | JSON: policy, workload; answered by ANSWER if the job fits |
-| PREPARE | driver | JSON: policy, workload, switches; answered by ANSWER with the stage's pools |
+| PREPARE | driver | JSON: policy, workload, switches, lost attention workers; answered by ANSWER with its pools |
 | SWEEP | driver | numbers (`messages.pack_order`); `first`: number of the sweep; answered by RESULT |
 | END | driver | nothing; the job ends, early or not; answered by ANSWER with what the stage has measured |
 | LEAVE | driver | nothing; the process ends |
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flexengine.engine.pipeline.messages import Event, Order, pack_order, unpack_result
 from flexengine.engine.stages import Stage, StageResult, Sweep
-from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost
+from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
 from flexengine.lossy import Lossy
 from flexengine.parallel.frames import Channel, Frame
 from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
@@ -92,6 +92,7 @@ class Driver:
         group: the processes.
         port: port to the second stage.
         measured: by stage, what it measured in the last job, as JSON values.
+        lost: places of attention workers that all stages replace before they prepare the next job.
     """
 
     def __init__(self, group: Group) -> None:
@@ -101,6 +102,7 @@ class Driver:
         self.orders = {rank: group.send(rank, ORDERS, most=64) for rank in others}
         self.results = {rank: group.receive(rank, RESULTS) for rank in others}
         self.measured: dict[int, dict[str, Any]] = {}
+        self.lost = list[str]()
 
     def choose(
         self, workload: Workload, lossy: Lossy, block: int | None, prefill_tokens: int | None
@@ -139,8 +141,9 @@ class Driver:
         self.job += 1
         self.port.job = self.job
         asked = {"policy": policy.to_json(), "workload": workload_json(workload), "given": given,
-                 "lossy": lossy.enabled}  # fmt: skip
+                 "lossy": lossy.enabled, "lost": self.lost}  # fmt: skip
         self._order(PREPARE, asked)
+        self.lost = []
         return lambda: [RemoteStage(self, rank, answer) for rank, answer in self._answers().items()]
 
     def end(self) -> None:
@@ -189,6 +192,8 @@ def failure(error: BaseException) -> dict[str, Any]:
     values: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, OutOfMemory):
         values |= {name: getattr(error, name) for name in ("tier", "what", "needed", "used", "capacity")}
+    if isinstance(error, WorkerLost):
+        values |= {name: getattr(error, name) for name in ("place", "why")}
     return values | {"refused": isinstance(error, FlexError)}
 
 
@@ -199,6 +204,10 @@ def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
         error = OutOfMemory(*(values[name] for name in ("tier", "what", "needed", "used", "capacity")))
         error.args = (message,)
         return error
+    if "place" in values:
+        loss = WorkerLost(values["place"], values["place"], values["why"])
+        loss.args = (message,)
+        return loss
     if values["refused"]:
         return InvalidInput(message)
     return StageFailed(f"{stage} failed: {values['type']}: {values['message']}; run the same command again to continue"

@@ -125,6 +125,8 @@ class Server:
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""
         core, planner = self.core, self.planner
+        for place in asked["lost"]:
+            core.machine.renew(place)
         self._use(asked)
         workload, layout = workload_of(asked["workload"]), self._lay_out(asked)
         _ = core.opened.origins  # encodes weights, before memory is allocated
