@@ -7,13 +7,12 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from flexengine.attention.link import Broken
 from flexengine.attention.local import remove_socket
-from flexengine.attention.network import serve_forever
+from flexengine.attention.network import serve_meanwhile
 from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
 
@@ -47,7 +46,7 @@ def listening(pool: Pool, path: str | None) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
-        threading.Thread(target=serve_forever, args=(server, pool, print), daemon=True).start()
+        serve_meanwhile(server, pool, print)
         try:
             yield
         finally:

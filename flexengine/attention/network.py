@@ -88,6 +88,11 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
         pool.close()
 
 
+def serve_meanwhile(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
+    """Start `serve_forever` in a thread, which ends with the process."""
+    threading.Thread(target=serve_forever, args=(server, pool, say), daemon=True).start()
+
+
 def _serve(connection: socket.socket, pool: Pool, engine: str, say: Callable[[str], None]) -> None:
     say(f"serving {engine}")
     try:

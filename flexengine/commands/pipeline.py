@@ -52,6 +52,9 @@ def rank_of(args: argparse.Namespace) -> int:
         if args.policy != AUTO:
             raise InvalidInput(f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of"
                                " them")  # fmt: skip
+        if getattr(args, "attention_workers", 0):
+            raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
+                               " leave out one of them")  # fmt: skip
         stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
         raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"

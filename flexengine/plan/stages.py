@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.facts import ModelFacts
+from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import lay_out_given, planned
 from flexengine.plan.workload import Workload
@@ -69,17 +69,45 @@ def for_cohorts(policy: Policy, stages: int) -> Policy:
     return replace(policy, gpu_batch_size=-(-block // batches), num_gpu_batches=batches)
 
 
-def fill_weights(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of a stage under a policy with as many of its weights near the device as fit.
+def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
+    """Return the layout of a stage under a policy, with the shares of its weights that make the job shortest.
 
-    Raise TooLittle if not even weights on disk fit.
+    Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. So
+    the seconds of a job fall, then rise, as weights move away from the device, and the first rise ends the search.
+
+    Args:
+        cost: model, machine and workload of the stage.
+        policy: its weights do not matter.
+        capacity: memory of the stage.
+
+    Raises:
+        TooLittle: not even weights on disk fit.
     """
-    room = planned(capacity)
+    best: tuple[float, Layout] | None = None
     for device in range(_STEPS, -1, -1):
-        for host in range(0 if capacity.shared else _STEPS - device, -1, -1):
-            shares = (device / _STEPS, host / _STEPS, (_STEPS - device - host) / _STEPS)
-            try:
-                return lay_out(model, replace(policy, weights=shares), workload, room)
-            except OutOfMemory:
-                continue
-    return lay_out_given(model, replace(policy, weights=(0, 0, 1)), workload, capacity)
+        found = best_of(cost, policy, capacity, device / _STEPS)
+        if found is not None and (best is None or found[0] <= best[0]):
+            best = found
+        elif found is not None:
+            break
+    if best is not None:
+        return best[1]
+    return lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)
+
+
+def best_of(cost: Cost, policy: Policy, capacity: Capacity, device: float) -> tuple[float, Layout] | None:
+    """Return the seconds and the layout of the best share of weights on the host, beside a share on the device; None
+    if none fits. Arguments as for `place_weights`."""
+    best: tuple[float, Layout] | None = None
+    steps = 0 if capacity.shared else round(_STEPS * (1 - device))
+    for host in (step / _STEPS for step in range(steps, -1, -1)):
+        weights = (device, host, max(0.0, 1 - device - host))
+        try:
+            layout = lay_out(cost.model, replace(policy, weights=weights), cost.workload, planned(capacity))
+        except OutOfMemory:
+            continue
+        seconds = cost.predict(layout).total_seconds
+        if best is not None and seconds > best[0]:
+            break
+        best = seconds, layout
+    return best

@@ -55,8 +55,7 @@ def test_all_lanes_have_names() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*WORKERS, "--stages", "2"], "--attention-workers cannot be combined with stages in several processes"),
-        ([*WORKERS, "--ray", "auto"], "--attention-workers cannot be combined with --ray"),
+        ([*WORKERS, "--ray", "auto"], "--attention-workers is 2, but the engines of --ray are on several machines"),
         (["--attention-workers", "2"], "--attention-workers needs --worker-mem"),
         (["--worker-mem", "4M"], "--worker-mem is 4M, but there are no attention workers"),
         (["--attention-workers", "here"], "'here' is no address of an attention worker; give HOST:PORT"),

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,6 +65,28 @@ def answered(pending: Pending, width: int) -> bool:
     """Attention over a single token is its value, which came third."""
     pending.wait()
     return torch.equal(pending.targets[0].view(torch.float32), torch.arange(2.0 * width, 3.0 * width))
+
+
+def test_one_engine_measures_at_a_time(worker: Any) -> None:
+    """An engine that dies while it measures stops no other."""
+    address, order = worker[0], list[str]()
+    first, second = (RemoteWorker("worker1", address) for _ in range(2))
+
+    def measure() -> None:
+        with second.alone():
+            order.append("second")
+
+    with suppress(WorkerLost), first.alone():
+        (thread := threading.Thread(target=measure)).start()
+        handle = first.allocate(64)
+        assert handle is not None
+        time.sleep(0.1)
+        order.append("first")
+        first.link.close()
+    thread.join(30)
+    assert order == ["first", "second"]
+    first.close()
+    second.close()
 
 
 def test_memory_and_order_of_work() -> None:

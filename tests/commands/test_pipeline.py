@@ -37,6 +37,7 @@ def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (["--strategy", "gap.json"], {}, "strategy stages end with layer 1, but the model has layers 0 to 2"),
     (["--strategy", "two.json", "--stages", "3"], {}, "--stages is 3, but the strategy has 2 stages"),
     (["--strategy", "two.json", "--policy", "policy.json"], {}, "--strategy has a block of its own"),
+    (["--strategy", "two.json", "--attention-workers", "a:1"], {}, "--strategy, whose stages keep the KV cache"),
 ])  # fmt: skip
 def test_refusals(
     words: list[str], environment: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
 from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe
+from flexengine.apps.fleet.space import Share
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class LocalFleet:
             member.close()
 
     def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[Answer | Failure]:
-        members = [Member(sent(recipe)) for _ in range(self.actors)]
+        members = [Member(sent(recipe), share=Share(fleet=self.actors)) for _ in range(self.actors)]
         order = list(shards)
         random.Random(len(order)).shuffle(order)
         try:

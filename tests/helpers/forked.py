@@ -25,7 +25,7 @@ _IMPORTED = (
     "flexengine.apps.evaluate.evaluation", "flexengine.commands.wrangle", "flexengine.apps.wrangle.run",
     "flexengine.apps.wrangle.plan", "tests.apps.wrangle.killed",
 )  # fmt: skip
-_SLOW = """
+SLOW = """
 import time
 from flexengine.job.journal import Journal
 add = Journal.add
@@ -144,7 +144,7 @@ class SlowCommand:
 
     def start_and_kill(self, rng: random.Random, rows: int) -> None:
         """Start the command, and kill it within a second of its start, or after up to `rows` further rows are done."""
-        child = Forked(_SLOW.format(seconds=self.seconds), self.words, self.folder, self.folder / "log")
+        child = Forked(SLOW.format(seconds=self.seconds), self.words, self.folder, self.folder / "log")
         if rng.random() < 0.3:
             time.sleep(rng.uniform(0, 1))
         else:

@@ -7,7 +7,7 @@ from flexengine.engine.pipeline.remote import Driver, StagePlan
 from flexengine.engine.planner import Planner
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.stages import block_of, fill_weights, for_cohorts
+from flexengine.plan.stages import block_of, for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
@@ -49,8 +49,9 @@ class PipelinePlanner(Planner):
                 shared = replace(shared, prefill_tokens=tokens)
         else:
             shared = self._shared(workload, resident, block, prefill_tokens)
-        layout = fill_weights(self.opened.facts, shared, workload, self.machine.capacity)
-        return self.cost(workload).predict(layout, 0.0 if resident == layout.policy else 1.0)
+        cost = self.cost(workload)
+        layout = place_weights(cost, shared, self.machine.capacity)
+        return cost.predict(layout, 0.0 if resident == layout.policy else 1.0)
 
     def _shared(
         self, workload: Workload, resident: Policy | None, block: int | None, prefill_tokens: int | None

@@ -28,7 +28,7 @@ from flexengine.parallel.frames import LAST, Ended, Frame
 from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
 from flexengine.parallel.ports import SendingPort, TakingPort
 from flexengine.plan.layout import Layout
-from flexengine.plan.stages import fill_weights
+from flexengine.plan.stages import place_weights
 from flexengine.policy import Policy
 from flexengine.runtime.frames import forget_variables
 from flexengine.worker.stage_ports import Ports
@@ -120,7 +120,7 @@ class Server:
         policy, workload = Policy(**asked["policy"]), workload_of(asked["workload"])
         if asked["given"]:
             return self.planner.layout_under(policy, workload)
-        return fill_weights(self.core.facts, policy, workload, self.core.machine.capacity)
+        return place_weights(self.planner.cost(workload), policy, self.core.machine.capacity)
 
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""

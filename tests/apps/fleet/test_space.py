@@ -67,9 +67,9 @@ def fits(machines: list[Machine], actors: int, stages: int, cpus: int, gpus: int
 
 def test_share() -> None:
     """Memory is divided by the processes that may come to a machine, whichever run now."""
-    assert Space(4, 1, 3, 0).share(Machine(8, 0, 100), "auto") == Share(2, 50, "device_mem")
-    assert Space(1, 2, 1, 0).share(Machine(64, 0, 100), "cpu") == Share(2, 50, "device_mem")
+    assert Space(4, 1, 3, 0).share(Machine(8, 0, 100), "auto") == Share(2, 50, "device_mem", 4)
+    assert Space(1, 2, 1, 0).share(Machine(64, 0, 100), "cpu") == Share(2, 50, "device_mem", 2)
     assert Space(1, 1, 8, 0).share(Machine(4), "cpu") == Share(1, None, "device_mem")
-    assert Space(5, 1, 4, 1).share(Machine(64, 1, 90), "auto") == Share(1, 90, "host_mem")
-    assert Space(5, 1, 4, 1).share(Machine(16, 4, 90), "auto") == Share(4, 22, "host_mem")
+    assert Space(5, 1, 4, 1).share(Machine(64, 1, 90), "auto") == Share(1, 90, "host_mem", 5)
+    assert Space(5, 1, 4, 1).share(Machine(16, 4, 90), "auto") == Share(4, 22, "host_mem", 5)
     assert Space(3, 1, 1, 0).share(Machine(8, 0, 100), "sim").ram is None

@@ -1,0 +1,105 @@
+"""Worker processes on this machine, which the stages of a pipeline share."""
+
+import json
+import os
+import signal
+import socket
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.attention import local
+from flexengine.attention.__main__ import listening
+from flexengine.attention.local import JoinedWorker, shared_workers
+from flexengine.attention.pool import Pool
+from flexengine.commands.main import main
+from flexengine.errors import WorkerLost
+from tests.helpers.attention_workers import ThreadWorker
+from tests.helpers.forked import SLOW, Forked
+
+MEMORY = 1 << 20
+
+
+def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sockets" / "0"
+    with (
+        listening(Pool(MEMORY), str(path)),
+        closing(JoinedWorker("worker1", path, 1, 7)) as one,
+        closing(JoinedWorker("worker1", path, 1, 8)) as two,
+    ):
+        handle = one.allocate(MEMORY // 2)
+        assert handle is not None
+        assert len(one.memory_of(handle)) == MEMORY // 2  # the same memory in both processes
+        assert two.pool == one.pool
+        assert two.allocate(MEMORY) is None  # the other engine holds a half
+    assert not path.parent.exists()
+    with pytest.raises(WorkerLost, match="worker1 is lost: it does not listen"):
+        JoinedWorker("worker1", path, 1, 7)
+
+
+def test_a_killed_worker_leaves_a_socket_that_the_next_one_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "0"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+    with listening(Pool(MEMORY), str(path)), closing(JoinedWorker("worker1", path, 1, 7)) as worker:
+        assert worker.memory == MEMORY
+
+
+def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = list[ThreadWorker]()
+
+    def start(*args: Any, **more: Any) -> ThreadWorker:
+        if started:
+            raise WorkerLost("worker2", "worker2", "no memory")
+        started.append(ThreadWorker(*args, **more))
+        return started[0]
+
+    monkeypatch.setattr(local, "LocalWorker", start)
+    with pytest.raises(WorkerLost, match="no memory"):
+        shared_workers(2, MEMORY, 0, 2, lambda text: [text])
+    assert not started[0].thread.is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_processes_whose_workers_are_killed(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    known = families("llama")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known.rows * 4))
+    policy = {"gpu_batch_size": 1, "num_gpu_batches": 4, "cache": {"workers": 0.75, "device": 0.25}}
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    words = ["run", "in.jsonl", "-m", str(known.directory), "--max-tokens", "40", "--ignore-eos", "--device", "cpu"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "-o", "one.jsonl", "-q"]) == 0
+    more = ["--policy", "policy.json", "--stages", "2", "--attention-workers", "2", "--worker-mem", "4M"]
+    command = Forked(SLOW.format(seconds=0.1), [*words, *more, "-o", "out.jsonl"], tmp_path, log := tmp_path / "log")
+    killed = set[int]()
+    while command.poll() is None and len(killed) < 2:
+        workers = [pid for pid in _children(command.pid) if b"flexengine.attention" in _words(pid)]
+        if b"generating" in log.read_bytes() and len(workers) == 2 and (new := set(workers) - killed):
+            os.kill(min(new), signal.SIGKILL)
+            killed.add(min(new))
+        time.sleep(0.2)
+    assert command.wait(120) == 0, log.read_text()
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert log.read_text().count("continuing with a new worker") >= len(killed) == 2
+    assert [each for each in tmp_path.iterdir() if each.name.startswith("flexengine-")] == []
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
