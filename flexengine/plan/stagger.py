@@ -55,8 +55,7 @@ class Pace:
         """
         asked = max(1.0, links.asked / workers) if links.partition == REQUESTS else links.asked  # questions to a worker
         attending = links.handling * asked + links.reading * links.workers / workers
-        crossing = token_bytes(model, links.partition, workers) / workers
-        moving = links.moving * crossing / (links.token_bytes / links.workers)
+        moving = _moving(model, links, workers)
         turn = links.computing / links.batches + (moving + attending) / asked
         return Pace(links.working, max(moving, attending), turn)
 
@@ -74,6 +73,11 @@ class Pace:
         """The most engines that are all as fast as if the workers served none but them, up to `MOST_ENGINES`. More
         engines make the workers the bottleneck; 0 if a single one does."""
         return min(MOST_ENGINES, int((1 + NEGLIGIBLE) * max(self.device, self.turn) / self.pool))
+
+
+def _moving(model: ModelFacts, links: Links, workers: int) -> float:
+    """Return the seconds of transfers of each of a number of workers, per layer."""
+    return links.moving * token_bytes(model, links.partition, workers) / workers / (links.token_bytes / links.workers)
 
 
 def best(paces: Mapping[int, Pace], room: float, prices: tuple[float, float]) -> tuple[int, int]:
@@ -151,13 +155,14 @@ class Sharing:
             return None
         numbers = (w for w in range(1, MOST_WORKERS + 1) if links.partition != HEADS or model.kv_heads % w == 0)
         paces = {workers: Pace.of(model, links, workers) for workers in numbers}
-        now, room, each = paces[links.workers], _room(hardware, prediction), links.workers / links.asked
+        now, room = paces[links.workers], _room(hardware, prediction)
         large = (w for w in paces if room * w * (1 + ROUNDING) >= links.workers)
         return Sharing(
-            slice_seconds=now.device / links.batches, attention_seconds=links.attending * each,
-            transfer_seconds=links.moving * each, batches=links.batches, enough=_enough(links, now),
-            workers=links.workers, engines=now.engines, held=None if room == math.inf else int(room),
-            fewest=next((w for w in large if paces[w].steady), None),
+            slice_seconds=now.device / links.batches,
+            attention_seconds=links.handling + links.reading * links.workers / links.asked,
+            transfer_seconds=_moving(model, links, 1) / links.asked, batches=links.batches,
+            enough=_enough(links, now), workers=links.workers, engines=now.engines,
+            held=None if room == math.inf else int(room), fewest=next((w for w in large if paces[w].steady), None),
             bargain=_bargain(hardware, links, paces, room / links.workers, len(model.layers)),
         )  # fmt: skip
 
@@ -166,8 +171,8 @@ def _room(hardware: Hardware, prediction: Prediction) -> float:
     """Return how often the KV cache that a plan has at workers fits their memory."""
     used = {worker: prediction.layout.total(worker) for worker in workers_of(hardware.places)}
     limits = hardware.capacity.limits
-    return min((limit / nbytes for worker, nbytes in used.items() if nbytes and (limit := limits[worker]) is not None),
-               default=math.inf)  # fmt: skip
+    fits = (limit / nbytes for worker, nbytes in used.items() if nbytes and (limit := limits[worker]) is not None)
+    return max(1.0, min(fits, default=math.inf))
 
 
 def _enough(links: Links, pace: Pace) -> int:
@@ -186,12 +191,12 @@ def _bargain(
         return None
     worker = (total - engine) / len(hardware.workers)
 
-    def told(engines: int, workers: int) -> tuple[float, float]:
+    def numbers(engines: int, workers: int) -> tuple[float, float]:
         return (engines * links.sequences / (layers * paces[workers].period(engines)),
                 engines * engine + workers * worker)  # fmt: skip
 
     engines, workers = best(paces, room, (engine, worker))
-    (tok_s, price), (before, paid) = told(engines, workers), told(1, links.workers)
+    (tok_s, price), (before, paid) = numbers(engines, workers), numbers(1, links.workers)
     return Bargain(engines, workers, tok_s, price, tok_s / price / (before / paid))
 
 
@@ -205,8 +210,8 @@ def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction)
 
 def _lines(s: Sharing) -> Iterator[str]:
     yield (f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
-           f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)} are"
-           f" enough, a mean sweep has {s.batches:.3g}")  # fmt: skip
+           f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
+           f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}")  # fmt: skip
     yield f"{_engines(s)}; {_fewest(s)}"
     if (b := s.bargain) is not None:
         engines, workers = count(b.engines, "engine", "engines"), count(b.workers, "worker", "workers")

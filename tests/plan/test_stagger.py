@@ -96,6 +96,18 @@ def test_more_and_fewer_workers_are_as_plans_with_them(partition: str, rates: di
         assert found.device == pytest.approx(there.computing, rel=0.01)
 
 
+@pytest.mark.parametrize("partition", [REQUESTS, HEADS, TOKENS])
+def test_seconds_of_a_gpu_batch_on_a_single_worker(partition: str) -> None:
+    """Two workers plan with the seconds that one has: attention of 4 sequences, and a question of 0.2 ms."""
+    policy, rates = replace(POLICY, partition=partition), {"rate": 1e10, "link": 5e8, "asking": 2e-4}
+    one, _, _ = run(with_workers(1, **rates), policy)
+    sharing = Sharing.of(model(), with_workers(2, **rates), run(with_workers(2, **rates), policy)[1])
+    assert sharing is not None
+    assert sharing.attention_seconds == pytest.approx(one.attending / 8, rel=0.01)
+    assert sharing.attention_seconds == pytest.approx(4 * 4096 * (192 + 64 / 2 + 0.5) / 1e10 + 2e-4, rel=0.01)
+    assert sharing.transfer_seconds == pytest.approx(one.moving / 8, rel=0.01)
+
+
 def test_a_worker_with_less_than_one_gpu_batch_answers_sooner() -> None:
     two, _, _ = run(with_workers(2, rate=1e10), replace(POLICY, gpu_batch_size=16, num_gpu_batches=2))
     slice_seconds, attention = two.computing / 2, two.away
