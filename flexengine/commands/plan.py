@@ -37,7 +37,7 @@ from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput, ModelNotFound
 from flexengine.lossy import MIXED, Lossy, choices
-from flexengine.plan import explain, links, lp
+from flexengine.plan import explain, links, lp, stagger
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -206,8 +206,9 @@ def _report(
     options = Options(latency_limit=args.latency)
     better = ideas(*case, prediction, searched is not None, options, args.verbose)
     if args.json:
-        more = links.as_json(*case, prediction) | {"helps": [h._asdict() for h in better]}
-        return _json(head | explain.as_json(prediction, hardware) | more)
+        more = links.as_json(*case, prediction) | stagger.as_json(model, hardware, prediction)
+        helped = {"helps": [h._asdict() for h in better]}
+        return _json(head | explain.as_json(prediction, hardware) | more | helped)
     return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
 
 

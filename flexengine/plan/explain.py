@@ -24,6 +24,7 @@ from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
+from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
 from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size, worker_lane
@@ -63,7 +64,8 @@ def report(
         memory(prediction, hardware, verbose), [""],
         lanes_table(prediction, hardware), [""],
         bottleneck(model, hardware, workload, prediction), [""],
-        *([words, [""]] if (words := worker_words(model, hardware, workload, prediction)) else []),
+        *([words, sharing_words(model, hardware, prediction), [""]]
+          if (words := worker_words(model, hardware, workload, prediction)) else []),
         totals(prediction), price_words(model, hardware, workload, prediction),
         [] if helps is None else ["", *help_lines(helps)],
     ]

@@ -57,6 +57,11 @@ class Links:
         attending: attention of the busiest worker, with the handling of its questions.
         away: from the question of one gpu_batch to its answer.
         batches: gpu_batches that decode.
+        asked: gpu_batches whose attention is at workers.
+        sequences: sequences that decode.
+        handling: of one question by a worker.
+        reading: attention of the busiest worker, without the handling.
+        partition: how the workers share the work, as in `Policy`.
         rate: bytes per second of the slowest worker's link, as the plan counts.
         measured: whether the machine has rates of these links; else they are those of copies to the device.
         least: `least_bandwidth` of all links together.
@@ -70,6 +75,11 @@ class Links:
     attending: float
     away: float
     batches: float
+    asked: float
+    sequences: float
+    handling: float
+    reading: float
+    partition: str
     rate: float
     measured: bool
     least: float
@@ -88,9 +98,11 @@ class Links:
             return None
         share = sum(prediction.fractions[fraction(CACHE, w)] for w in work)
         members = {worker for w in work for worker in policy.team(w, hardware.places)}
+        handling = (1 + policy.queries_first) * hardware.worker_seconds
         asked = {w: times[0] / _question_seconds(model, hardware, policy, w) for w, times in work.items()}
         rates = [at(hardware.lane_rates(attention_lanes(w)[0]), policy.gpu_batch_size * model.sent) for w in members]
         total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(members))
+        reading = max(times[1] - handling * asked[w] for w, times in work.items())
         # A gpu_batch asks one worker, or all of them if each holds a part of every sequence.
         asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items()}
         batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
@@ -99,15 +111,22 @@ class Links:
             computing=layer[DEVICE], loading=max(others, default=0.0),
             moving=max(down + up for down, _, up in work.values()),
             attending=max(attention for _, attention, _ in work.values()),
-            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, rate=min(rates),
+            away=max(sum(work[w]) / n for w, n in asked.items()), batches=batches / share, asked=batches,
+            sequences=total * policy.gpu_batch_size / share, partition=policy.partition, rate=min(rates),
+            handling=handling, reading=max(0.0, reading),
             least=least_bandwidth(nbytes, 1, total * policy.gpu_batch_size, layer[DEVICE]),
             token_bytes=nbytes, measured=members <= set(hardware.worker_links), workers=len(members),
         )  # fmt: skip
 
     @property
+    def working(self) -> float:
+        """Seconds of the layer without any wait for workers: of products, or of loads if they take longer."""
+        return max(self.computing, self.loading)
+
+    @property
     def meanwhile(self) -> float:
         """Seconds of the layer in which the device need not compute the gpu_batch whose attention is away."""
-        return max(self.computing, self.loading) - self.computing / self.batches
+        return self.working - self.computing / self.batches
 
     @property
     def longest(self) -> str:
@@ -120,7 +139,7 @@ class Links:
     def hides(self) -> bool:
         """Whether the device waits for no worker, or for less than `NEGLIGIBLE` of the time."""
         waits = self.away - self.meanwhile
-        return self.longest in ("products", "loads") and waits < NEGLIGIBLE * max(self.computing, self.loading)
+        return self.longest in ("products", "loads") and waits < NEGLIGIBLE * self.working
 
 
 def _question_seconds(model: ModelFacts, hardware: Hardware, policy: Policy, worker: str) -> float:

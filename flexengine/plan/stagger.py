@@ -1,91 +1,248 @@
-"""Pace of a staggered pipeline (`schedule/stagger.py`), and the devices that give most tokens, or most for the money.
+"""Engines that share attention workers: their pace, and the numbers of engines and workers that pay.
 
-With n gpu_batches, R replicas, W attention workers that share each question, t_m seconds of a slice and t_a seconds of
-attention on one worker, the seconds per layer of all gpu_batches are
+Several engines on one pool of workers run the fixed order (`schedule/stagger.py`). With k gpu_batches each, R engines
+have n = k R gpu_batches in flight. A slice of a gpu_batch takes t_m seconds, its attention t_a on the whole pool. The
+seconds per layer of all gpu_batches are
 
-    period = max(n t_a / W, n t_m / R, t_m + t_a / W)
+    period = max(n t_a, n t_m / R, t_m + t_a)
 
-The workers are busy, or the replicas are, or each gpu_batch waits for nothing but its own slice and attention. This
-holds for every order whose slices take turns on the replicas: rotational and interleaved with n = R + 1, and fixed with
-n = R, 2 R, ... More gpu_batches than make the last term the smallest add nothing.
+The workers are busy, or the devices are, or each gpu_batch waits for nothing but its own slice and attention. All
+engines are like the one of the plan, with a device, links and RAM of their own.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
+from flexengine.places import MOST_WORKERS, workers_of
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.links import NEGLIGIBLE, Links, token_bytes
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.words import count, digits, duration
+from flexengine.policy import HEADS, REQUESTS
+
+MOST_ENGINES = 64
 ROUNDING = 1e-9  # relative; of quotients that are whole numbers
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of a pipeline between filling and draining.
+    """Seconds per layer of one engine, and of the workers for this engine.
 
     Attributes:
-        batches: number of gpu_batches in flight.
-        replicas: number of devices, each with the model or with its layers.
-        workers: number of attention workers.
-        slice_seconds: seconds of one slice of a gpu_batch on a replica.
-        attention_seconds: seconds of one attention of a gpu_batch on a single worker.
+        device: of the device, for all gpu_batches of the engine: k t_m.
+        pool: of the workers, for all gpu_batches of the engine: k t_a.
+        turn: from a slice of a gpu_batch to its next slice, if the gpu_batch waits for no other: t_m + t_a.
     """
 
-    batches: int
-    replicas: int
-    workers: int
-    slice_seconds: float
-    attention_seconds: float
+    device: float
+    pool: float
+    turn: float
+
+    @staticmethod
+    def of(model: ModelFacts, links: Links, workers: int) -> "Pace":
+        """Return the pace with a number of workers like those of a plan, which divide all work evenly.
+
+        If streamed weights arrive more slowly than the device computes, `device` is the seconds of loading: an engine
+        loads a layer once for all its gpu_batches. `turn` has the products of the slice alone, as the other gpu_batches
+        also wait for the weights. The workers are busy with transfers if these take longer than attention.
+
+        With partition `requests`, a worker answers for whole gpu_batches, so with more workers no answer comes sooner
+        until each has less than one. With the others every worker handles each question, so handling is not divided.
+        """
+        asked = max(1.0, links.asked / workers) if links.partition == REQUESTS else links.asked  # questions to a worker
+        attending = links.handling * asked + links.reading * links.workers / workers
+        moving = _moving(model, links, workers)
+        turn = links.computing / links.batches + (moving + attending) / asked
+        return Pace(links.working, max(moving, attending), turn)
+
+    def period(self, engines: int = 1) -> float:
+        """Return the seconds per layer of all gpu_batches of a number of engines."""
+        return max(self.device, engines * self.pool, self.turn)
 
     @property
-    def period(self) -> float:
-        """Seconds per layer of all gpu_batches."""
-        attention = self.attention_seconds / self.workers
-        each = self.batches * self.slice_seconds / self.replicas
-        return max(self.batches * attention, each, self.slice_seconds + attention)
+    def steady(self) -> bool:
+        """Whether the device of a single engine waits for no worker, or for less than `NEGLIGIBLE` of the time."""
+        return self.period() <= (1 + NEGLIGIBLE) * self.device
 
     @property
-    def device_busy(self) -> float:
-        """Share of the time in which a replica computes."""
-        return self.batches * self.slice_seconds / (self.replicas * self.period)
-
-    @property
-    def pool_busy(self) -> float:
-        """Share of the time in which the workers compute."""
-        return self.batches * self.attention_seconds / (self.workers * self.period)
-
-    def tokens_per_second(self, batch_size: int, layers: int) -> float:
-        """Return the tokens per second of gpu_batches of `batch_size` sequences in a model of `layers` layers."""
-        return self.batches * batch_size / (layers * self.period)
+    def engines(self) -> int:
+        """The most engines that are all as fast as if the workers served none but them, up to `MOST_ENGINES`. More
+        engines make the workers the bottleneck; 0 if a single one does."""
+        return min(MOST_ENGINES, int((1 + NEGLIGIBLE) * max(self.device, self.turn) / self.pool))
 
 
-def fastest(replicas: int, workers: int, slice_seconds: float, attention_seconds: float) -> Pace:
-    """Return the pace with the fewest gpu_batches that no larger number exceeds: (t_m + t_a) / max(t_a, t_m / R).
-
-    If attention takes t_m / R on all workers, there are R + 1 gpu_batches, and all devices are always busy.
-    """
-    attention = attention_seconds / workers
-    least = (slice_seconds + attention) / max(attention, slice_seconds / replicas)
-    return Pace(math.ceil(least * (1 - ROUNDING)), replicas, workers, slice_seconds, attention_seconds)
+def _moving(model: ModelFacts, links: Links, workers: int) -> float:
+    """Return the seconds of transfers of each of a number of workers, per layer."""
+    return links.moving * token_bytes(model, links.partition, workers) / workers / (links.token_bytes / links.workers)
 
 
-def best(
-    replicas: int, workers: int, slice_seconds: float, attention_seconds: float,
-    prices: tuple[float, float] | None = None,
-) -> Pace:  # fmt: skip
-    """Return the best pace of all numbers of devices. Of equal ones, the one with fewest devices, then gpu_batches.
+def best(paces: Mapping[int, Pace], room: float, prices: tuple[float, float]) -> tuple[int, int]:
+    """Return the numbers of engines and workers with most slices per second and price, or the fewest that have less by
+    at most `NEGLIGIBLE`.
 
     Args:
-        replicas: most replicas.
-        workers: most workers.
-        slice_seconds, attention_seconds: as in Pace.
-        prices: of a replica and of a worker, in one currency. The best pace has then most slices per second and price;
-            without prices, most slices per second.
+        paces: by number of workers.
+        room: engines whose KV cache a single worker holds.
+        prices: of an engine and of a worker, in one currency.
     """
 
-    def value(pace: Pace) -> float:
-        price = 1.0 if prices is None else pace.replicas * prices[0] + pace.workers * prices[1]
-        return pace.batches / pace.period / price
+    def value(numbers: tuple[int, int]) -> float:
+        engines, workers = numbers
+        return engines / (paces[workers].period(engines) * (engines * prices[0] + workers * prices[1]))
 
-    paces = [fastest(r, w, slice_seconds, attention_seconds)
-             for r, w in product(range(1, replicas + 1), range(1, workers + 1))]  # fmt: skip
-    most = max(map(value, paces)) * (1 - ROUNDING)
-    return min((pace for pace in paces if value(pace) >= most), key=lambda p: (p.replicas + p.workers, p.batches))
+    values = {(engines, workers): value((engines, workers)) for engines, workers in
+              product(range(1, MOST_ENGINES + 1), paces) if engines <= room * workers * (1 + ROUNDING)}  # fmt: skip
+    most = max(values.values()) * (1 - NEGLIGIBLE)
+    return min((numbers for numbers, found in values.items() if found >= most), key=sum)
+
+
+@dataclass(frozen=True)
+class Bargain:
+    """The numbers of engines and workers with most tokens per second and price.
+
+    Attributes:
+        engines: number of engines.
+        workers: number of workers.
+        tok_s: tokens per second of all engines in mean decode sweeps.
+        price: of all engines and workers.
+        gain: tokens per second and price, relative to those of the plan's engine and workers.
+    """
+
+    engines: int
+    workers: int
+    tok_s: float
+    price: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Engines and workers that fit each other, for a plan with attention workers.
+
+    Attributes:
+        slice_seconds: t_m, of the device for one gpu_batch; of loading its part of the weights if that takes longer.
+        attention_seconds, transfer_seconds: t_a of one gpu_batch on a single worker, and of its transfers, both ways.
+        batches: gpu_batches of the engine in a mean sweep.
+        enough: the fewest gpu_batches of this size with which the device or the workers are always busy.
+        workers: number of workers.
+        engines: `Pace.engines` with these workers.
+        held: engines whose KV cache the free memory of these workers holds; None for no limit.
+        fewest: the fewest workers that hold the KV cache of this engine, and with which its device is always busy; None
+            if no number of workers does.
+        bargain: the best numbers for the money; None without prices.
+    """
+
+    slice_seconds: float
+    attention_seconds: float
+    transfer_seconds: float
+    batches: float
+    enough: int
+    workers: int
+    engines: int
+    held: int | None
+    fewest: int | None
+    bargain: Bargain | None
+
+    @staticmethod
+    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Sharing | None":
+        """Return the numbers for a prediction; None if workers attend to nothing."""
+        links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+        if links is None:
+            return None
+        numbers = (w for w in range(1, MOST_WORKERS + 1) if links.partition != HEADS or model.kv_heads % w == 0)
+        paces = {workers: Pace.of(model, links, workers) for workers in numbers}
+        now, room = paces[links.workers], _room(hardware, prediction)
+        large = (w for w in paces if room * w * (1 + ROUNDING) >= links.workers)
+        return Sharing(
+            slice_seconds=now.device / links.batches,
+            attention_seconds=links.handling + links.reading * links.workers / links.asked,
+            transfer_seconds=_moving(model, links, 1) / links.asked, batches=links.batches,
+            enough=_enough(links, now), workers=links.workers, engines=now.engines,
+            held=None if room == math.inf else int(room), fewest=next((w for w in large if paces[w].steady), None),
+            bargain=_bargain(hardware, links, paces, room / links.workers, len(model.layers)),
+        )  # fmt: skip
+
+
+def _room(hardware: Hardware, prediction: Prediction) -> float:
+    """Return how often the KV cache that a plan has at workers fits their memory."""
+    used = {worker: prediction.layout.total(worker) for worker in workers_of(hardware.places)}
+    limits = hardware.capacity.limits
+    fits = (limit / nbytes for worker, nbytes in used.items() if nbytes and (limit := limits[worker]) is not None)
+    return max(1.0, min(fits, default=math.inf))
+
+
+def _enough(links: Links, pace: Pace) -> int:
+    """Return the fewest gpu_batches: (t_m + t_a) / max(t_m, t_a), and one if weights arrive more slowly than that."""
+    if pace.turn <= links.loading:
+        return 1
+    return math.ceil(links.batches * pace.turn / max(links.computing, pace.pool) * (1 - ROUNDING))
+
+
+def _bargain(
+    hardware: Hardware, links: Links, paces: Mapping[int, Pace], room: float, layers: int
+) -> Bargain | None:  # fmt: skip
+    """Return the best numbers for the money; None without prices. room: engines whose KV cache one worker holds."""
+    engine, total = hardware.price(False), hardware.price(True)
+    if not total:
+        return None
+    worker = (total - engine) / len(hardware.workers)
+
+    def numbers(engines: int, workers: int) -> tuple[float, float]:
+        return (engines * links.sequences / (layers * paces[workers].period(engines)),
+                engines * engine + workers * worker)  # fmt: skip
+
+    engines, workers = best(paces, room, (engine, worker))
+    (tok_s, price), (before, paid) = numbers(engines, workers), numbers(1, links.workers)
+    return Bargain(engines, workers, tok_s, price, tok_s / price / (before / paid))
+
+
+def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[str]:
+    """Return lines on engines and workers that fit each other; [] if there are no workers."""
+    sharing = Sharing.of(model, hardware, prediction)
+    if sharing is None:
+        return []
+    return [f"            {line}" for line in _lines(sharing)]
+
+
+def _lines(s: Sharing) -> Iterator[str]:
+    yield (f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
+           f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
+           f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}")  # fmt: skip
+    yield f"{_engines(s)}; {_fewest(s)}"
+    if (b := s.bargain) is not None:
+        engines, workers = count(b.engines, "engine", "engines"), count(b.workers, "worker", "workers")
+        yield (f"best for the money: {engines} and {workers} decode {digits(b.tok_s)} tok/s at a price of"
+               f" {digits(b.price)}, {digits(b.gain)}x the tok/s per unit of price")  # fmt: skip
+
+
+def _batches(number: float) -> str:
+    return f"{number:.3g} {'gpu_batch' if number == 1 else 'gpu_batches'}"
+
+
+def _engines(s: Sharing) -> str:
+    """Return how many engines the workers serve."""
+    pool = f"the worker {'has' if s.engines else 'is'}" if s.workers == 1 else (
+        f"{s.workers} workers {'have' if s.engines else 'are'}")  # fmt: skip
+    if not s.engines:
+        return f"{pool} too slow for this engine"
+    engines = f"{MOST_ENGINES} engines or more" if s.engines == MOST_ENGINES else count(s.engines, "engine", "engines")
+    held = "" if s.held is None or s.held >= s.engines else f", and memory for {s.held}"
+    return f"{pool} time for {engines} like this one ({_batches(s.engines * s.batches)}){held}"
+
+
+def _fewest(s: Sharing) -> str:
+    """Return how many workers this engine needs."""
+    if s.fewest is None:
+        return "no number of workers keeps its device always busy"
+    return f"{s.fewest} would keep its device always busy" if s.fewest > s.workers else (
+        f"this engine needs {s.fewest}")  # fmt: skip
+
+
+def as_json(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
+    """Return `Sharing` as a JSON object; {} if there are no workers."""
+    sharing = Sharing.of(model, hardware, prediction)
+    return {} if sharing is None else {"sharing": asdict(sharing)}
