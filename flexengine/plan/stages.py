@@ -1,5 +1,6 @@
 """Pipelines: the layers of each stage, and policies that form the same gpu_batches in all stages."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from flexengine.strategy import Strategy
 # Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
 SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate",
           "partition", "queries_first")
-_STEPS = 20  # shares of the weights that are tried, per place
+_STEPS = 20  # of the shares of weights that are tried
 
 
 def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -70,10 +71,10 @@ def for_cohorts(policy: Policy, stages: int) -> Policy:
 
 
 def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
-    """Return the layout of a stage under a policy, with the shares of its weights that make the job shortest.
+    """Return the layout of a stage under a policy, with the shares of its weights under which the job is shortest.
 
-    Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. So
-    the seconds of a job fall, then rise, as weights move away from the device, and the first rise ends the search.
+    Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. All
+    shares in steps of 1/20 are tried.
 
     Args:
         cost: model, machine and workload of the stage.
@@ -83,31 +84,12 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
     Raises:
         TooLittle: not even weights on disk fit.
     """
-    best: tuple[float, Layout] | None = None
+    room, fitting = planned(capacity), list[Layout]()
     for device in range(_STEPS, -1, -1):
-        found = best_of(cost, policy, capacity, device / _STEPS)
-        if found is not None and (best is None or found[0] <= best[0]):
-            best = found
-        elif found is not None:
-            break
-    if best is not None:
-        return best[1]
-    return lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)
-
-
-def best_of(cost: Cost, policy: Policy, capacity: Capacity, device: float) -> tuple[float, Layout] | None:
-    """Return the seconds and the layout of the best share of weights on the host, beside a share on the device; None
-    if none fits. Arguments as for `place_weights`."""
-    best: tuple[float, Layout] | None = None
-    steps = 0 if capacity.shared else round(_STEPS * (1 - device))
-    for host in (step / _STEPS for step in range(steps, -1, -1)):
-        weights = (device, host, max(0.0, 1 - device - host))
-        try:
-            layout = lay_out(cost.model, replace(policy, weights=weights), cost.workload, planned(capacity))
-        except OutOfMemory:
-            continue
-        seconds = cost.predict(layout).total_seconds
-        if best is not None and seconds > best[0]:
-            break
-        best = seconds, layout
-    return best
+        for host in range(0 if capacity.shared else _STEPS - device, -1, -1):
+            shares = (device / _STEPS, host / _STEPS, (_STEPS - device - host) / _STEPS)
+            with suppress(OutOfMemory):
+                fitting.append(lay_out(cost.model, replace(policy, weights=shares), cost.workload, room))
+    if not fitting:
+        return lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)
+    return min(fitting, key=lambda layout: cost.predict(layout).total_seconds)
