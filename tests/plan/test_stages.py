@@ -66,7 +66,8 @@ def test_weights_leave_room_for_the_block() -> None:
     work = Workload({(50, 64): 64})
     sequence = 114 * MODEL.kv_token * len(MODEL.layers)
     whole = lay_out(MODEL, Policy(16, 4), work, MACHINES[0].capacity).total("device")
-    small = replace(MACHINES[0], device_bytes=whole - 60 * sequence, host_bytes=WEIGHTS, links=FLAT.links | {"h2d": 5e10})
+    links = FLAT.links | {"h2d": 5e10}
+    small = replace(MACHINES[0], device_bytes=whole - 60 * sequence, host_bytes=WEIGHTS, links=links)
     cost = Cost(MODEL, small, work)
     layout = place_weights(cost, Policy(16, 4), small.capacity)
     assert layout.policy.weights[0] < 1
