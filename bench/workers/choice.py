@@ -45,7 +45,7 @@ CASES = (
     Case("short contexts", context=32, machine=_THROTTLED),
     Case("all fits into RAM", machine={"device": "cpu", "memory": "4G"}),
     Case("one row", rows=1, machine=_THROTTLED),
-    Case("connections of 1 MB/s", context=500, machine=_THROTTLED, link=1e6),
+    Case("connections of 3 MB/s", context=500, machine=_THROTTLED, link=3e6),
 )
 
 

@@ -46,7 +46,7 @@ def listening(pool: Pool, path: str | None) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
-        serve_meanwhile(server, pool, print)
+        serve_meanwhile(server, pool, lambda line: None)
         try:
             yield
         finally:

@@ -79,10 +79,12 @@ class Client:
         others: bytes that other engines held when the worker last told.
         file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
         pool: number that the worker has drawn.
+        patience: seconds for which a lost worker may be started again by others, before it counts as lost for good.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
     """
 
+    patience = 0.0
     _handles = itertools.count()  # of all clients: memory of a new worker may take the handle that a lost worker had
 
     def __init__(

@@ -30,6 +30,8 @@ def address_of(text: str) -> tuple[str, int]:
 class RemoteWorker(Client):
     """A worker that was started on another machine, or on this one, and listens at an address."""
 
+    patience = 20.0
+
     def __init__(self, place: str, address: str, engine: int | None = None) -> None:
         """Connect to the worker.
 

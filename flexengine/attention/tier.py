@@ -1,6 +1,7 @@
 """The memory of an attention worker as a tier: pages of prompts are stored there, and read for later chunks."""
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.places import worker_names
 from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
+
+WAIT_SECONDS = 0.5  # between two attempts to connect to a worker that was lost
 
 
 class WorkerTier(Tier):
@@ -42,17 +45,25 @@ class WorkerTier(Tier):
             OutOfMemory: the new worker has too little memory for the regions.
         """
         self.client.close()
-        try:
-            client = self._connect(self.name)
-        except OutOfMemory as error:
-            why = "other engines hold all its memory now; run the same command again when one of them has ended"
-            raise WorkerLost(self.name, self.client.name, why) from error
+        client = self._connected()
         self._earlier = self.attention_bytes
         self.client = client
         self.ledger.capacity = self._room()
         for handle, (size, what) in self._held.items():
             if client.allocate(size, handle=handle) is None:
                 raise OutOfMemory(self.name, what, size)
+
+    def _connected(self) -> Client:
+        """Return a new connection after a loss. Raise WorkerLost as `renew`."""
+        for wait in (WAIT_SECONDS,) * int(self.client.patience / WAIT_SECONDS):
+            with contextlib.suppress(WorkerLost, OutOfMemory):
+                return self._connect(self.name)
+            time.sleep(wait)
+        try:
+            return self._connect(self.name)
+        except OutOfMemory as error:
+            why = "other engines hold all its memory now; run the same command again when one of them has ended"
+            raise WorkerLost(self.name, self.client.name, why) from error
 
     def _room(self) -> int:
         """Return the bytes that this engine may take."""

@@ -17,7 +17,8 @@ from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 
 SEQUENCES, TOKENS, TURNS = 16, 512, 5  # of a question; questions of which the median counts
-SENT = 8 << 20  # most bytes that are sent and fetched
+SENT, FEW = 8 << 20, 32  # most bytes that are sent and fetched at once; of which the first are one part in so many
+ENOUGH_SECONDS = 0.25  # of transfers, after which no more are measured
 
 
 def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> dict[str, Any]:
@@ -50,19 +51,22 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
 
 
 def _link_rate(tier: WorkerTier) -> float:
-    """Return the bytes per second of a worker's connection: bytes sent to its memory, and fetched again."""
+    """Return the bytes per second of a worker's connection: bytes sent to its memory, and fetched again. Few bytes go
+    first, so that a slow connection takes no longer."""
     room = tier.ledger.capacity
     data = torch.zeros(SENT if room is None else min(SENT, max(1, room // 2)), dtype=torch.uint8)
-    region, seconds = tier.allocate(len(data), WHAT), list[float]()
+    region, rates, began = tier.allocate(len(data), WHAT), list[float](), time.perf_counter()
     try:
-        for _ in range(TURNS):
-            began = time.perf_counter()
-            tier.client.write(region.place, region.start, data)
-            tier.client.read(region.place, region.start, data).wait()
-            seconds.append(time.perf_counter() - began)
+        for part in (data[: -(-len(data) // FEW)], *[data] * TURNS):
+            start = time.perf_counter()
+            tier.client.write(region.place, region.start, part)
+            tier.client.read(region.place, region.start, part).wait()
+            rates.append(2 * len(part) / (time.perf_counter() - start))
+            if time.perf_counter() - began > ENOUGH_SECONDS:
+                break
     finally:
         tier.free(region, WHAT)
-    return 2 * len(data) / median(seconds)
+    return median(rates[1:] or rates)
 
 
 def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:

@@ -14,6 +14,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.explain import waits_for
 from flexengine.plan.words import lane_name
 from tests.helpers.attention_workers import ThreadWorker
+from tests.helpers.measuring import measure_quickly
 
 WORKERS = ["--attention-workers", "2", "--worker-mem", "4M"]
 
@@ -31,6 +32,7 @@ def test_output_and_dry_run(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    measure_quickly(monkeypatch)
     known = families("llama")
     words = written(tmp_path, known)
     assert main([*words, *WORKERS, "-o", str(tmp_path / "out.jsonl")]) == 0

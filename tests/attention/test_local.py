@@ -73,10 +73,10 @@ def test_a_pipeline_of_processes_whose_workers_are_killed(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     known = families("llama")
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known.rows * 4))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known.rows * 3))
     policy = {"gpu_batch_size": 1, "num_gpu_batches": 4, "cache": {"workers": 0.75, "device": 0.25}}
     (tmp_path / "policy.json").write_text(json.dumps(policy))
-    words = ["run", "in.jsonl", "-m", str(known.directory), "--max-tokens", "40", "--ignore-eos", "--device", "cpu"]
+    words = ["run", "in.jsonl", "-m", str(known.directory), "--max-tokens", "24", "--ignore-eos", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     assert main([*words, "-o", "one.jsonl", "-q"]) == 0
     more = ["--policy", "policy.json", "--stages", "2", "--attention-workers", "2", "--worker-mem", "4M"]

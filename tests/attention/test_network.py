@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.attention import tier
 from flexengine.errors import InvalidInput, WorkerLost
-from tests.helpers.attention_workers import listening
+from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
 
@@ -87,3 +88,28 @@ def test_an_address_of_another_program(families: Any) -> None:
         with pytest.raises(WorkerLost, match=said):
             Engine(families("llama").directory, policy=POLICY, device="cpu", attention_workers=[address])
         thread.join(10)
+
+
+def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started again by others, within the seconds that its class names."""
+    monkeypatch.setattr(tier, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(ThreadWorker, "patience", 0.05)
+    absent, tried = 3, 0
+
+    def connect(place: str) -> ThreadWorker:
+        nonlocal tried
+        tried += 1
+        if 1 < tried <= 1 + absent:
+            raise WorkerLost(place, place, "it does not answer")
+        return ThreadWorker(place, 1 << 20, 1)
+
+    worker = tier.WorkerTier(connect, "worker1")
+    region = worker.allocate(1 << 10, "pages")
+    worker.renew()
+    assert tried == 5
+    worker.free(region, "pages")  # the new worker has it
+    absent, tried = 99, 1
+    with pytest.raises(WorkerLost, match="worker1 is lost: it does not answer"):
+        worker.renew()
+    assert tried == 1 + 5 + 1
+    worker.close()

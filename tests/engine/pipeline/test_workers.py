@@ -8,6 +8,7 @@ import pytest
 
 from flexengine import Policy, SamplingParams
 from flexengine.attention.client import Client
+from flexengine.attention.network import RemoteWorker
 from flexengine.attention.tier import WorkerTier
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput, WorkerLost
@@ -125,6 +126,7 @@ def test_losses(
 
 def test_a_worker_that_does_not_come_back(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a stage names the stage and the worker; the next job says the same before it computes."""
+    monkeypatch.setattr(RemoteWorker, "patience", 0.0)
     known, asked = families("llama"), 0
     ask = Client.ask
     with ExitStack() as ended:
