@@ -52,12 +52,13 @@ _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} 
             "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
 
 
-def _option(tier: str) -> str:
-    """Return the option that gives a tier more bytes, with {} for the bytes."""
+def _option(tier: str, nbytes: int, engines: int) -> str:
+    """Return the option that gives a tier as many bytes. engines: engines that share attention workers."""
     if tier.startswith("worker"):
-        return "set --worker-mem {} or more"
+        each = f", of which each of {engines} processes gets a part" if engines > 1 else ""
+        return f"set --worker-mem {nbytes * engines} or more{each}"
     further = f"set --offload-dir (the directory of {tier}) to one with {{}} bytes free"
-    return _OPTIONS.get(tier, further)
+    return _OPTIONS.get(tier, further).format(nbytes)
 
 
 class TooLittle(OutOfMemory):
@@ -69,10 +70,15 @@ class TooLittle(OutOfMemory):
         needed: bytes of the whole tier that are enough.
         least: by tier, the fewest bytes with which the job runs, while the other tiers stay as given.
         parts: by tier, the purposes of these bytes, as `name bytes, name bytes`.
+
+    Args:
+        what: as in OutOfMemory.
+        given: by tier, the bytes that are given.
+        engines: engines that share attention workers; all bytes of these are those of one engine.
     """
 
     def __init__(
-        self, what: str, least: Mapping[str, int], given: Mapping[str, int], parts: Mapping[str, str]
+        self, what: str, least: Mapping[str, int], given: Mapping[str, int], parts: Mapping[str, str], engines: int = 1
     ) -> None:
         tier = next(iter(least))
         super().__init__(tier, what, least[tier], 0, given[tier])
@@ -83,7 +89,7 @@ class TooLittle(OutOfMemory):
         needs = " and ".join(
             f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
-        remedy = " and ".join(_option(t).format(n) for t, n in least.items())
+        remedy = " and ".join(_option(t, n, engines) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 

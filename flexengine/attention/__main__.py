@@ -4,14 +4,12 @@ With PATH, a Unix socket there serves further engines, until the first one ends.
 """
 
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from flexengine.attention.link import Broken
-from flexengine.attention.local import remove_socket
 from flexengine.attention.network import serve_meanwhile
 from flexengine.attention.pool import Pool
 from flexengine.attention.server import serve
@@ -25,14 +23,16 @@ def main(fd: int, memory: int, path: str | None = None) -> int:
             serve(socket.socket(fileno=fd), pool)
     except Broken as error:
         print(f"attention worker: the engine is lost: {error}", file=sys.stderr)
+        if path is not None:  # else the first engine removes the directory
+            with contextlib.suppress(OSError):
+                Path(path).parent.rmdir()
         return 3
     return 0
 
 
 @contextlib.contextmanager
 def listening(pool: Pool, path: str | None) -> Iterator[None]:
-    """Return a context manager in which engines that connect to a Unix socket are served. At the end it removes the
-    socket, and its directory if that is empty.
+    """Return a context manager in which engines that connect to a Unix socket are served.
 
     Args:
         pool: memory and processors.
@@ -41,16 +41,17 @@ def listening(pool: Pool, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    remove_socket(Path(path))  # that of a worker that was killed
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    Path(path).unlink(missing_ok=True)  # the socket of a worker that was killed
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
-        serve_meanwhile(server, pool, lambda line: None)
+        serving = serve_meanwhile(server, pool)
         try:
             yield
         finally:
-            remove_socket(Path(path))
+            server.shutdown(socket.SHUT_RDWR)
+            serving.join()
+            Path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ class Client:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context manager in which no other engine measures this worker. It waits for those that do."""
+        """Return a context manager in which no other engine measures this worker. Entering it waits until they have
+        ended."""
         with self._allocating:
             self._send(Kind.ALONE, (1,))
             if isinstance(ready := self._ready.get(), WorkerLost):

@@ -8,31 +8,35 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from flexengine.activity import activity
 from flexengine.attention.client import Client
 from flexengine.attention.link import Link
 from flexengine.attention.tier import WorkerTier, worker_tiers
-from flexengine.errors import WorkerLost
+from flexengine.errors import InvalidInput, WorkerLost
 
 END_SECONDS = 5.0  # until a process that should end is killed
 TAIL_BYTES = 2000  # of a worker's messages, shown if it fails
+MOST_PATH = 107  # bytes of the name of a Unix socket
 START_SECONDS = 120.0  # until a process must have loaded its libraries and kernels
 
 
 class LocalWorker(Client):
     """A worker in a process of its own, at the other end of a pair of sockets.
 
-    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT, which a terminal
-    sends to all processes.
+    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and
+    SIGTERM, which a terminal, or `timeout`, sends to all processes.
     """
 
     def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
@@ -49,14 +53,13 @@ class LocalWorker(Client):
         """
         own, other = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        self.path = path
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         listens = [] if path is None else [str(path)]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flexengine.attention", str(other.fileno()), str(memory), *listens],
                 env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                pass_fds=[other.fileno()], preexec_fn=_ignore_interrupts,
+                pass_fds=[other.fileno()], preexec_fn=_ignore_signals,
             )  # fmt: skip
         except BaseException:
             own.close()
@@ -77,8 +80,6 @@ class LocalWorker(Client):
         super().close()
         self._end(END_SECONDS)
         self._log.close()
-        if self.path is not None:
-            remove_socket(self.path)
 
     def _end(self, seconds: float) -> None:
         """Wait for the process. Kill it after some seconds."""
@@ -126,9 +127,9 @@ def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None
         WorkerLost: a process did not start.
     """
     start = partial(LocalWorker, memory=memory, threads=_threads(count, engines))
-    if folder is None:
-        return worker_tiers([start] * count)
-    return worker_tiers([partial(start, path=folder / str(number)) for number in range(count)], engines)
+    starts = [start if folder is None else partial(start, path=folder / str(number)) for number in range(count)]
+    with activity("starting", "starting the processes of attention workers") if count else contextlib.nullcontext():
+        return worker_tiers(starts, engines)
 
 
 def shared_workers(
@@ -144,15 +145,20 @@ def shared_workers(
         exchange: gives text to all engines, and returns the texts of all by their numbers.
 
     Raises:
+        InvalidInput: the directory of temporary files has a too long name.
         WorkerLost: a process did not start.
     """
     if rank == 0:
         folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
         try:
+            if (length := len(os.fsencode(folder / str(count)))) > MOST_PATH:
+                raise InvalidInput(f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length}"
+                                   f" bytes; at most {MOST_PATH} are possible: set it to a shorter one")  # fmt: skip
             tiers = local_workers(count, memory, engines, folder)
         except BaseException:
-            folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
+        weakref.finalize(tiers[0], shutil.rmtree, folder, ignore_errors=True)
         exchange(json.dumps(str(folder)))
         return tiers
     folder = Path(json.loads(exchange("")[0]))
@@ -161,17 +167,11 @@ def shared_workers(
                          for number in range(count)], engines)  # fmt: skip
 
 
-def remove_socket(path: Path) -> None:
-    """Remove a socket, and its directory if that is empty then."""
-    with contextlib.suppress(OSError):  # it does not exist, or its directory is not empty
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
-
-
 def _threads(count: int, engines: int) -> int:
     """Return the threads of each worker, of which there are `count` beside some engines."""
     return max(1, len(os.sched_getaffinity(0)) // (count + engines))
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from flexengine.activity import message
@@ -90,9 +91,16 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
         pool.close()
 
 
-def serve_meanwhile(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
-    """Start `serve_forever` in a thread, which ends with the process."""
-    threading.Thread(target=serve_forever, args=(server, pool, say), daemon=True).start()
+def serve_meanwhile(server: socket.socket, pool: Pool) -> threading.Thread:
+    """Start and return a thread that serves all engines that connect, until the socket is shut down."""
+
+    def run() -> None:
+        with suppress(OSError):
+            serve_forever(server, pool, lambda line: None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def _serve(connection: socket.socket, pool: Pool, engine: str, say: Callable[[str], None]) -> None:

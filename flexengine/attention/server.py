@@ -27,6 +27,7 @@ from flexengine.kernels.merge import merge
 from flexengine.tier.base import aligned
 
 BEAT_SECONDS = SILENT_SECONDS / 10
+LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has been replaced
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Server:
         self._sinks: dict[int, Tensor] = {}  # by layer: fp32 [heads]
         self._first: dict[int, Asked] = {}  # by ticket: questions whose keys and values have not come
         self._asked = queue.SimpleQueue[tuple[Asked, Future[tuple[Tensor, ...] | None]] | None]()
-        self._ended, self._left = threading.Event(), threading.Event()
+        self._ended, self._leaving, self._left = (threading.Event() for _ in range(3))
 
     def run(self) -> None:
         """Serve until the engine ends the connection. Raise Broken if it was not ended in good order."""
@@ -90,13 +91,14 @@ class Server:
             self._first.clear()
             self._held.clear()
             if self._alone:
-                self._measure(False)
+                self._end_alone()
             self.pool.give_back(taken)
             self.pool.part(self.engine, self)
             self._left.set()
 
     def leave(self) -> None:
         """End the connection, and return when its memory is given back."""
+        self._leaving.set()
         self.link.close()
         self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
 
@@ -136,7 +138,7 @@ class Server:
                 os.close(descriptor)  # the mapping stays
             self._ready(a, ready)
         elif message.kind == Kind.ALONE:
-            self._measure(bool(a))
+            self._begin_alone() if a else self._end_alone()
         elif message.kind == Kind.FREE:
             freed = len(self._held[a]) if a in self._counted else 0
             self._counted.discard(a)
@@ -162,18 +164,22 @@ class Server:
         else:
             raise Broken(f"a message of unknown kind {message.kind} came")
 
-    def _measure(self, begins: bool) -> None:
-        """Wait until no other engine measures this worker, or let the next one begin. Raise Broken if nothing begins
-        or ends."""
-        if begins == self._alone:
-            raise Broken(f"measuring {'begins' if begins else 'ends'} twice")
-        if begins:
-            self.pool.measured.acquire()
-            self._alone = True
-            self._ready(0, True)
-        else:
-            self._alone = False
-            self.pool.measured.release()
+    def _begin_alone(self) -> None:
+        """Wait until no other engine measures this worker. Raise Broken if this one does, or if it connects again."""
+        if self._alone:
+            raise Broken("measuring begins twice")
+        while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
+            if self._leaving.is_set():
+                raise Broken("the engine has connected again")
+        self._alone = True
+        self._ready(0, True)
+
+    def _end_alone(self) -> None:
+        """Let another engine measure this worker. Raise Broken if this one does not."""
+        if not self._alone:
+            raise Broken("measuring ends, but did not begin")
+        self._alone = False
+        self.pool.measured.release()
 
     def _ready(self, handle: int, ready: bool) -> None:
         """Answer a request for memory."""

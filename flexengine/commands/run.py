@@ -178,7 +178,8 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         prediction = planner.cost(plan.workload).predict(plan.layout)
         case = (engine.facts, hardware, plan.workload, prediction)
         better = ideas(*case, chosen=planner.policy is None, thorough=args.verbose)
-        print(report(engine.core.source.name, *case, better, args.verbose))
+        stages = isinstance(planner, PipelinePlanner)
+        print(report(engine.core.source.name, *case, better, args.verbose, alone=not stages))
         if isinstance(planner, PipelinePlanner):
             shared = planner.machine.capacity.shared
             print(stage_lines(engine.core.skeleton.layer_range, prediction, planner.others, shared))

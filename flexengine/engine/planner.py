@@ -152,8 +152,12 @@ class Planner:
             return Plan(None, workload, 0, None)
         layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
         if self.machine.workers and self._searched is not None and not layout.policy.works:
-            message(unused(self._searched.tried, self._searched.best))
+            self._say_unused(self._searched)
         return Plan(layout, workload.up_to(largest), largest, refusal)
+
+    def _say_unused(self, searched: Search) -> None:
+        """Report that the attention workers are not used."""
+        message(unused(searched.tried, searched.best))
 
     def check(self, workload: Workload) -> None:
         """Raise OutOfMemory if `plan` would, without a search for a policy."""

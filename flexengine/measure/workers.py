@@ -43,7 +43,7 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
         if tier.client.file_rate:  # the pages of this measurement were still in memory
             rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
         rates[tier.name] /= tier.engines
-        fixed.append(little)
+        fixed.append(little * tier.engines)
         if tier.client.threads:
             local[tier.name] = min(1.0, tier.client.threads / cores)
     return {"worker_attention": rates, "worker_links": links, "worker_seconds": max(fixed, default=0.0),

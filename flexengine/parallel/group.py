@@ -82,20 +82,13 @@ class Group:
         whole = TCPStore(host, port, self.size, serves, timedelta(seconds=JOIN_SECONDS), wait_for_workers=False)
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
         store.set(f"here/{self.rank}", "")
-        deadline, keys = time.monotonic() + JOIN_SECONDS, [f"here/{rank}" for rank in range(self.size)]
-        while not store.check(keys):
-            look()
-            if time.monotonic() > deadline:
-                missing = [key.partition("/")[2] for key in keys if not store.check([key])]
-                raise TimeoutError(f"stages {', '.join(missing)} did not come within {JOIN_SECONDS:g} s")
-            time.sleep(0.2)
+        _await(store, "here", self.size, look)
         return store
 
     def exchange(self, key: str, value: str) -> list[str]:
         """Return the values that all processes give, in the order of their ranks. Wait for all of them."""
         self._store.set(f"{key}/{self.rank}", value)
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self._store.wait(keys, timedelta(seconds=JOIN_SECONDS))
+        keys = _await(self._store, key, self.size)
         return [self._store.get(each).decode() for each in keys]
 
     def send(self, rank: int, tag: int, most: int = 2) -> Channel:
@@ -144,6 +137,21 @@ class Group:
             os.environ[INTERFACE] = self._interface
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def _await(store: Any, key: str, size: int, look: Callable[[], None] = lambda: None) -> list[str]:
+    """Wait until all processes have set a key, and return these keys. Raise TimeoutError after JOIN_SECONDS.
+
+    `store.wait` would keep the heartbeat, which uses the same connection, from counting up.
+    """
+    deadline, keys = time.monotonic() + JOIN_SECONDS, [f"{key}/{rank}" for rank in range(size)]
+    while not store.check(keys):
+        look()
+        if time.monotonic() > deadline:
+            missing = [each.rpartition("/")[2] for each in keys if not store.check([each])]
+            raise TimeoutError(f"stages {', '.join(missing)} did not come within {JOIN_SECONDS:g} s")
+        time.sleep(0.05)
+    return keys
 
 
 def reason(why: str) -> str:

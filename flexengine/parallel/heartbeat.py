@@ -14,7 +14,7 @@ class Heartbeat:
     """Beats in a thread, and watches the beats of other processes.
 
     Args:
-        store: store of the group; used by no other thread.
+        store: store of the group. Other threads must not wait in it.
         rank: rank of this process.
         watched: ranks of the processes to watch.
         lost: called once, from the thread, with the rank of a lost process and the reason; the thread then ends.

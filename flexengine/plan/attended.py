@@ -16,7 +16,6 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.tried import Tried
 from flexengine.plan.words import clock
 from flexengine.policy import HEADS, PLACES, REQUESTS, Policy, Split
-from flexengine.schedule.place import count_by_tier
 
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
 GPU_BATCHES = (2, 4)  # gpu_batches of a block under partition `heads`, and of each pair of workers under `requests`
@@ -47,10 +46,7 @@ def try_workers(placement: Placement) -> None:
         return
     ways = partitions(tried.cost.model.kv_heads, workers)
     for block, share, partition in product(shapes.blocks(), SHARES, ways):
-        split = split_of(share)
-        if not count_by_tier(block, split).get(WORKERS):
-            continue
-        choice = Choice(False, False, attended=split, partition=partition)
+        choice = Choice(False, False, attended=split_of(share), partition=partition)
         shapes_of = _shapes(placement, block, max(1, workers / 2) if partition == REQUESTS else 1)
         for shape, schedule in product(shapes_of, ("continuous", "diagonal")):
             placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)

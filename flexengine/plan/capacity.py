@@ -22,6 +22,7 @@ class Capacity:
         more_disks: bytes of each further offload directory, in order.
         workers: bytes of each attention worker, in order.
         filed: how many of the workers, the last ones, hold pages in a file.
+        engines: engines that share the workers; `workers` has the part of one.
     """
 
     device: int | None
@@ -32,6 +33,7 @@ class Capacity:
     more_disks: tuple[int | None, ...] = ()
     workers: tuple[int | None, ...] = ()
     filed: int = 0
+    engines: int = 1
 
     @cached_property
     def places(self) -> tuple[str, ...]:

@@ -49,14 +49,17 @@ MAX_FRONTIER_LINES = 20
 
 def report(
     model_name: str, model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction,
-    helps: Sequence[Help] | None = None, verbose: bool = False,
+    helps: Sequence[Help] | None = None, verbose: bool = False, alone: bool = True,
 ) -> str:  # fmt: skip
     """Return the whole explanation, about 30 lines.
 
     Args:
         helps: from `whatif.helps`; None leaves this part out.
         verbose: list the bytes of each purpose on a line of its own.
+        alone: whether no other stage uses the attention workers; else lines on their links and pace are left out, as
+            they describe whole engines.
     """
+    words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
         [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
         policy_words(prediction.policy), topk_words(model, prediction), [""],
@@ -64,8 +67,7 @@ def report(
         memory(prediction, hardware, verbose), [""],
         lanes_table(prediction, hardware), [""],
         bottleneck(model, hardware, workload, prediction), [""],
-        *([words, sharing_words(model, hardware, prediction), [""]]
-          if (words := worker_words(model, hardware, workload, prediction)) else []),
+        *([words, sharing_words(model, hardware, prediction), [""]] if words else []),
         totals(prediction), price_words(model, hardware, workload, prediction),
         [] if helps is None else ["", *help_lines(helps)],
     ]

@@ -110,7 +110,8 @@ def _too_little(
     enough = capacity.limited(needs)
     layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
     parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
-    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts)
+    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts,
+                     capacity.engines)
 
 
 def _reason(

@@ -14,7 +14,7 @@ from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Memory, Problem, fra
 from flexengine.plan.shapes import sensible
 from flexengine.plan.tried import Tried
 from flexengine.policy import REQUESTS, Policy, Split, thousandths
-from flexengine.schedule.place import cache_homes
+from flexengine.schedule.place import cache_homes, reaches_workers
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
 # Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
@@ -97,6 +97,8 @@ class Placement:
             False if no placement fits. True otherwise, even if it was skipped.
         """
         if self.tried.shapes.too_large(shape):
+            return False
+        if choice.attended is not None and not reaches_workers(shape.block_size, choice.attended):
             return False
         key = _bare(shape), choice
         if key not in self._solvable:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flexengine.places import TIERS
+from flexengine.places import TIERS, WORKERS
 from flexengine.plan.cost import Cost
 from flexengine.plan.least import smallest
 from flexengine.plan.sizes import delegated
-from flexengine.policy import Policy
+from flexengine.policy import REQUESTS, Policy, shares
+from flexengine.schedule.place import reaches_workers
 
 MAX_BLOCK_SIZE = 1024  # sequences; bookkeeping of more sequences takes as long as they gain
 # Sequences of a gpu_batch.
@@ -131,5 +132,10 @@ def placed_like(shape: Policy, placed: Policy) -> Policy:
 
 
 def sensible(policy: Policy) -> Policy:
-    """Return the policy, without delegation if no sequence of its block has its cache on the host."""
+    """Return the policy, without delegation if no sequence of its block has its cache on the host, and with the KV
+    cache of attention workers on the device if that is no sequence."""
+    if policy.works and not reaches_workers(policy.block_size, policy.cache):
+        split = shares(policy.cache)
+        split["device"] += split.pop(WORKERS)
+        policy = replace(policy, cache=split, partition=REQUESTS, queries_first=False)
     return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)

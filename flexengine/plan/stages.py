@@ -70,7 +70,7 @@ def for_cohorts(policy: Policy, stages: int) -> Policy:
     return replace(policy, gpu_batch_size=-(-block // batches), num_gpu_batches=batches)
 
 
-def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
+def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Policy | None = None) -> Layout:
     """Return the layout of a stage under a policy, with the shares of its weights under which the job is shortest.
 
     Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. All
@@ -80,6 +80,8 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
         cost: model, machine and workload of the stage.
         policy: its weights do not matter.
         capacity: memory of the stage.
+        resident: the policy under which weights are in memory; None if none are. With equal shares they stay, and are
+            not loaded again.
 
     Raises:
         TooLittle: not even weights on disk fit.
@@ -92,4 +94,10 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity) -> Layout:
                 fitting.append(lay_out(cost.model, replace(policy, weights=shares), cost.workload, room))
     if not fitting:
         return lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)
-    return min(fitting, key=lambda layout: cost.predict(layout).total_seconds)
+
+
+    def seconds(layout: Layout) -> float:
+        kept = resident is not None and resident.weights == layout.policy.weights
+        return cost.predict(layout, 0.0 if kept else 1.0).total_seconds
+
+    return min(fitting, key=seconds)

@@ -151,7 +151,7 @@ class Sharing:
     def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Sharing | None":
         """Return the numbers for a prediction; None if workers attend to nothing."""
         links = Links.of(model, hardware, prediction) if prediction.policy.works else None
-        if links is None:
+        if links is None or hardware.filed:  # a file is slower than the others, and takes only what they cannot hold
             return None
         numbers = (w for w in range(1, MOST_WORKERS + 1) if links.partition != HEADS or model.kv_heads % w == 0)
         paces = {workers: Pace.of(model, links, workers) for workers in numbers}
@@ -237,9 +237,10 @@ def _engines(s: Sharing) -> str:
 def _fewest(s: Sharing) -> str:
     """Return how many workers this engine needs."""
     if s.fewest is None:
-        return "no number of workers keeps its device always busy"
-    return f"{s.fewest} would keep its device always busy" if s.fewest > s.workers else (
-        f"this engine needs {s.fewest}")  # fmt: skip
+        return "with no number of workers is its device always busy"
+    workers = count(s.fewest, "worker", "workers")
+    return f"with {workers} its device is always busy" if s.fewest > s.workers else (
+        f"this engine needs {workers}")  # fmt: skip
 
 
 def as_json(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:

@@ -69,6 +69,11 @@ def count_by_tier(count: int, split: Split) -> Mapping[str, int]:
     return {tier: tiers[tier] for tier in places_of(split) if tiers[tier]}
 
 
+def reaches_workers(count: int, split: Split) -> bool:
+    """Return whether a split has at least one of `count` sequences on attention workers."""
+    return WORKERS in count_by_tier(count, split)
+
+
 def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     """Return the number of sequences of a block per place of their KV cache. Places without sequences are left out.
 

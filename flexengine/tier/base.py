@@ -56,6 +56,7 @@ class Tier(ABC):
     ledger: Ledger
     bytes_read: int = 0
     bytes_written: int = 0
+    engines: int = 1  # that share it, if it is an attention worker
     _counting = threading.Lock()  # several lanes move data through one tier
 
     def count(self, read: int = 0, written: int = 0) -> None:

@@ -259,7 +259,8 @@ def make_machine(
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more),
                         workers=tuple(worker.ledger.capacity for worker in workers),
-                        filed=sum(is_filed(worker.name) for worker in workers))  # fmt: skip
+                        filed=sum(is_filed(worker.name) for worker in workers),
+                        engines=max((worker.engines for worker in workers), default=1))  # fmt: skip
     compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
     routes = Routes.between(capacity.places, staged=capacity.staged)
     return Machine(kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes,

@@ -1,5 +1,6 @@
 """Worker processes on this machine, which the stages of a pipeline share."""
 
+import gc
 import json
 import os
 import signal
@@ -14,10 +15,10 @@ import pytest
 
 from flexengine.attention import local
 from flexengine.attention.__main__ import listening
-from flexengine.attention.local import JoinedWorker, shared_workers
+from flexengine.attention.local import JoinedWorker, LocalWorker, shared_workers
 from flexengine.attention.pool import Pool
 from flexengine.commands.main import main
-from flexengine.errors import WorkerLost
+from flexengine.errors import InvalidInput, WorkerLost
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.forked import SLOW, Forked
 
@@ -25,7 +26,7 @@ MEMORY = 1 << 20
 
 
 def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
-    path = tmp_path / "sockets" / "0"
+    path = tmp_path / "0"
     with (
         listening(Pool(MEMORY), str(path)),
         closing(JoinedWorker("worker1", path, 1, 7)) as one,
@@ -36,7 +37,7 @@ def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
         assert len(one.memory_of(handle)) == MEMORY // 2  # the same memory in both processes
         assert two.pool == one.pool
         assert two.allocate(MEMORY) is None  # the other engine holds a half
-    assert not path.parent.exists()
+    assert not path.exists()
     with pytest.raises(WorkerLost, match="worker1 is lost: it does not listen"):
         JoinedWorker("worker1", path, 1, 7)
 
@@ -51,19 +52,42 @@ def test_a_killed_worker_leaves_a_socket_that_the_next_one_replaces(tmp_path: Pa
 
 def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    started = list[ThreadWorker]()
+    start, started = LocalWorker, list[LocalWorker]()
 
-    def start(*args: Any, **more: Any) -> ThreadWorker:
+    def once(*args: Any, **more: Any) -> LocalWorker:
         if started:
+            assert len(list(tmp_path.glob("*/*"))) == 1  # the socket of the first
             raise WorkerLost("worker2", "worker2", "no memory")
-        started.append(ThreadWorker(*args, **more))
+        started.append(start(*args, **more))
         return started[0]
 
-    monkeypatch.setattr(local, "LocalWorker", start)
+    monkeypatch.setattr(local, "LocalWorker", once)
     with pytest.raises(WorkerLost, match="no memory"):
         shared_workers(2, MEMORY, 0, 2, lambda text: [text])
-    assert not started[0].thread.is_alive()
+    assert started[0].process.poll() == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sockets_last_as_long_as_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    tiers = shared_workers(1, MEMORY, 0, 2, lambda text: [text])
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    tiers[0].renew()
+    assert folder.is_dir()
+    tiers[0].close()
+    tiers.clear()
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_name_of_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (long := tmp_path / ("d" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(InvalidInput, match=r"TMPDIR is .*d, .* at most 107 are possible: set it to a shorter one"):
+        shared_workers(1, MEMORY, 0, 2, lambda text: [text])
+    assert list(long.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -49,3 +49,4 @@ def test_engines_count_with_equal_parts(monkeypatch: pytest.MonkeyPatch, tmp_pat
     alone, shared = measured(tmp_path), measured(tmp_path, engines=4)
     for rates in ("worker_links", "worker_attention"):
         assert shared[rates]["worker1"] == pytest.approx(alone[rates]["worker1"] / 4)
+    assert shared["worker_seconds"] == pytest.approx(alone["worker_seconds"] * 4)

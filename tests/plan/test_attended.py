@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import WORKERS
+from flexengine.places import WORKERS, is_worker
 from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.explain import report
@@ -19,6 +19,7 @@ from flexengine.plan.search import Search, placement_problem, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
+from flexengine.schedule.place import cache_homes
 from tests.helpers.plans import FLAT, both, opt
 
 MODEL = opt(12, 1024, 16, 4096)
@@ -158,3 +159,19 @@ def test_splits_and_partitions() -> None:
     assert {k: v for k, v in shares(split_of(0.75)).items() if v} == {"device": 0.25, WORKERS: 0.75}
     assert partitions(8, 4) == ("requests", "heads")
     assert partitions(8, 3) == partitions(8, 1) == ("requests",)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_blocks_have_no_share_on_workers(seed: int) -> None:
+    """A share of a block may be less than a sequence of a smaller block, which the search tries, too."""
+    rng = random.Random(seed)
+    model, places = opt(4, 256, 4, 1000), [f"worker{i + 1}" for i in range(rng.choice((2, 4)))]
+    machine = replace(
+        FLAT, kind="cpu", device_bytes=rng.randrange(60, 80) << 20, disk_bytes=1 << 40,
+        workers=(rng.choice((1, 4)) << 20,) * len(places), worker_attention=dict.fromkeys(places, 1e11),
+        worker_links=dict.fromkeys(places, 1e10), worker_seconds=1e-5,
+    )  # fmt: skip
+    found = search(model, machine, Workload({(rng.choice((8, 100)), 16): rng.randrange(2, 12)}))
+    for each in found.tried:
+        homes = cache_homes(each.policy, machine.places)
+        assert (each.policy.works > 0) == any(map(is_worker, homes))

@@ -176,7 +176,7 @@ def test_numbers_of_a_plan() -> None:
     assert bargain["gain"] == pytest.approx((1 / 4.5) / (0.5 / 4.0), rel=0.02)
     report = explain.report("toy", facts, slow, WORK, prediction)
     assert "3 gpu_batches are enough, a mean sweep has 8\n" in report
-    assert "2 workers are too slow for this engine; 4 would keep its device always busy\n" in report
+    assert "2 workers are too slow for this engine; with 4 workers its device is always busy\n" in report
     assert f"1 engine and 4 workers decode {bargain['tok_s']:,.0f} tok/s at a price of 4.50, 1.78x the tok/s" in report
 
 
@@ -192,7 +192,7 @@ def test_time_and_memory_for_more_engines() -> None:
     first, second = sharing_words(facts, wide, prediction)
     assert first.endswith("2 gpu_batches are enough, a mean sweep has 8")
     assert second.strip() == "2 workers have time for 16 engines like this one (128 gpu_batches), and memory for 2;" \
-                             " this engine needs 1"  # fmt: skip
+                             " this engine needs 1 worker"  # fmt: skip
     full = replace(wide, workers=(held + 4096,) * 2)
     sharing = Sharing.of(facts, full, run(full)[1])
     assert sharing is not None
@@ -220,7 +220,7 @@ def test_workers_of_heads_divide_the_heads() -> None:
 def test_no_number_of_workers_helps_a_single_gpu_batch() -> None:
     hardware = machine(asking=1e-4)
     _, prediction, _ = run(hardware, replace(POLICY, gpu_batch_size=32, num_gpu_batches=1, partition=HEADS))
-    assert "no number of workers keeps its device always busy" in sharing_words(model(), hardware, prediction)[1]
+    assert "with no number of workers is its device always busy" in sharing_words(model(), hardware, prediction)[1]
 
 
 def test_plans_without_workers_say_nothing() -> None:

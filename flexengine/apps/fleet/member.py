@@ -20,6 +20,7 @@ from flexengine.errors import (
     RanOut,
     StageFailed,
     StageLost,
+    WorkerLost,
 )
 from flexengine.job.columns import generated
 from flexengine.job.same_job import differences
@@ -125,7 +126,7 @@ def failure_of(error: Exception) -> Failure:
     """Return an error as a record."""
     if not isinstance(error, FlexError):
         return Failure(this_member(), f"{type(error).__name__}: {error}", running=True)
-    running = isinstance(error, MemberFailed | RanOut | StageFailed | StageLost)
+    running = isinstance(error, MemberFailed | RanOut | StageFailed | StageLost | WorkerLost)
     return Failure(this_member(), str(error), running, isinstance(error, StageLost))
 
 

@@ -27,7 +27,8 @@ def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
         "lossy switches": core.lossy.enabled, "switches to choose from": sorted(options.allow),
         "policy": options.policy.to_json() if options.policy else None,
         "layers": core.skeleton.total,
-        "attention workers": [tier.client.name for tier in core.machine.workers if isinstance(tier, WorkerTier)],
+        "attention workers": [f"{tier.client.name}, number {tier.client.pool}" for tier in core.machine.workers
+                              if isinstance(tier, WorkerTier)],
         "strategy": options.strategy.to_json() if options.strategy else None,
     }  # fmt: skip
     every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from flexengine.activity import message
 from flexengine.engine.pipeline.remote import Driver, StagePlan
 from flexengine.engine.planner import Planner
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
+from flexengine.plan.search import Search
 from flexengine.plan.stages import block_of, for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -34,6 +36,9 @@ class PipelinePlanner(Planner):
         self.others = self.driver.lay_out(layout.policy, workload, self.policy is not None, self.opened.lossy)
         return layout
 
+    def _say_unused(self, searched: Search) -> None:
+        message("attention workers are not used: the stages are predicted to be no faster with them")
+
     def choose(
         self,
         workload: Workload,
@@ -50,7 +55,7 @@ class PipelinePlanner(Planner):
         else:
             shared = self._shared(workload, resident, block, prefill_tokens)
         cost = self.cost(workload)
-        layout = place_weights(cost, shared, self.machine.capacity)
+        layout = place_weights(cost, shared, self.machine.capacity, resident)
         return cost.predict(layout, 0.0 if resident == layout.policy else 1.0)
 
     def _shared(

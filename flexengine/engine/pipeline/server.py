@@ -120,7 +120,7 @@ class Server:
         policy, workload = Policy(**asked["policy"]), workload_of(asked["workload"])
         if asked["given"]:
             return self.planner.layout_under(policy, workload)
-        return place_weights(self.planner.cost(workload), policy, self.core.machine.capacity)
+        return place_weights(self.planner.cost(workload), policy, self.core.machine.capacity, self.core.resident)
 
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""

@@ -14,6 +14,7 @@ from flexengine.apps.fleet.job import FleetJob
 from flexengine.apps.fleet.member import Agreed, Failure, Member, Recipe, open_engine
 from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
 from flexengine.apps.fleet.space import Share
+from flexengine.attention.network import RemoteWorker
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.file_job import FileJob
@@ -71,17 +72,20 @@ def test_bytes_of_one_engine(actors: int, size: int | None, repeated: bool, know
 
 
 def test_members_share_attention_workers(known: Any, tmp_path: Path) -> None:
-    """Each member plans with an equal part of the workers' memory, whichever comes first."""
+    """Each member plans with an equal part of the workers' memory, whatever the others hold."""
     with listening(8 << 20) as (one, said), listening(8 << 20) as (two, _):
         output = tmp_path / "out.jsonl"
         run(known, output, LocalFleet(3), 3, policy=Policy(2, 2, cache={"workers": 1}),
             attention_workers=[one, two])  # fmt: skip
     assert output.read_bytes() == known[2]
     assert sum("serving" in line for line in said) == 4  # one member that describes itself, and three
-    with listening(9 << 20) as (one, _):
-        for _ in range(2):
-            with open_engine(recipe(known[0], attention_workers=[one]), None, Share(fleet=3)) as engine:
-                assert engine.core.machine.capacity.workers == (3 << 20,)
+    with listening(9 << 20) as (one, _), contextlib.closing(RemoteWorker("worker1", one)) as other:
+        assert other.allocate(5 << 20) is not None
+        with open_engine(recipe(known[0], attention_workers=[one]), None, Share(fleet=3)) as engine:
+            assert engine.core.machine.capacity.workers == (3 << 20,)
+        assert other.allocate(2 << 20) is not None
+        with open_engine(recipe(known[0], attention_workers=[one]), None, Share(fleet=3)) as engine:
+            assert engine.core.machine.capacity.workers == (2 << 20,)
 
 
 def test_a_lost_fleet_continues(known: Any, tmp_path: Path) -> None:

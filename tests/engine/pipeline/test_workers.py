@@ -1,6 +1,6 @@
 """Pipelines with attention workers that all stages share."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from flexengine.attention.client import Client
 from flexengine.attention.network import RemoteWorker
 from flexengine.attention.tier import WorkerTier
 from flexengine.engine.options import EngineOptions
-from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.lossy import Lossy
 from tests.engine.pipeline.test_strategy import strategy
 from tests.helpers.attention_workers import listening
@@ -83,7 +83,9 @@ def test_a_file_takes_what_finds_no_room(families: Any, pools: Any, tmp_path: Pa
     with in_threads(2, model=known.directory, policy=Policy(2, 4, cache=ALL), device="cpu",
                     attention_workers=addresses) as pipeline:  # fmt: skip
         assert generated(pipeline, known.rows) == known.expected
-        assert list(pipeline.engine.core.machine.capacity.places)[-2:] == ["worker1", "workerfile1"]
+        for engine in (pipeline.engine, *(server.engine for server in pipeline.servers)):
+            assert [tier.name for tier in engine.core.machine.workers] == ["worker1", "workerfile1"]
+            assert all(tier.attention_bytes > (0, 0) for tier in engine.core.machine.workers)
 
 
 def test_stages_take_equal_parts(families: Any, pools: Any) -> None:
@@ -159,6 +161,46 @@ def test_all_stages_need_the_same_workers(families: Any, pools: Any) -> None:
         in_threads(2, each, model=families("llama").directory, device="cpu"),
     ):
         pass
+
+
+def test_too_little_memory_for_all_stages(families: Any, pools: Any) -> None:
+    """The error names what each stage needs, and what all of them do."""
+    known = families("llama")
+    with in_threads(2, model=known.directory, policy=Policy(2, 4, cache=ALL), device="cpu",
+                    attention_workers=pools(1, 4096)) as pipeline:  # fmt: skip
+        with pytest.raises(OutOfMemory, match=r"2,048 are given") as raised:
+            pipeline.engine.generate(known.rows[:1], GREEDY)
+        needed = int(str(raised.value).partition("--worker-mem ")[2].split()[0])
+        assert str(raised.value).endswith(f"{needed} or more, of which each of 2 processes gets a part")
+    with in_threads(2, model=known.directory, policy=Policy(2, 4, cache=ALL), device="cpu",
+                    attention_workers=pools(1, needed)) as pipeline:  # fmt: skip
+        assert generated(pipeline, known.rows[:1]) == known.expected[:1]
+
+
+def test_memory_that_another_job_holds(families: Any, pools: Any) -> None:
+    """A part of a stage is no longer free, so the planner makes the block smaller."""
+    known, (address,) = families("llama"), pools(1)
+    with (
+        closing(RemoteWorker("worker1", address)) as other,
+        in_threads(2, model=known.directory, device="cpu", attention_workers=[address]) as pipeline,
+    ):
+        assert pipeline.engine.core.machine.capacity.workers == (MEMORY // 2,)
+        assert other.allocate(MEMORY - 4096) is not None
+        pipeline.engine.planner.policy = Policy(2, 4, cache=ALL)
+        with pytest.raises(OutOfMemory, match="worker1"):
+            pipeline.engine.generate(known.rows, GREEDY)
+        pipeline.engine.planner.policy = None
+        results = pipeline.engine.generate(known.rows, GREEDY)
+    assert [r.token_ids for r in results] == known.expected
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_planner_chooses(families: Any, pools: Any, rows: int) -> None:
+    """Without a policy, of few rows and of more. Workers are not used, as everything fits."""
+    known = families("llama")
+    with in_threads(2, model=known.directory, device="cpu", attention_workers=pools(2)) as pipeline:
+        results = pipeline.engine.generate(known.rows[:rows], GREEDY)
+        assert [r.token_ids for r in results] == known.expected[:rows]
 
 
 def test_options() -> None:
