@@ -137,5 +137,5 @@ def sensible(policy: Policy) -> Policy:
     if policy.works and not reaches_workers(policy.block_size, policy.cache):
         split = shares(policy.cache)
         split["device"] += split.pop(WORKERS)
-        policy = replace(policy, cache=split, partition=REQUESTS, queries_first=False)
+        policy = replace(policy, cache=tuple(split.values()), partition=REQUESTS, queries_first=False)
     return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)
