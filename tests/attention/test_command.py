@@ -14,6 +14,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.explain import waits_for
 from flexengine.plan.words import lane_name
 from tests.helpers.attention_workers import ThreadWorker
+from tests.helpers.measuring import measure_quickly
 
 WORKERS = ["--attention-workers", "2", "--worker-mem", "4M"]
 
@@ -28,8 +29,10 @@ def written(folder: Path, known: Any) -> list[str]:
 
 
 def test_output_and_dry_run(
-    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    families: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    measure_quickly(monkeypatch)
     monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
     known = families("llama")
     words = written(tmp_path, known)
