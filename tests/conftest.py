@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,22 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # compiles the kernels; the second needs none, so that its worker does not wait for them.
 LONGEST = (
     "e2e/test_architectures", "plan/test_search", "plan/test_disks", "docs/test_blocks", "e2e/test_exactness",
-    "e2e/test_windows", "e2e/test_pipeline", "engine/pipeline/test_tokens", "e2e/resume/test_signals",
-    "e2e/test_faults", "kernels/test_cache", "bench/test_scale", "e2e/resume/test_python", "e2e/test_demo",
-    "plan/test_command", "worker/test_topk", "engine/test_lossy", "e2e/test_accounting", "e2e/test_stages",
-    "plan/test_policies", "plan/test_clock", "plan/test_profile", "plan/test_explain", "engine/calibration/test_jobs",
-    "worker/test_experts", "attention/test_losses", "e2e/test_samples", "e2e/test_places",
-    "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance", "worker/test_waiting",
-    "worker/test_delegation", "measure/test_model", "measure/test_store", "engine/test_planning",
+    "attention/test_losses", "e2e/test_windows", "e2e/test_pipeline", "engine/pipeline/test_tokens",
+    "e2e/resume/test_signals", "e2e/test_faults", "kernels/test_cache", "bench/test_scale", "e2e/resume/test_python",
+    "e2e/test_demo", "plan/test_command", "worker/test_topk", "engine/test_lossy", "e2e/test_accounting",
+    "attention/test_jobs", "e2e/test_stages", "plan/test_policies", "plan/test_clock", "plan/test_profile",
+    "plan/test_explain", "engine/calibration/test_jobs", "attention/test_command", "worker/test_experts",
+    "e2e/test_samples", "e2e/test_places", "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance",
+    "worker/test_waiting", "worker/test_delegation", "measure/test_model", "measure/test_store", "engine/test_planning",
     "bench/test_harness", "bench/test_compare", "bench/test_plan", "engine/test_recovery", "kernels/test_build",
-    "schedule/test_edges", "e2e/hostile/test_configs", "e2e/test_wheel",
+    "schedule/test_edges", "e2e/hostile/test_configs", "e2e/test_wheel", "apps/evaluate/test_models",
+    "e2e/test_scoring", "model/test_identity", "engine/calibration/test_importances", "plan/cluster/test_search",
+    "measure/test_kernels", "e2e/resume/test_errors", "worker/test_lifetime", "apps/fleet/test_job",
+    "commands/test_run", "apps/helm/test_exchange", "apps/wrangle/test_interrupted", "plan/test_feedback",
+    "measure/test_links", "e2e/resume/test_refusals", "plan/test_topk", "report/test_browser",
 )  # fmt: skip
+
+GARBAGE = 50_000  # new objects between two collections of garbage; Python's default is 700
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,10 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (order.get(names[item.path], len(order)), -tests[item.path]))
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: a collection of garbage need not go through them each time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect garbage seldom, which took a tenth of the time: never while modules are imported and tests are
+    collected, as all of these stay to the end, and then after GARBAGE new objects, without the modules and tests."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GARBAGE)
+    gc.enable()
+    return result
 
 
 def _computing_with(count: int) -> Iterator[None]:

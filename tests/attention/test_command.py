@@ -29,8 +29,10 @@ def written(folder: Path, known: Any) -> list[str]:
 
 
 def test_output_and_dry_run(
-    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    families: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    measure_quickly(monkeypatch)
     monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
     measure_quickly(monkeypatch)
     known = families("llama")

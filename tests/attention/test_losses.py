@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ class Job:
         assert self.summary.rows == len(rows)
 
 
+@cache
+def greedy(known: Any) -> list[list[list[int]]]:
+    """Return the tokens of transformers."""
+    return [[tokens] for tokens in reference(known.model, known.prompts, NEW)]
+
+
 def alone(known: Any, rows: Any = None, params: SamplingParams = GREEDY, lossy: Lossy = EXACT,
           prefill_tokens: int = 2048) -> list[list[list[int]]]:  # fmt: skip
     """Return the tokens of a job without workers. Pieces of a prompt read a lossy cache, so they must be the same."""
@@ -85,8 +92,7 @@ def test_only_lost_sequences_are_computed_again(
 ) -> None:  # fmt: skip
     known = families(family)
     prefill = fields.get("prefill_tokens", 2048)
-    expected = ([[tokens] for tokens in reference(known.model, known.prompts, NEW)] if lossy == EXACT
-                else alone(known, lossy=lossy, prefill_tokens=prefill))  # fmt: skip
+    expected = greedy(known) if lossy == EXACT else alone(known, lossy=lossy, prefill_tokens=prefill)
     losses = Losses(monkeypatch, at, kind)
     job = Job(known, workers, fields, lossy=lossy, offload_dir=tmp_path)
     assert job.tokens == expected
