@@ -86,8 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect garbage seldom, which took a tenth of the time: never while modules are imported and tests are
-    collected, as all of these stay to the end, and then after GARBAGE new objects, without the modules and tests."""
+    """Collect no garbage while modules are imported and tests are collected, as all of these stay to the end, and later
+    seldom, and without these. It takes a fifth of the collection of tests and 7 % of the planner's tests else."""
     gc.disable()
     result = yield
     gc.collect()
