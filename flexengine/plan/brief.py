@@ -1,10 +1,10 @@
 """A plan in one line."""
 
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import KINDS, kind_bytes, waits_for
+from flexengine.plan.explain import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import fraction
-from flexengine.plan.words import clock, count, digits, percent, place_name, size
+from flexengine.plan.words import clock, count, digits, percent, size
 
 
 def plan_line(cost: Cost, prediction: Prediction) -> str:
@@ -27,7 +27,7 @@ def _places(prediction: Prediction, kind: str, shared: bool) -> str:
     """Return the places of a kind of data, with shares if there are several."""
     places = prediction.layout.places
     shares = {place: prediction.fractions.get(fraction(kind, place), 0.0) for place in places}
-    used = {place_name(place, shared): x for place, x in shares.items() if x > 0}
+    used = {holder(prediction, place, shared): x for place, x in shares.items() if x > 0}
     if len(used) == 1:
         return next(iter(used))
     return ", ".join(f"{place} {percent(x)}" for place, x in used.items())

@@ -118,6 +118,12 @@ def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     return [f"            all keys of the KV cache are prefetched; the device waits for {share} of the values"]
 
 
+def holder(prediction: Prediction, place: str, shared: bool) -> str:
+    """Return the name of a place; of an attention worker that stands for all that share its sequences, all names."""
+    team = prediction.policy.team(place, prediction.layout.places)
+    return f"{team[0]} to {team[-1]}" if len(team) > 1 else place_name(place, shared)
+
+
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
     """Return a bar per kind of data with its shares of the places, after rounding to tensors and sequences."""
     places = prediction.layout.places
@@ -125,7 +131,7 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
     lines = []
     for kind, name in KINDS.items():
         shares = {p: prediction.fractions.get(fraction(name, p), 0.0) for p in places}
-        where = ", ".join(f"{place_name(p, shared)} {percent(share)}" + " (in the checkpoint's files)"
+        where = ", ".join(f"{holder(prediction, p, shared)} {percent(share)}" + " (in the checkpoint's files)"
                           * (kind == "weights" and p == DISK) for p, share in shares.items() if share > 0)  # fmt: skip
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
     used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]

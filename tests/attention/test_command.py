@@ -45,6 +45,10 @@ def test_output_and_dry_run(
     said = capsys.readouterr().out
     assert "  worker1 " in said  # its memory
     assert "questions to worker2" in said
+    heads = {"gpu_batch_size": 3, "num_gpu_batches": 2, "cache": {"workers": 1}, "partition": "heads"}
+    (tmp_path / "policy.json").write_text(json.dumps(heads))
+    assert main([*words, *WORKERS, "--dry-run"]) == 0
+    assert "  worker1 to worker2 100 %\n" in capsys.readouterr().out
 
 
 def test_all_lanes_have_names() -> None:
