@@ -35,8 +35,8 @@ START_SECONDS = 120.0  # until a process must have loaded its libraries and kern
 class LocalWorker(Client):
     """A worker in a process of its own, at the other end of a pair of sockets.
 
-    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and
-    SIGTERM, which a terminal, or `timeout`, sends to all processes.
+    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and SIGTERM, which a
+    terminal, or `timeout`, sends to all processes.
     """
 
     def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
@@ -71,9 +71,10 @@ class LocalWorker(Client):
             super().__init__(Link(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
         except BaseException as error:
             self._end(0.0)
-            if isinstance(error, WorkerLost) and (tail := self._tail()):
-                error.add_note(f"its last messages: {tail}")
+            tail = self._tail()
             self._log.close()
+            if isinstance(error, WorkerLost) and tail:
+                raise WorkerLost(place, place, f"{error.why}; its last messages: {tail}") from error
             raise
 
     def close(self) -> None:

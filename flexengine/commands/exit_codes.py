@@ -37,7 +37,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return code
     # While the job ran; the journal has finished rows.
     except (MemberFailed, RanOut, StageFailed, StageLost, WorkerLost) as error:
-        say_error("; ".join([str(error), *getattr(error, "__notes__", ())]))
+        say_error(str(error))
         return FAILED
     except FlexError as error:
         say_error(str(error))

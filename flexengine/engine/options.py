@@ -122,8 +122,13 @@ class MachineOptions:
         """Return the attention workers. Raise WorkerLost if one cannot be started, or does not answer."""
         given = self.attention_workers
         if isinstance(given, int):
-            return local_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"))
+            return local_workers(given, self._worker_bytes)
         return worker_tiers(list(map(connecting, given)), self._worker_sharing)
+
+    @property
+    def _worker_bytes(self) -> int:
+        """Bytes for KV cache of each worker that is started, if there are any."""
+        return parse_size(self.worker_mem or "1", "--worker-mem")
 
     @property
     def _worker_sharing(self) -> int:
@@ -260,7 +265,7 @@ class EngineOptions(MachineOptions):
         group, given = self.group, self.attention_workers
         if group is None or not isinstance(given, int) or not given:
             return super()._workers()
-        return shared_workers(given, parse_size(self.worker_mem or "1", "--worker-mem"), group.rank, group.size,
+        return shared_workers(given, self._worker_bytes, group.rank, group.size,
                               partial(group.exchange, "attention workers"))  # fmt: skip
 
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":

@@ -3,12 +3,14 @@
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import lay_out_given, planned
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
@@ -70,8 +72,8 @@ def for_cohorts(policy: Policy, stages: int) -> Policy:
     return replace(policy, gpu_batch_size=-(-block // batches), num_gpu_batches=batches)
 
 
-def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Policy | None = None) -> Layout:
-    """Return the layout of a stage under a policy, with the shares of its weights under which the job is shortest.
+def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Policy | None = None) -> Prediction:
+    """Return the prediction of a stage under a policy, with the shares of its weights under which the job is shortest.
 
     Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. All
     shares in steps of 1/20 are tried.
@@ -93,11 +95,7 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Poli
             with suppress(OutOfMemory):
                 fitting.append(lay_out(cost.model, replace(policy, weights=shares), cost.workload, room))
     if not fitting:
-        return lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)
-
-
-    def seconds(layout: Layout) -> float:
-        kept = resident is not None and resident.weights == layout.policy.weights
-        return cost.predict(layout, 0.0 if kept else 1.0).total_seconds
-
-    return min(fitting, key=seconds)
+        fitting = [lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)]
+    kept = None if resident is None else resident.weights
+    predictions = [cost.predict(layout, 0.0 if layout.policy.weights == kept else 1.0) for layout in fitting]
+    return min(predictions, key=attrgetter("total_seconds"))

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from contextlib import closing
@@ -20,7 +21,7 @@ from flexengine.attention.pool import Pool
 from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
 from tests.helpers.attention_workers import ThreadWorker
-from tests.helpers.forked import SLOW, Forked
+from tests.helpers.forked import SLOW, Forked, children
 
 MEMORY = 1 << 20
 
@@ -90,6 +91,14 @@ def test_a_long_name_of_the_temporary_directory(tmp_path: Path, monkeypatch: pyt
     assert list(long.iterdir()) == []
 
 
+def test_the_last_messages_of_a_process_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program := tmp_path / "python").write_text("#!/bin/sh\necho no libraries >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(WorkerLost, match=r"worker1 is lost: .*; its last messages: no libraries"):
+        LocalWorker("worker1", MEMORY, 1)
+
+
 @pytest.mark.slow
 def test_a_pipeline_of_processes_whose_worker_is_killed(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +117,7 @@ def test_a_pipeline_of_processes_whose_worker_is_killed(
     while "generating" not in log.read_text():
         assert command.poll() is None, log.read_text()
         time.sleep(0.05)
-    workers = [pid for pid in _children(command.pid) if b"flexengine.attention" in _words(pid)]
+    workers = [pid for pid in children(command.pid) if b"flexengine.attention" in _words(pid)]
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     assert command.wait(120) == 0, log.read_text()
@@ -116,10 +125,6 @@ def test_a_pipeline_of_processes_whose_worker_is_killed(
     assert "attention worker worker" in (said := log.read_text())
     assert "continuing with a new worker" in said
     assert [each for each in tmp_path.iterdir() if each.name.startswith("flexengine-")] == []
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _words(pid: int) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 
 from flexengine import Policy
 from flexengine.commands.main import main
-from tests.helpers.forked import Forked
+from tests.helpers.forked import Forked, children
 from tests.helpers.measuring import measure_quickly
 from tests.helpers.pages import ROOT
 
@@ -53,10 +53,6 @@ def finish(command: list[str], folder: Path) -> str:
                           timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stderr
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow

@@ -79,6 +79,11 @@ class Forked:
         return self.log.read_text()
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that the main thread of a process has started, and that have not ended."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @functools.cache
 def _server() -> "subprocess.Popen[str]":
     """Return the process that forks. It computes nothing, as OpenMP does not survive a fork."""

@@ -53,7 +53,7 @@ MACHINES = [
 def test_weights_are_placed_where_the_job_is_shortest(machine: int, policy: Policy) -> None:
     """No other shares make it shorter."""
     cost, rng = Cost(MODEL, MACHINES[machine], LONG), random.Random(machine)
-    chosen = cost.predict(place_weights(cost, policy, MACHINES[machine].capacity)).total_seconds
+    chosen = place_weights(cost, policy, MACHINES[machine].capacity).total_seconds
     for _ in range(100):
         device, host = rng.randrange(21), rng.randrange(21)
         if device + host <= 20:
@@ -69,9 +69,9 @@ def test_weights_leave_room_for_the_block() -> None:
     links = FLAT.links | {"h2d": 5e10}
     small = replace(MACHINES[0], device_bytes=whole - 60 * sequence, host_bytes=WEIGHTS, links=links)
     cost = Cost(MODEL, small, work)
-    layout = place_weights(cost, Policy(16, 4), small.capacity)
-    assert layout.policy.weights[0] < 1
-    assert cost.predict(layout).total_seconds < seconds(cost, Policy(16, 4), small)
+    found = place_weights(cost, Policy(16, 4), small.capacity)
+    assert found.policy.weights[0] < 1
+    assert found.total_seconds < seconds(cost, Policy(16, 4), small)
 
 
 def seconds(cost: Cost, policy: Policy, hardware: Hardware) -> float:

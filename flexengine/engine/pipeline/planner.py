@@ -54,9 +54,7 @@ class PipelinePlanner(Planner):
                 shared = replace(shared, prefill_tokens=tokens)
         else:
             shared = self._shared(workload, resident, block, prefill_tokens)
-        cost = self.cost(workload)
-        layout = place_weights(cost, shared, self.machine.capacity, resident)
-        return cost.predict(layout, 0.0 if resident == layout.policy else 1.0)
+        return place_weights(self.cost(workload), shared, self.machine.capacity, resident)
 
     def _shared(
         self, workload: Workload, resident: Policy | None, block: int | None, prefill_tokens: int | None

@@ -120,7 +120,8 @@ class Server:
         policy, workload = Policy(**asked["policy"]), workload_of(asked["workload"])
         if asked["given"]:
             return self.planner.layout_under(policy, workload)
-        return place_weights(self.planner.cost(workload), policy, self.core.machine.capacity, self.core.resident)
+        cost = self.planner.cost(workload)
+        return place_weights(cost, policy, self.core.machine.capacity, self.core.resident).layout
 
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""
