@@ -16,7 +16,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     echo "bench/gpu.sh: $python sees no CUDA GPU; nothing was run" >&2
     exit 3
 fi
-if ! "$python" -c 'import greenlet, gguf, highspy, psutil, pytest, tqdm, transformers, xdist'; then
+if ! "$python" -c 'import greenlet, gguf, highspy, psutil, pulp, pytest, tqdm, transformers, xdist'; then
     echo "bench/gpu.sh: $python lacks a package that the engine or its tests need; nothing was run" >&2
     exit 3
 fi
@@ -29,7 +29,7 @@ fi
 "$python" -m bench.gpu "$dir" --make-only &
 maker=$!
 # Only files that have such tests are collected; they are dealt out one by one, as few files have most of them.
-timeout 270 "$python" -m pytest -m cuda -n 4 --dist load $(grep -rlE "cuda" tests --include="test_*.py")
+timeout 270 "$python" -m pytest -m cuda -n 8 --dist load $(grep -rl "mark\.cuda" tests --include="test_*.py")
 tests=$?
 wait "$maker" || exit 4
 "$python" -m bench.gpu "$dir" --out "$out" --seconds $((460 - (SECONDS - started)))

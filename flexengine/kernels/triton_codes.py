@@ -24,6 +24,7 @@ DECODED = BUFFER  # bytes of dequantized weights at a time: about the cache of a
 ROUNDED = 32  # bytes of scratch per element of x that is rounded to 8 bits
 PROGRAMS = 1024  # programs that keep a GPU busy; columns are divided among programs to reach this number
 BLOCKS = 4  # blocks of ROWS outputs per program
+WARPS, STAGES = 4, 4  # of a program of product_kernel
 
 
 class Sizes(NamedTuple):
@@ -139,7 +140,7 @@ def _summed(part: _Rows, weight: Tensor, form: Packed) -> Tensor:
     product_kernel[triton.cdiv(down, BLOCKS), triton.cdiv(len(x), size.rows), size.runs](
         x, part.worth if int8 else x, part.sums if int8 else x, weight, weight.view(torch.float16), out, len(x),
         form.rows, x.shape[1], right, x.stride(0), size.groups, BITS=form.codec.bits, GROUP=form.codec.group,
-        BLOCKS=BLOCKS, TILE=size.rows, INT8=int8, WIDEN=INTERPRETED, num_warps=4, num_stages=4,
+        BLOCKS=BLOCKS, TILE=size.rows, INT8=int8, WIDEN=INTERPRETED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out.sum(0) if size.runs > 1 else out[0]
 

@@ -32,12 +32,20 @@ def test_fp32(families: Any, tmp_path: Path, family: str, case: int) -> None:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bloom"])  # which is refused in bf16
 @pytest.mark.parametrize("case", range(0, len(GRID), 3))
 def test_bf16(tmp_path: Path, family: str, case: int) -> None:
     """bf16 sums depend on the batch, so near ties may fall either way: every token must be within rounding of the
-    largest logit that transformers computes at that place, and nearly all must be that largest one."""
-    model = make_checkpoint(family, tmp_path / "model").to("cuda", torch.bfloat16)
+    largest logit that transformers computes at that place, and nearly all must be that largest one.
+
+    Near ties of routers change logits by more than rounding, in transformers, too: its own two attention functions
+    give logits that differ by up to 31 % of their range. So here every token goes through all experts."""
+    model = make_checkpoint(family, tmp_path / "model")
+    if experts := getattr(model.config, "num_local_experts", None):
+        model.config.num_experts_per_tok = experts
+        model.config.save_pretrained(tmp_path / "model")
+        model = type(model).from_pretrained(tmp_path / "model")
+    model = model.to("cuda", torch.bfloat16)
     prompts = prompts_of(601)
     fields, overlap = GRID[case]
     options = dict(device="cuda", device_mem="2G", host_mem="2G", dtype="bfloat16", offload_dir=tmp_path)
