@@ -59,7 +59,13 @@ class Tiles:
 
     @property
     def warps(self) -> int:
-        """Warps of a program. For fp32 tiles, Triton 3.6 spills hundreds of bytes with 4 warps, and none with 8."""
+        """Warps of a program. For fp32 tiles, Triton 3.6 spills hundreds of bytes with 4 warps, and none with 8.
+
+        On an H200 one warp reads 4-bit codes 1.1 to 2.9 times as fast as four: no thread waits while codes are
+        reordered between threads.
+        """
+        if self.BITS and (self.NARROW or not self.DOT):
+            return 1
         return 8 if self.DOT and not self.NARROW else 4
 
 
@@ -88,7 +94,7 @@ def tiles(room: Room, heads: int, form: CacheFormat | None, q: torch.dtype, pool
     return Tiles(
         room.kv_heads, group, room.page_tokens, room.dim, form.bits if form else 0, coded or columns, columns,
         ROWS=min(HEADS if narrow else 16, max(16, triton.next_power_of_2(group))) if dot else 1,
-        TOKENS=max(16, min(128, (8192 if dot and narrow else 4096) // columns)),
+        TOKENS=max(16, min(128, (8192 if dot and narrow and form is None else 4096) // columns)),
         DOT=dot, NARROW=narrow,
     )  # fmt: skip
 
