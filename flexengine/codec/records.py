@@ -1,7 +1,7 @@
 """Records of neurons: all weights of one neuron of a feed-forward block, side by side (LLM in a flash, section 3.2).
 
-A block computes down(act(first(x))), or down(act(first(x)) * up(x)) if it is gated. Neuron i has row i of `first`, row i
-of `up` if there is one, and column i of `down`: 2 or 3 vectors of `width` elements. One read brings them all.
+A block computes down(act(first(x))), or down(act(first(x)) * up(x)) if it is gated. Neuron i has row i of `first`, row
+i of `up` if there is one, and column i of `down`: 2 or 3 vectors of `width` elements. One read brings them all.
 
     record    vector of first, vector of up (gated only), vector of down, zeros up to a multiple of ALIGN bytes
 

@@ -1,0 +1,97 @@
+"""Feed-forward blocks whose neurons can be computed one by one: where a layer keeps them, and whether they are sparse.
+
+A block computes down(act(first(x))), or down(act(first(x)) * up(x)) if it is gated. A neuron is one row of `first`, one
+row of `up`, and one column of `down`. If act is 0 for negative numbers (ReLU), a neuron whose row gives a negative
+number adds nothing, so its weights need not be read.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.activations import ReLUSquaredActivation
+
+from flexengine.model.forward import PausingLayer
+from flexengine.model.linear import FastLinear
+from flexengine.model.skeleton import ParamRef, Skeleton
+
+# Names of the modules (first, up, down) that models use.
+_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("fc1", "", "fc2"),
+    ("up_proj", "", "down_proj"),
+    ("dense_h_to_4h", "", "dense_4h_to_h"),
+)
+_SPARSE = (nn.ReLU, ReLUSquaredActivation)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The feed-forward block of one layer.
+
+    Attributes:
+        first, down: names of the weights, [neurons, width] and [width, neurons].
+        up: name of the weight [neurons, width]; "" if the block is not gated.
+        modules: the modules of `first`, `up` (None if not gated) and `down`.
+        neurons: their number.
+        width: the model's hidden size.
+        activation: class of the activation function.
+        sparse: whether the activation is 0 for negative numbers.
+    """
+
+    first: str
+    up: str
+    down: str
+    modules: tuple[FastLinear, FastLinear | None, FastLinear]
+    neurons: int
+    width: int
+    activation: str
+    sparse: bool
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.up)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights that a neuron has a vector of, in the order of a record."""
+        return (self.first, self.up, self.down) if self.up else (self.first, self.down)
+
+
+def find(skeleton: Skeleton) -> tuple[FeedForward | None, ...]:
+    """Return the feed-forward block of each layer; None for a layer without one that is known, such as a mixture."""
+    return tuple(_find(skeleton.model, layer) for layer in skeleton.layers)
+
+
+def _find(model: Any, layer: dict[str, ParamRef]) -> FeedForward | None:
+    owners: dict[str, dict[str, str]] = {}  # by name of a parent module: its linear modules, with their weights
+    for name, slot in layer.items():
+        path, _, parameter = name.rpartition(".")
+        if parameter == "weight" and type(slot.module) is FastLinear:
+            parent, _, own = path.rpartition(".")
+            owners.setdefault(parent, {})[own] = name
+    modules = {parent: model.get_submodule(parent) for parent in owners}
+    plain = {parent: m.layer if isinstance(m, PausingLayer) else m for parent, m in modules.items()}
+    found = [f for parent, linears in owners.items() if (f := _block(plain[parent], linears, layer))]
+    return found[0] if len(found) == 1 else None
+
+
+def _block(parent: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef]) -> FeedForward | None:
+    """Return the block that a module's linear layers form; None if they form none."""
+    for first, up, down in _NAMES:
+        if first not in linears or down not in linears or (up and up not in linears):
+            continue
+        names = linears[first], linears[up] if up else "", linears[down]
+        one, middle, other = (layer[name].module if name else None for name in names)
+        (neurons, width), acts = layer[names[0]].shape, _activations(parent)
+        if layer[names[2]].shape != (width, neurons) or len(acts) != 1:
+            return None
+        act = acts[0]
+        return FeedForward(*names, (one, middle, other), neurons, width, type(act).__name__, isinstance(act, _SPARSE))  # type: ignore[arg-type]
+    return None
+
+
+def _activations(parent: nn.Module) -> list[nn.Module]:
+    """Return the module's own activation functions: children without parameters whose name says so."""
+    named = [child for name, child in parent.named_children() if "act" in name]
+    return [child for child in named if next(child.parameters(), None) is None]
