@@ -10,8 +10,8 @@ from flexengine.model.neurons import find
 from flexengine.model.skeleton import build
 
 CASES = {  # activation, gated, sparse; None for families without a block of one row per neuron
-    "opt": ("ReLU", False, True), "llama": ("SiLUActivation", True, False), "gpt-neox": ("GELUActivation", False, False),
-    "mixtral": None, "phi3": None, "gpt2": None,
+    "opt": ("ReLU", False, True), "llama": ("SiLUActivation", True, False),
+    "gpt-neox": ("GELUActivation", False, False), "mixtral": None, "phi3": None, "gpt2": None,
 }  # fmt: skip
 
 
