@@ -14,6 +14,8 @@ FITTED = ("int4", "int3", "int2")  # their scales are fitted to importances, so 
 MIXED = "mixed"  # weights whose format is chosen for every layer
 CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: floating point, no codes
 COMPUTE = ("bf16", "int8")
+ORACLE, PREDICTORS = FLASH = ("oracle", "predictors")
+RECORDED = ("int8", "int4")  # of WEIGHTS, those that records of neurons can have
 BUNDLED = "bundled"  # name of the calibration text that comes with the package
 Formats = Sequence[str | None]  # by layer, a name in WEIGHTS, or None for the checkpoint's own numbers
 
@@ -31,10 +33,12 @@ class Lossy:
         calibrate: name of a UTF-8 file, or BUNDLED. The exact model reads this text to measure which errors of encoded
             weights matter. MIXED weights need a text: None is BUNDLED for them.
         budget: for MIXED weights, most bytes of all weights on the device, or text such as "6G". Becomes a number.
+        flash: of sparse feed-forward blocks, read only the neurons that become active, from FLASH: ORACLE computes
+            which ones these are, from half or a third of the block's weights, and is exact; PREDICTORS guess.
 
     Raises:
         InvalidInput: a value is not allowed, `calibrate` is set for weights of which none is in FITTED, `budget` is set
-            for weights that are not MIXED, or these have none.
+            for weights that are not MIXED, or these have none, or `flash` is set for weights that records cannot have.
     """
 
     weights: str | Formats | None = None
@@ -43,6 +47,7 @@ class Lossy:
     sparse_attention: float | None = None
     calibrate: str | None = None
     budget: int | str | None = None
+    flash: str | None = None
 
     @property
     def alters_cache(self) -> bool:
@@ -53,7 +58,7 @@ class Lossy:
         if isinstance(self.weights, list):  # as JSON has it
             object.__setattr__(self, "weights", tuple(self.weights))
         self._check_weights()
-        for name, known in (("compute", COMPUTE), ("cache", CACHE)):
+        for name, known in (("compute", COMPUTE), ("cache", CACHE), ("flash", FLASH)):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise InvalidInput(
                     f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
@@ -64,6 +69,9 @@ class Lossy:
                                " be exact")  # fmt: skip
         self._check_budget()
         self._check_calibrate()
+        if self.flash is not None and self.weights not in (None, *RECORDED):
+            raise InvalidInput(f"flash is {self.flash!r} with weights {weights_text(self.weights)}; neurons are read in"
+                               f" {' or '.join(RECORDED)}: choose one of these, or leave weights out")  # fmt: skip
 
     def _check_weights(self) -> None:
         weights = self.weights

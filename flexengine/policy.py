@@ -89,6 +89,8 @@ class Policy:
             Activations must stay on the device.
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
+        neurons: share of the neurons of sparse feed-forward blocks whose weights stay on the device, if the others are
+            read when they become active (LLM in a flash, section 3.3).
         queries_first: whether attention workers get queries before keys and values are computed, and begin with the
             cached tokens (Lamina, section 3.4).
 
@@ -111,6 +113,7 @@ class Policy:
     delegate: bool = False
     partition: str = REQUESTS
     queries_first: bool = False
+    neurons: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
@@ -143,6 +146,9 @@ class Policy:
         for name in ("delegate", "queries_first"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"policy {name} is {shown(getattr(self, name))}; it must be true or false")
+        share = self.neurons
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise InvalidInput(f"policy neurons is {shown(share)}; it must be a share from 0 to 1")
         if self.queries_first and not self.works:
             raise InvalidInput(f"policy queries_first is true, but cache has no share on {WORKERS}; give it one, or set"
                                " queries_first to false")  # fmt: skip

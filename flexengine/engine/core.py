@@ -28,6 +28,7 @@ from flexengine.schedule.program import Program
 from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
+from flexengine.worker.neurons import Neurons
 from flexengine.worker.opened import Layers, open_model
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
@@ -229,7 +230,10 @@ class Core:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
                 self._weights.load_all_resident()
-            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders)
+            neurons = Neurons(self.opened, layout, self.machine) if self.opened.blocks else None
+            if neurons is not None:
+                undo.callback(neurons.close)
+            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, neurons)
             undo.pop_all()
         return worker
 

@@ -246,12 +246,15 @@ class Inputs:
         positions: int64 [1, tokens].
         keep: int64 [n], indices of the tokens to compute logits for; last, those of the tokens that are scored.
         scores: receives the logits of the tokens that are scored; None if there are none.
+        predicted: bool [tokens], in RAM: tokens whose neurons are predicted in blocks of records (neurons.py); the
+            others use all neurons. None if no token's are.
     """
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
     scores: Scores | None = None
+    predicted: Tensor | None = None
 
 
 class Pass(greenlet.greenlet):  # type: ignore[misc]
@@ -262,12 +265,14 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         queries_first: whether it also pauses at queries (queries.py).
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
+        block: output of a feed-forward block of records, until the block's last module returns it.
     """
 
     inputs: Inputs
     queries_first = False
     only_queries = False
     queries: Tensor | None = None
+    block: Tensor | None = None
 
 
 class Forward:

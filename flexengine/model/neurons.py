@@ -3,12 +3,19 @@
 A block computes down(act(first(x))), or down(act(first(x)) * up(x)) if it is gated. A neuron is one row of `first`, one
 row of `up`, and one column of `down`. If act is 0 for negative numbers (ReLU), a neuron whose row gives a negative
 number adds nothing, so its weights need not be read.
+
+`use_records` takes the weights of such blocks out of the model. The first module of a block then has the whole block
+computed elsewhere, and the last one returns the result. The modules between, which are elementwise, compute tensors
+without elements.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import greenlet
+import torch
+from torch import Tensor, nn
 from transformers.activations import ReLUSquaredActivation
 
 from flexengine.model.forward import PausingLayer
@@ -35,8 +42,7 @@ class FeedForward:
         modules: the modules of `first`, `up` (None if not gated) and `down`.
         neurons: their number.
         width: the model's hidden size.
-        activation: class of the activation function.
-        sparse: whether the activation is 0 for negative numbers.
+        act: the activation function.
     """
 
     first: str
@@ -45,8 +51,17 @@ class FeedForward:
     modules: tuple[FastLinear, FastLinear | None, FastLinear]
     neurons: int
     width: int
-    activation: str
-    sparse: bool
+    act: nn.Module
+
+    @property
+    def activation(self) -> str:
+        """Class of the activation function."""
+        return type(self.act).__name__
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the activation is 0 for negative numbers."""
+        return isinstance(self.act, _SPARSE)
 
     @property
     def gated(self) -> bool:
@@ -86,8 +101,7 @@ def _block(parent: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef
         (neurons, width), acts = layer[names[0]].shape, _activations(parent)
         if layer[names[2]].shape != (width, neurons) or len(acts) != 1:
             return None
-        act = acts[0]
-        return FeedForward(*names, (one, middle, other), neurons, width, type(act).__name__, isinstance(act, _SPARSE))  # type: ignore[arg-type]
+        return FeedForward(*names, (one, middle, other), neurons, width, acts[0])  # type: ignore[arg-type]
     return None
 
 
@@ -95,3 +109,68 @@ def _activations(parent: nn.Module) -> list[nn.Module]:
     """Return the module's own activation functions: children without parameters whose name says so."""
     named = [child for name, child in parent.named_children() if "act" in name]
     return [child for child in named if next(child.parameters(), None) is None]
+
+
+class RecordFirst(FastLinear):
+    """The first module of a block of records: it has the block computed, and keeps the result for the last module.
+
+    Attributes:
+        block: returns the block's output, without the bias of `down`, [..., width]. Its arguments are the block's input
+            and `Inputs.predicted`. None outside a job (trial passes): the output is zeros.
+    """
+
+    block: Callable[[Tensor, Tensor | None], Tensor] | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        current: Any = greenlet.getcurrent()
+        given = self.block is not None and not input.is_meta
+        current.block = self.block(input, current.inputs.predicted) if given else torch.zeros_like(input)  # type: ignore[misc]
+        return input.new_empty(*input.shape[:-1], 0)
+
+
+class RecordUp(FastLinear):
+    """The second module of a gated block of records."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.new_empty(*input.shape[:-1], 0)
+
+
+class RecordDown(FastLinear):
+    """The last module of a block of records: it returns the block's output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        current: Any = greenlet.getcurrent()
+        block: Tensor = current.block
+        current.block = None
+        return block if self.bias is None else block + self.bias
+
+
+def use_records(
+    skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_first: bool
+) -> list[dict[str, ParamRef]]:
+    """Have blocks computed elsewhere, and take their weights out of `skeleton.layers`. Return the complete layers.
+
+    Args:
+        blocks: by layer; None leaves a layer as it is.
+        keep_first: whether the weight of `first` stays a weight of the layer.
+    """
+    whole = list(skeleton.layers)
+    for j, block in enumerate(blocks):
+        if block is None:
+            continue
+        for module, kind in zip(block.modules, (RecordFirst, RecordUp, RecordDown), strict=True):
+            if module is not None:
+                module.__class__ = kind
+        block.modules[0].__dict__["block"] = None
+        out = set(block.weights[keep_first:])
+        skeleton.layers[j] = {name: slot for name, slot in whole[j].items() if name not in out}
+    return whole
+
+
+def use_weights(skeleton: Skeleton, blocks: Sequence[FeedForward | None], whole: list[dict[str, ParamRef]]) -> None:
+    """Undo `use_records`. whole: the layers that it returned."""
+    skeleton.layers[:] = whole
+    for block in blocks:
+        for module in block.modules if block is not None else ():
+            if module is not None:
+                module.__class__ = FastLinear

@@ -1,10 +1,12 @@
 """A model in numbers: its tensors, their bytes, and the keys of its measured rates."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+LEAST_NEURONS = 64  # in memory; a token that needs more than there is room for is computed in several parts
 ENCODED_ROWS = 16  # rows of an encoded matrix that are packed together
 
 
@@ -42,6 +44,25 @@ class TensorFact:
     def held_bytes(self) -> int:
         """Return the bytes on the device."""
         return self.encoded or self.elements * self.held
+
+
+@dataclass(frozen=True)
+class NeuronFacts:
+    """A layer's sparse feed-forward block, whose neurons are read when they become active.
+
+    Attributes:
+        neurons: their number.
+        record: bytes of the weights of one neuron.
+        predictor: bytes of what tells which neurons become active, besides weights of the layer.
+    """
+
+    neurons: int
+    record: int
+    predictor: int = 0
+
+    def room(self, share: float) -> int:
+        """Return the number of neurons in memory, for a share of all neurons."""
+        return min(self.neurons, max(LEAST_NEURONS, math.ceil(share * self.neurons)))
 
 
 class CacheGroup(NamedTuple):
@@ -85,6 +106,8 @@ class ModelFacts:
         gpu: whether a GPU computes.
         leaves: whether hidden states leave to layers after the range, so that there is no head.
         queries_apart: whether queries can be computed before keys and values.
+        blocks: per layer, its block whose neurons are read when they become active, if any; () if no layer has one.
+            Their weights are not among `layers`.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -111,6 +134,7 @@ class ModelFacts:
     gpu: bool = False
     leaves: bool = False
     queries_apart: bool = True
+    blocks: tuple[NeuronFacts | None, ...] = ()
 
     @property
     def output(self) -> TensorFact | None:

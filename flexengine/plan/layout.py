@@ -42,6 +42,10 @@ PASSING = "weights on their way to the GPU"
 COPYING = "copies of weights to a further disk"
 READING = "read buffers"
 ENTERING = "entering hidden states"
+NEURONS = "neurons"
+PREDICTORS = "predictors"
+RECORDS = "records on their way"
+STREAMED = 8 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
@@ -140,7 +144,7 @@ def lay_out(
         policy: the policy.
         workload: sizes of the rows.
         capacity: limits of the machine.
-        weights: result of `lay_out_weights` for equal weights and slots; None computes it.
+        weights: result of `lay_out_weights` for equal weights, slots and neurons; None computes it.
 
     Raises:
         OutOfMemory: the buffers, or the KV cache of one sequence, do not fit.
@@ -165,7 +169,7 @@ def lay_out(
 
 
 def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> Layout:
-    """Return the part of a layout that depends only on the policy's weights and slots.
+    """Return the part of a layout that depends only on the policy's weights, slots and neurons.
 
     Args:
         capacity: only its places and `staged` matter.
@@ -192,6 +196,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.layer_reads = {tier: nbytes / count for tier, (nbytes, count) in reads.items() if count}
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
+    _neurons(layout, model)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
@@ -202,6 +207,16 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         layout.passing = gpu.CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
+
+
+def _neurons(layout: Layout, model: ModelFacts) -> None:
+    """Book device memory for the neurons of sparse blocks, and RAM for records that are read."""
+    if not model.blocks:
+        return
+    for block in filter(None, model.blocks):
+        layout.book("device", NEURONS, aligned(block.room(layout.policy.neurons) * block.record))
+        layout.book("device", PREDICTORS, aligned(block.predictor))
+    layout.book("host" if model.gpu else "device", RECORDS, 2 * STREAMED)
 
 
 def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:

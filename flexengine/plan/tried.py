@@ -55,7 +55,7 @@ class Tried:
 
     def laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
         """Return the policy's layout. Raise OutOfMemory if it does not fit."""
-        model, key = self.cost.model, (policy.weights, policy.slots)
+        model, key = self.cost.model, (policy.weights, policy.slots, policy.neurons)
         if key not in self._weights:
             self._weights[key] = lay_out_weights(model, policy, capacity)
         return lay_out(model, policy, self.cost.workload, capacity, self._weights[key])

@@ -9,10 +9,11 @@ from typing import cast
 import torch
 
 from flexengine.codec.cache import CacheFormat
+from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
-from flexengine.lossy import EXACT, Lossy
+from flexengine.lossy import EXACT, ORACLE, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
@@ -22,10 +23,11 @@ from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.layer_range import use_range
 from flexengine.model.loading import ByteRange, Origin, differ, origins
-from flexengine.model.skeleton import Skeleton, build
+from flexengine.model.neurons import FeedForward, find, use_records, use_weights
+from flexengine.model.skeleton import ParamRef, Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
-from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.facts import ModelFacts, NeuronFacts, TensorFact
 from flexengine.worker import layer_formats
 
 Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
@@ -50,6 +52,7 @@ class Opened:
         importances: returns the importances of columns for encoding; None if all columns are equal.
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
+        blocks: by layer, the feed-forward block whose neurons are read when they become active; () without `flash`.
     """
 
     source: Source
@@ -62,6 +65,8 @@ class Opened:
     importances: Callable[[], Importances | None] = _no_importances
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
+    blocks: tuple[FeedForward | None, ...] = ()
+    _whole: list[dict[str, ParamRef]] = field(default_factory=list)  # the layers with all weights, if there are blocks
 
     @property
     def forms(self) -> dict[str, WeightFormat]:
@@ -91,6 +96,11 @@ class Opened:
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
         self.lossy, skeleton = lossy, self.skeleton
+        if self.blocks:
+            use_weights(skeleton, self.blocks, self._whole)
+        self.blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
+        if self.blocks:
+            self._whole = use_records(skeleton, self.blocks, keep_first=lossy.flash == ORACLE)
         use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
         held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
@@ -105,8 +115,18 @@ class Opened:
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
-        self.facts = replace(self.facts, kv_form=lossy.cache or "")
+        self.facts = replace(self.facts, kv_form=lossy.cache or "", blocks=self._neurons())
         self.__dict__.pop("origins", None)
+
+    def record_form(self, block: FeedForward) -> RecordForm:
+        """Return the format of the records of a block: that of `weights`, or the stored one."""
+        stored = str(self.locations[block.first].dtype).removeprefix("torch.")
+        kind = self.lossy.weights if isinstance(self.lossy.weights, str) else stored
+        return RecordForm(kind, block.width, block.gated)
+
+    def _neurons(self) -> tuple[NeuronFacts | None, ...]:
+        blocks = [None if b is None else NeuronFacts(b.neurons, self.record_form(b).nbytes) for b in self.blocks]
+        return tuple(blocks)
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""
@@ -115,6 +135,8 @@ class Opened:
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
+        if lossy.flash and (reason := self._not_sparse()):
+            return reason
         if reason := layer_formats.mismatch(lossy.weights, self.skeleton.total):
             return reason
         plain = set(forms(self.skeleton, "int8")) - set(forms(self.skeleton, lossy.coded))
@@ -124,6 +146,17 @@ class Opened:
                     f" {min(transposed)}, which are multiplied in fp32; encode them with weights int8 or fewer bits, or"
                     " let compute be 'int8'")  # fmt: skip
         return None
+
+    def _not_sparse(self) -> str | None:
+        """Return why no neurons can be read apart; None if they can."""
+        blocks = self.blocks or find(self.skeleton)
+        known = {block.activation for block in blocks if block is not None}
+        if any(block is not None and block.sparse for block in blocks):
+            return None
+        what = f"its activation function is {', '.join(sorted(known))}" if known else "its layers have no known block"
+        return (f"flash reads the neurons that become active, but no neuron of {self.source.name} stays inactive:"
+                f" {what}; use a model with ReLU (OPT, or a model that was trained further with ReLU), or leave flash"
+                " out")  # fmt: skip
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""

@@ -24,6 +24,7 @@ from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
+from flexengine.worker.neurons import Neurons
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
@@ -105,6 +106,7 @@ class Worker:
         cache: KV cache of the job.
         hidden: offloaded hidden states of the job.
         attenders: by place, for each place to which the policy delegates attention.
+        neurons: blocks whose neurons are read when they become active, if any.
 
     Attributes:
         sampled: by sequence id, the token sampled in the sweep.
@@ -112,10 +114,11 @@ class Worker:
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender]
-    ) -> None:
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender],
+        neurons: Neurons | None = None,
+    ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
-        self.attenders = attenders
+        self.attenders, self.neurons = attenders, neurons
         self.layers = len(skeleton.layers)
         if cache.layout.policy.queries_first:
             use_queries_first(skeleton.model)
@@ -159,6 +162,7 @@ class Worker:
         positions: list[int] = []
         keep: list[int] = []
         targets: list[tuple[int, int]] = []  # index in `ids`, target
+        predicted: list[int] = []  # indices of tokens that use predicted neurons
         scored: list[tuple[int, int]] = []
         for piece in packed(batch):
             end = piece.start + piece.count
@@ -170,15 +174,21 @@ class Worker:
                 if text.targets:
                     own = text.scored(piece.start, piece.count)
                     targets += [(first + i, target) for i, target in own]
+                    predicted += [first + i for i, _ in own]
                     scored.append((piece.sequence, len(own)))
                 elif piece.final:
                     keep.append(len(ids) - 1)
+                if piece.start >= len(text.prompt):
+                    predicted += range(first, len(ids))
             positions += range(piece.start, end)
         device = self.weights.machine.compute
         in_ram = torch.tensor([ids])
         kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
         scores = Scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS) if targets else None
         inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
+        if self.neurons is not None:
+            inputs.predicted = torch.zeros(len(ids), dtype=torch.bool)
+            inputs.predicted[predicted] = True
         return inputs, self.embedding.look_up(in_ram), scored
 
     def perform(self, task: Task) -> None:
@@ -357,4 +367,6 @@ class Worker:
             attender.close()
         self.embedding.close()
         self.experts.close()
+        if self.neurons is not None:
+            self.neurons.close()
         self._regions.free()

@@ -1,0 +1,127 @@
+"""Which neuron of a layer lies in which row of its memory (LLM in a flash, section 3.3).
+
+The memory has room for some of a layer's records. Neurons that recent tokens used stay; the least recently used ones
+give their rows to new ones. Neurons can also be pinned, so that they always stay.
+
+The paper keeps rows without gaps, and moves the last row into the place of each deleted one. Here kernels get the row
+of each neuron, so a new record takes the row of the one that leaves, and nothing is moved.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+_NOWHERE, _NEVER = -1, -1
+
+
+class Fetch(NamedTuple):
+    """Records to read.
+
+    Attributes:
+        neurons: their numbers, rising.
+        rows: row of the memory for each.
+    """
+
+    neurons: Numbers
+    rows: Numbers
+
+
+class Arena:
+    """Rows of one layer's memory.
+
+    Attributes:
+        room: number of rows.
+        window: neurons that none of the last `window` tokens used leave, though there is room; None to keep them.
+        step: number of calls of `fetch`.
+        pins: number of pinned neurons.
+    """
+
+    def __init__(
+        self, neurons: int, room: int, pinned: Sequence[int] | Numbers = (), window: int | None = None
+    ) -> None:  # fmt: skip
+        """Make an empty memory.
+
+        Args:
+            neurons: neurons of the layer.
+            room: rows, at least 1.
+            pinned: neurons that stay once they are read; fewer than `room`.
+        """
+        assert len(pinned) < room
+        self.room, self.window, self.step = room, window, 0
+        self._row_of = np.full(neurons, _NOWHERE, np.int64)
+        self._neuron_at = np.full(room, _NOWHERE, np.int64)
+        self._used = np.full(room, _NEVER, np.int64)  # by row: last step; _NEVER if it is free
+        self._pinned = np.zeros(neurons, np.bool_)
+        self._pinned[np.asarray(pinned, np.int64)] = True
+        self.pins = len(pinned)
+
+    @property
+    def held(self) -> Numbers:
+        """Numbers of the neurons in memory, rising."""
+        return np.flatnonzero(self._row_of >= 0)
+
+    def parts(self, neurons: Numbers) -> Iterator[Numbers]:
+        """Yield the neurons in as few runs as `fetch` can take, one after the other.
+
+        Args:
+            neurons: numbers, rising, without repeats.
+        """
+        inside = self._row_of[neurons]
+        inside = inside[inside >= 0]
+        fit = len(neurons) <= self.room - self._pins_outside(inside)
+        step = len(neurons) if fit else self.room - self.pins
+        for low in range(0, len(neurons), max(1, step)):
+            yield neurons[low : low + step]
+
+    def fetch(self, neurons: Numbers) -> Fetch:
+        """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.
+
+        Args:
+            neurons: numbers, rising, without repeats; not more than `parts` yields together.
+        """
+        rows = self._row_of[neurons]
+        missing = neurons[rows < 0]
+        inside = rows[rows >= 0]
+        assert len(missing) <= self.room - len(inside) - self._pins_outside(inside)
+        self.step += 1
+        self._used[inside] = self.step
+        if self.window is not None:
+            self._forget(self.step - self.window)
+        places = self._vacated(len(missing))
+        self._row_of[missing], self._neuron_at[places], self._used[places] = places, missing, self.step
+        return Fetch(missing, places)
+
+    def rows(self, neurons: Numbers) -> Numbers:
+        """Return the rows of neurons that are all in memory."""
+        return self._row_of[neurons]
+
+    def _pins_outside(self, inside: Numbers) -> int:
+        """Return how many rows pinned neurons hold, without the rows `inside`."""
+        held = self._neuron_at[self._neuron_at >= 0]
+        return int(self._pinned[held].sum() - self._pinned[self._neuron_at[inside]].sum())
+
+    def _kept(self) -> NDArray[np.bool_]:
+        """Return, by row, whether it holds a pinned neuron."""
+        return np.where(self._neuron_at >= 0, self._pinned[self._neuron_at], False)
+
+    def _forget(self, before: int) -> None:
+        """Free the rows that were last used in step `before` or earlier."""
+        old = np.flatnonzero((self._neuron_at >= 0) & (self._used <= before) & ~self._kept())
+        self._free(old)
+
+    def _free(self, rows: Numbers) -> None:
+        gone = self._neuron_at[rows]
+        self._row_of[gone[gone >= 0]] = _NOWHERE
+        self._neuron_at[rows], self._used[rows] = _NOWHERE, _NEVER
+
+    def _vacated(self, count: int) -> Numbers:
+        """Return `count` rows for new records: free ones, then the least recently used, the first of equal ones."""
+        if not count:
+            return np.empty(0, np.int64)
+        order = np.where(self._kept(), np.iinfo(np.int64).max, self._used)
+        rows = np.argsort(order, kind="stable")[:count]
+        self._free(rows)
+        return rows

@@ -1,0 +1,221 @@
+"""Sparse feed-forward blocks of a job: neurons that become active are read from flash, and computed (LLM in a flash).
+
+A token uses either all neurons of a block (prompts) or those that a predictor names (generated tokens, scored tokens).
+Neurons are summed in the order of their numbers, and those that a token does not use add nothing. So a token's result
+does not depend on the other tokens of its batch, or on what is in memory.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexengine import kernels
+from flexengine.codec.records import RecordForm
+from flexengine.flash.arena import Arena, Numbers
+from flexengine.model.linear import FastLinear, Product
+from flexengine.model.neurons import FeedForward, RecordFirst
+from flexengine.plan.facts import NeuronFacts
+from flexengine.plan.layout import NEURONS, RECORDS, STREAMED, Layout
+from flexengine.tier.machine import Machine
+from flexengine.worker.opened import Opened
+from flexengine.worker.regions import Regions
+
+Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
+
+
+class Records(Protocol):
+    """The records of one layer on flash."""
+
+    form: RecordForm
+
+    def read(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+        """Read records into rows of memory.
+
+        Args:
+            numbers: of the neurons, rising.
+            target: uint8 [room, form.nbytes], in RAM.
+            rows: row of the target for each record.
+        """
+
+
+class Counts(NamedTuple):
+    """What the blocks of a job did.
+
+    Attributes:
+        used: neurons that tokens used, summed over calls; unions over the tokens of a call.
+        read: those that had to be read.
+    """
+
+    used: int = 0
+    read: int = 0
+
+
+class Block:
+    """One layer's block.
+
+    Args:
+        feed: the block's modules.
+        records: its records.
+        memory: uint8 [room, form.nbytes], on the device.
+        streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
+        reader: runs these reads.
+        predict: names the neurons of each token.
+        pinned: neurons that stay in memory.
+    """
+
+    def __init__(
+        self, feed: FeedForward, records: Records, memory: Tensor, streamed: tuple[Tensor, Tensor], reader: Executor,
+        predict: Predict, product: Product, pinned: Numbers,
+    ) -> None:  # fmt: skip
+        self.feed, self.records, self.form, self.memory = feed, records, records.form, memory
+        self.streamed, self.reader, self.predict, self.product = streamed, reader, predict, product
+        self.arena = Arena(feed.neurons, len(memory), pinned)
+        self.counts = Counts()
+
+    def __call__(self, x: Tensor, predicted: Tensor | None) -> Tensor:
+        """Return the block's output for [..., width], see `RecordFirst.block`."""
+        rows = x.reshape(-1, self.feed.width)
+        if predicted is None or not bool(predicted.any()):
+            return self._all(rows).view(x.shape)
+        if bool(predicted.all()):
+            return self._some(rows).view(x.shape)
+        out = torch.empty_like(rows)
+        predicted = predicted.to(x.device)
+        out[predicted], out[~predicted] = self._some(rows[predicted]), self._all(rows[~predicted])
+        return out.view(x.shape)
+
+    def _some(self, x: Tensor) -> Tensor:
+        """Return the output of tokens [n, width] that use the neurons that the predictor names."""
+        uses, out = self.predict(x), x.new_zeros(x.shape)
+        for numbers in self.arena.parts(np.flatnonzero(uses.any(0).cpu().numpy())):
+            fetch = self.arena.fetch(numbers)
+            self._bring(fetch.neurons, fetch.rows)
+            self._add(x, uses, numbers, out)
+            self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
+        return out
+
+    def _bring(self, numbers: Numbers, rows: Numbers) -> None:
+        """Read records into the memory."""
+        if not len(numbers):
+            return
+        if self.memory.device.type == "cpu":
+            self.records.read(numbers, self.memory, rows)
+            return
+        stage = self.streamed[0]
+        for low in range(0, len(numbers), len(stage)):
+            part = numbers[low : low + len(stage)]
+            self.records.read(part, stage, np.arange(len(part)))
+            places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
+            self.memory[places] = stage[: len(part)].to(self.memory.device)
+
+    def _add(self, x: Tensor, uses: Tensor, numbers: Numbers, out: Tensor) -> None:
+        """Add what neurons in memory contribute to the output.
+
+        Args:
+            x: [n, width].
+            uses: bool [n, neurons]: neurons of each token.
+            numbers: neurons to compute, rising.
+            out: [n, width].
+        """
+        kernel, form = kernels.load_for(x.device), self.form
+        chosen = torch.from_numpy(numbers).to(x.device)
+        rows, bias = torch.from_numpy(self.arena.rows(numbers)).to(x.device), self._bias(chosen)
+        a = self.feed.act(kernel.record_products(x, self.memory, rows, form, 0, bias))
+        if form.gated:
+            a = a * kernel.record_products(x, self.memory, rows, form, 1, self._bias(chosen, 1))
+        a = torch.where(uses[:, chosen], a, 0.0)
+        kernel.record_sum(a, self.memory, rows, form, form.down, out)
+
+    def _bias(self, chosen: Tensor | slice, index: int = 0) -> Tensor | None:
+        """Return the biases of neurons in `first` or `up`."""
+        module = self.feed.modules[index]
+        assert module is not None
+        return None if module.bias is None else module.bias[chosen].float()
+
+    def _all(self, x: Tensor) -> Tensor:
+        """Return the output of tokens [n, width] that use all neurons. While some records are computed, the next ones
+        are read."""
+        out, size = x.new_zeros(x.shape), len(self.streamed[0])
+        runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
+        coming = self._ahead(runs[0], 0)
+        for i, run in enumerate(runs):
+            records = coming.result()
+            if i + 1 < len(runs):
+                coming = self._ahead(runs[i + 1], i + 1)
+            self._add_all(x, run, records.to(x.device), out)
+        return out
+
+    def _ahead(self, run: slice, number: int) -> Future[Tensor]:
+        """Begin to read a run of records into one of the two buffers; the result is these records."""
+        buffer = self.streamed[number % 2][: run.stop - run.start]
+
+        def read() -> Tensor:
+            self.records.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
+            return buffer
+
+        return self.reader.submit(read)
+
+    def _add_all(self, x: Tensor, run: slice, records: Tensor, out: Tensor) -> None:
+        """Add what a run of neurons contributes to the output of tokens [n, width]."""
+        form, product = self.form, self.product
+        a = self.feed.act(product(x, self._vectors(records, 0), self._bias(run)))
+        if form.gated:
+            a = a * product(x, self._vectors(records, 1), self._bias(run, 1))
+        out += product(a, self._vectors(records, form.down).t().contiguous())
+
+    def _vectors(self, records: Tensor, index: int) -> Tensor:
+        """Return one vector of each record, in the dtype of the products."""
+        return self.form.decode(records, index).to(self.product.dtype)
+
+
+class Neurons:
+    """The blocks of a job, with their memory.
+
+    Raises:
+        OutOfMemory: a tier has less memory than the layout books.
+    """
+
+    def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
+        self._regions = Regions(machine)
+        self._reader = ThreadPoolExecutor(1, "flexengine-records")
+        self._machine, self._opened, self._layout = machine, opened, layout
+        self.blocks: list[Block] = []
+        place = "device" if machine.capacity.shared else "host"
+        take, view = self._regions.take, machine.tier(place).view
+        streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
+        for feed, records in zip(opened.blocks, opened.records, strict=True):
+            if feed is not None and records is not None:
+                self.blocks.append(self._block(feed, records, streams))
+
+    def _block(self, feed: FeedForward, records: Records, streams: list[Tensor]) -> Block:
+        """Return the block of a layer, and have the layer use it."""
+        nbytes = records.form.nbytes
+        fit = STREAMED // nbytes
+        one, two = (stream[: fit * nbytes].view(fit, nbytes) for stream in streams)
+        room = NeuronFacts(feed.neurons, nbytes).room(self._layout.policy.neurons)
+        region = self._regions.take("device", room * nbytes, NEURONS)
+        memory = self._machine.device.view(region).view(room, nbytes)
+        first = feed.modules[0]
+        assert isinstance(first, RecordFirst)
+        first.block = Block(feed, records, memory, (one, two), self._reader, _oracle(first),
+                            self._opened.skeleton.product, np.empty(0, np.int64))  # fmt: skip
+        return first.block
+
+    def close(self) -> None:
+        """Free the memory."""
+        for block in self.blocks:
+            first = block.feed.modules[0]
+            assert isinstance(first, RecordFirst)
+            first.block = None
+        self.blocks = []
+        self._reader.shutdown()
+        self._regions.free()
+
+
+def _oracle(first: FastLinear) -> Predict:
+    """Return a predictor that computes which neurons become active, with the whole matrix of `first`."""
+    return lambda x: FastLinear.forward(first, x) > 0

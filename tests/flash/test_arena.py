@@ -1,0 +1,83 @@
+"""The memory of a layer's records, against a dict of neurons that knows nothing of rows."""
+
+import numpy as np
+import pytest
+
+from flexengine.flash.arena import Arena
+
+TRACES = 10_000
+
+
+class Known:
+    """Neurons in memory, with the step of their last use: what should be there, in plain words."""
+
+    def __init__(self, room: int, pinned: set[int], window: int | None) -> None:
+        self.room, self.pinned, self.window, self.used, self.step = room, pinned, window, dict[int, int](), 0
+
+    def fetch(self, neurons: set[int]) -> set[int] | None:
+        missing = neurons - set(self.used)
+        if len(neurons | (self.pinned & set(self.used))) > self.room:
+            return None
+        self.step += 1
+        self.used.update(dict.fromkeys(neurons & set(self.used), self.step))
+        if self.window is not None:
+            gone = [n for n, last in self.used.items() if last <= self.step - self.window and n not in self.pinned]
+            for n in gone:
+                del self.used[n]
+        self.used.update(dict.fromkeys(missing, self.step))
+        return missing
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_arena_against_a_dict(part: int) -> None:
+    random = np.random.default_rng(part)
+    for _ in range(TRACES // 4):
+        neurons, room = int(random.integers(1, 40)), int(random.integers(1, 30))
+        pins = random.choice(neurons, min(int(random.integers(0, 4)), room - 1, neurons), replace=False)
+        window = int(random.integers(1, 6)) if random.random() < 0.5 else None
+        arena, known = Arena(neurons, room, pins, window), Known(room, set(pins.tolist()), window)
+        row_of = dict[int, int]()  # what a reader of the answers alone would know
+        for _ in range(int(random.integers(1, 12))):
+            wanted = np.flatnonzero(random.random(neurons) < random.random())
+            expected = known.fetch(set(wanted.tolist()))
+            parts = list(arena.parts(wanted))
+            assert (expected is None) == (len(parts) > 1)
+            if expected is None:
+                assert np.concatenate(parts).tolist() == wanted.tolist()
+                continue
+            found = arena.fetch(wanted)
+            assert found.neurons.tolist() == sorted(expected)
+            assert len(set(found.rows.tolist())) == len(expected)
+            row_of = {n: row for n, row in row_of.items() if row not in found.rows}
+            row_of.update(zip(found.neurons.tolist(), found.rows.tolist(), strict=True))
+            assert arena.rows(wanted).tolist() == [row_of[n] for n in wanted.tolist()]  # nothing wanted was overwritten
+            held = set(arena.held.tolist())
+            assert held <= set(known.used) and len(held) == min(len(known.used), room)
+            assert set(pins.tolist()) & set(known.used) <= held
+            gone = [known.used[n] for n in set(known.used) - held]
+            free = [known.used[n] for n in held - set(pins.tolist())]
+            assert not gone or max(gone) <= min(free, default=known.step)  # the least recently used left
+            for n in set(known.used) - held:
+                del known.used[n]
+
+
+def test_a_window_reads_what_the_arithmetic_says() -> None:
+    """New neurons per token = s_agg(k + 1) - s_agg(k): the unions of k + 1 and of k successive tokens."""
+    random, neurons, tokens, window = np.random.default_rng(0), 200, 60, 5
+    active = random.random((tokens, neurons)) < np.linspace(0.01, 0.3, neurons)
+    arena = Arena(neurons, neurons, window=window)
+    read = [len(arena.fetch(np.flatnonzero(active[t])).neurons) for t in range(tokens)]
+    for t in range(window, tokens):
+        longer, shorter = active[t - window : t + 1].any(0).sum(), active[t - window : t].any(0).sum()
+        assert read[t] == longer - shorter
+
+
+def test_more_neurons_than_rows_come_in_parts() -> None:
+    arena = Arena(10, 3, pinned=[9])
+    arena.fetch(np.array([8, 9]))
+    parts = list(arena.parts(np.arange(6)))
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    for part in parts:
+        arena.fetch(part)
+        assert set(part.tolist()) <= set(arena.held.tolist())
+    assert arena.held.tolist() == [4, 5, 9]
