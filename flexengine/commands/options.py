@@ -9,7 +9,7 @@ from flexengine import shipped
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.source import FORMATS
-from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, MIXED, QUALITY, WEIGHTS, Lossy, choices
+from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 AUTO = "auto"  # --policy: the planner chooses
@@ -138,6 +138,9 @@ def add_lossy(group: Group) -> None:
     group.add_argument("--sparse-attention", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
     add_calibration(group)
+    group.add_argument("--flash", choices=FLASH,
+                       help="of a model with ReLU, read only the neurons that become active: those that predictors of"
+                            " flexengine flash train name, or an oracle, which is exact (docs/flash.md)")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
                             " (default: %(default)s)")  # fmt: skip
@@ -186,7 +189,7 @@ def lossy_of(args: argparse.Namespace) -> Lossy:
         raise InvalidInput(f"--weights {args.weights} and --layer-bits {args.layer_bits} are both given; leave one out")
     weights = args.weights if args.layer_bits is None else bits_file(args.layer_bits)
     cache, share = args.cache, args.sparse_attention
-    return Lossy(weights, args.compute, cache, share, calibration_of(args), args.budget)
+    return Lossy(weights, args.compute, cache, share, calibration_of(args), args.budget, args.flash)
 
 
 def bits_file(name: str) -> str:

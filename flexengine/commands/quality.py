@@ -35,7 +35,7 @@ from flexengine.commands.quality_cost import Cost, Scored, cost
 from flexengine.commands.written import check_written, write
 from flexengine.config import Result
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
-from flexengine.lossy import CACHE, COMPUTE, EXACT, MIXED, WEIGHTS, Lossy
+from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.worker import layer_formats
 
@@ -51,7 +51,8 @@ def parser() -> Parser:
     p = Parser("quality", "Measure what lossy choices cost a model on real text.",
                "If no choice is given, all choices are measured, one at a time.", "[MODEL]")  # fmt: skip
     choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
-    for name, values in (("weights", (*WEIGHTS, MIXED)), ("compute", COMPUTE), ("cache", tuple(CACHE))):
+    known = {"weights": (*WEIGHTS, MIXED), "compute": COMPUTE, "cache": tuple(CACHE), "flash": FLASH}
+    for name, values in known.items():
         choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
     choices.add_argument("--sparse-attention", type=_several_shares, metavar="SHARE,...",
                          help="read only the values of this share when decoding")  # fmt: skip

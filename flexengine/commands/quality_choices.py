@@ -9,7 +9,9 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Lossy
 
 SHARES = (0.1, 0.25)
-ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES}
+# Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors.
+ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES,
+                                         "flash": ()}  # fmt: skip
 
 
 def asked(

@@ -18,6 +18,7 @@ from weakref import WeakMethod
 import numpy as np
 
 from flexengine.places import is_filed, is_worker, workers_in_memory
+from flexengine.plan import neurons
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -139,6 +140,8 @@ class Cost:
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
             yield Work("device", "", "", seconds)
+        if self.model.blocks:
+            yield Work("device", "", "", neurons.seconds(self.model, self.hardware, policy, sweeps, prompts.batch))
         yield from embedding(self.model, self.hardware, sweeps, layout)
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates)
         yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)

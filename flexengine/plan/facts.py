@@ -53,12 +53,23 @@ class NeuronFacts:
     Attributes:
         neurons: their number.
         record: bytes of the weights of one neuron.
+        form: format of a record.
         predictor: bytes of what tells which neurons become active, besides weights of the layer.
+        unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
+        reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together; () if not measured.
     """
 
     neurons: int
     record: int
+    form: str
     predictor: int = 0
+    unions: tuple[float, ...] = ()
+    reuse: tuple[float, ...] = ()
+
+    @property
+    def signature(self) -> str:
+        """Return the key of `Hardware.blocks`: equal for blocks whose records are read and computed at equal rates."""
+        return f"records of {self.record} bytes, {self.form}"
 
     def room(self, share: float) -> int:
         """Return the number of neurons in memory, for a share of all neurons."""

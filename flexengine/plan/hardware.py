@@ -38,6 +38,7 @@ STREAMING = ("device", "disk_read", "wake")
 LEAST, MOST = 1e-30, 1e30  # limits of all numbers, so that predicted seconds are finite
 MOST_SLOWED = 2.0  # most seconds that one second of a lane may add to another lane, or waiting to a layer
 ATTENTION = ("decode", "host", "prompt", "continued", "call")
+BLOCKS = ("read", "stream", "some", "all")
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")  # of every machine
 
 Table = tuple[tuple[float, float], ...]
@@ -91,6 +92,9 @@ class Hardware:
         crosstalk: by lane and other lane, seconds that one busy second of the other lane adds to the lane.
         layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
         heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
+        blocks: by `NeuronFacts.signature`, measured tables of records of neurons, in bytes of records per second. read:
+            (records per call), scattered. stream: (records per call), one after the other. some: (tokens), computing
+            records in memory. all: (tokens), computing all records as they come.
         attention: by `ModelFacts.attention_signature`, measured tables. They replace prompt_attention,
             decode_attention, host_attention, vector_flops and host_flops. decode, host: (cached tokens of a sequence,
             bytes of KV per second). prompt: (tokens of a prompt, FLOP per second). continued: (tokens cached before,
@@ -140,6 +144,7 @@ class Hardware:
     layers: Mapping[str, Table] = field(default_factory=dict)
     heads: Mapping[str, Table] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
     streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     delegation: Mapping[str, float] = field(default_factory=dict)
     touch: float = 0.0
@@ -163,7 +168,8 @@ class Hardware:
         for name in ("links", "products", "layers", "heads"):
             tables = _object(name, getattr(self, name))
             object.__setattr__(self, name, {key: _table(f"{name} {key}", value) for key, value in tables.items()})
-        object.__setattr__(self, "attention", _attention(self.attention))
+        for name, known in (("attention", ATTENTION), ("blocks", BLOCKS)):
+            object.__setattr__(self, name, _tables(name, getattr(self, name), known))
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
         object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks, MOST_DISKS - 1))
@@ -353,14 +359,14 @@ def _sizes(name: str, value: object, most: int) -> tuple[int | None, ...]:
     return tuple(_size(f"{name}[{number}]", size) for number, size in enumerate(value))
 
 
-def _attention(value: object) -> dict[str, dict[str, Table]]:
-    """Return the checked tables of `Hardware.attention`."""
+def _tables(name: str, value: object, known: Sequence[str]) -> dict[str, dict[str, Table]]:
+    """Return checked tables by key and by name, of a field. known: names that a key may have."""
     checked = {}
-    for shape, tables in _object("attention", value).items():
-        given = _object(f"attention {shape}", tables)
-        if unknown := set(given) - set(ATTENTION):
-            raise InvalidInput(f"attention {shown(shape)} has {sorted(unknown)}; it may have {', '.join(ATTENTION)}")
-        checked[shape] = {what: _table(f"attention {shape} {what}", table) for what, table in given.items()}
+    for shape, tables in _object(name, value).items():
+        given = _object(f"{name} {shape}", tables)
+        if unknown := set(given) - set(known):
+            raise InvalidInput(f"{name} {shown(shape)} has {sorted(unknown)}; it may have {', '.join(known)}")
+        checked[shape] = {what: _table(f"{name} {shape} {what}", table) for what, table in given.items()}
     return checked
 
 

@@ -45,7 +45,7 @@ ENTERING = "entering hidden states"
 NEURONS = "neurons"
 PREDICTORS = "predictors"
 RECORDS = "records on their way"
-STREAMED = 8 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
+STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
@@ -328,10 +328,10 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
         capacity: limits of the machine.
         count: most sequences with KV cache there.
     """
-    pools, longest, room = layout.pools[tier], workload.longest, _left(layout, tier, capacity)
+    pools, longest, room = layout.pools[tier], workload.longest, left_bytes(layout, tier, capacity)
     team = layout.policy.team(tier, layout.places) or (tier,)
     if len(team) > 1:
-        rooms = [left for member in team if (left := _left(layout, member, capacity)) is not None]
+        rooms = [left for member in team if (left := left_bytes(layout, member, capacity)) is not None]
         room = len(team) * (min(rooms) - ALIGN) if rooms else None
     sizes = [page * len(g.layers) for page, g in zip(layout.page_bytes[tier], layout.groups, strict=True)]
     least = [pool.held(longest) for pool in pools]
@@ -361,7 +361,8 @@ def _limit(tier: str, capacity: Capacity) -> int | None:
     return capacity.device if _in_ram(tier, capacity) else capacity.limits[tier]
 
 
-def _left(layout: Layout, tier: str, capacity: Capacity) -> int | None:
+def left_bytes(layout: Layout, tier: str, capacity: Capacity) -> int | None:
+    """Return the bytes of a tier that are not booked; None without a limit."""
     limit = _limit(tier, capacity)
     return None if limit is None else limit - _used(layout, tier, capacity)
 

@@ -68,7 +68,9 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     if options.placed is not None:
         _reshape(tried, options.placed)
     else:
-        if streams := not _resident(tried) or _hurried(tried):
+        holds_all = _resident(tried)
+        # Neurons on demand take the memory that is left: beside them, streaming other weights does not pay.
+        if streams := not tried.predictions if model.blocks else not holds_all or _hurried(tried):
             _stream(placement)
         if streams or hardware.workers:  # workers may be faster than the device, even if it holds the whole block
             try_workers(placement)

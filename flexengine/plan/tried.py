@@ -1,13 +1,14 @@
 """The policies that a search has laid out and priced, and the best of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
-from flexengine.plan.layout import Layout, lay_out, lay_out_weights
+from flexengine.plan.layout import Layout, lay_out, lay_out_weights, left_bytes
+from flexengine.plan.neurons import share_of
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes, sensible
 from flexengine.policy import Policy, Split
@@ -29,7 +30,7 @@ class Tried:
     capacity: Capacity
     predictions: dict[Policy, Prediction] = field(default_factory=dict)
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
-    _weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
+    _weights: dict[tuple[Split, int, float], Layout] = field(default_factory=dict)
     _best: Prediction | None = None
 
     @property
@@ -39,7 +40,7 @@ class Tried:
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
-        policy = sensible(policy)
+        policy = self._with_neurons(sensible(policy))
         if policy in self.refused or self.shapes.too_large(policy):
             return None
         if policy not in self.predictions:
@@ -52,6 +53,17 @@ class Tried:
             self.predictions[policy] = prediction
             self._compare(prediction)
         return self.predictions[policy]
+
+    def _with_neurons(self, policy: Policy) -> Policy:
+        """Return the policy with as many neurons in memory as fit, if the model reads neurons on demand."""
+        if not self.cost.model.blocks:
+            return policy
+        policy = replace(policy, neurons=0.0)
+        try:
+            free = left_bytes(self.laid_out(policy, self.capacity), "device", self.capacity)
+        except OutOfMemory:
+            return policy
+        return replace(policy, neurons=share_of(self.cost.model, free))
 
     def laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
         """Return the policy's layout. Raise OutOfMemory if it does not fit."""

@@ -125,8 +125,11 @@ class Opened:
         return RecordForm(kind, block.width, block.gated)
 
     def _neurons(self) -> tuple[NeuronFacts | None, ...]:
-        blocks = [None if b is None else NeuronFacts(b.neurons, self.record_form(b).nbytes) for b in self.blocks]
-        return tuple(blocks)
+        return tuple(None if block is None else self._block(block) for block in self.blocks)
+
+    def _block(self, block: FeedForward) -> NeuronFacts:
+        form = self.record_form(block)
+        return NeuronFacts(block.neurons, form.nbytes, f"{form.vectors} vectors of {form.width} {form.kind}")
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""

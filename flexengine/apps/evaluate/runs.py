@@ -13,7 +13,7 @@ from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
 from flexengine.lossy import EXACT, Lossy
 
-OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "dtype")
+OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "flash", "dtype")
 PLAIN = "exact"  # the run without options
 _MOST_BYTES = 200  # of a run's name; a file's name has at most 255
 _JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
@@ -84,7 +84,7 @@ def _lossy(options: Mapping[str, str]) -> Lossy:
     except ValueError:
         raise InvalidInput(f"sparse-attention is {shown(share)}; it must be a number, such as 0.1") from None
     weights, budget = options.get("weights"), options.get("budget")
-    return Lossy(weights, options.get("compute"), options.get("cache"), number, calibrate, budget)
+    return Lossy(weights, options.get("compute"), options.get("cache"), number, calibrate, budget, options.get("flash"))
 
 
 def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:

@@ -1,0 +1,153 @@
+"""Neurons on demand: how many a token uses, how many of them are in memory, and the seconds of both (LLM in a flash).
+
+A layer's memory holds the neurons that were used last. If it has room for the union of the last k tokens, the next one
+reads s(k + 1) - s(k) of the neurons, where s(k) is the mean share that k successive tokens use together (section 3.1;
+systems 4.4). The memory's room decides k. Tokens of different sequences in a gpu_batch are taken as independent:
+
+    s(k) of b sequences = 1 - (1 - s(k) of one) ^ e(b),    e(b) = log(1 - union of b) / log(1 - union of 1)
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flexengine.plan.facts import ModelFacts, NeuronFacts
+from flexengine.plan.hardware import Hardware, Table, at, values_at
+from flexengine.plan.paging import Array
+from flexengine.plan.profile import Profile
+from flexengine.plan.sizes import ALIGN
+from flexengine.policy import Policy
+
+ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
+ASSUMED_REUSE = 0.6  # exponent: k successive tokens use k^this times as many neurons as one
+_CERTAIN = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a block's neurons are used. `rows` is the number of tokens of a gpu_batch, each of another sequence."""
+
+    block: NeuronFacts
+
+    def used(self, rows: Array) -> Array:
+        """Return the share of the neurons that the tokens of a gpu_batch use together."""
+        return self._together(self._successive(np.ones(1)), rows)
+
+    def missing(self, rows: Array, room: float) -> Array:
+        """Return the share of the neurons that a gpu_batch reads, with neurons of the last gpu_batches in memory.
+
+        Args:
+            rows: tokens of the gpu_batch.
+            room: share of the neurons that the memory has room for.
+        """
+        if room >= 1:
+            return np.zeros(np.shape(rows))
+        ages, each = np.arange(_MOST_AGE + 1, dtype=float), np.atleast_1d(rows)
+        shares = self._successive(ages)
+        found = []
+        for count in each:
+            together = self._together(shares, count)
+            k = float(np.interp(room, together, ages))
+            found.append(float(np.interp(k + 1, ages, together) - np.interp(k, ages, together)))
+        return np.array(found).reshape(np.shape(rows))
+
+    def _successive(self, ages: Array) -> Array:
+        """Return the share of the neurons that this many successive tokens of a sequence use together."""
+        known = self.block.reuse
+        if len(known) < 2:
+            first = known[0] if known else ASSUMED_ACTIVE
+            return np.minimum(_CERTAIN, first * ages**ASSUMED_REUSE)
+        last, before = known[-1], known[-2]
+        n = len(known)
+        power = np.log(last / before) / np.log(n / (n - 1)) if before > 0 else 0.0
+        beyond = last * (np.maximum(ages, 1) / n) ** power
+        inside = np.interp(ages, np.arange(n + 1), (0.0, *known))
+        return np.minimum(_CERTAIN, np.where(ages <= n, inside, beyond))
+
+    def _together(self, shares: Array, rows: Array) -> Array:
+        """Return the share that `rows` sequences use together, of which each uses `shares`."""
+        return np.asarray(1 - (1 - shares) ** self._exponent(rows))
+
+    def _exponent(self, rows: Array) -> Array:
+        unions = np.minimum(self.block.unions, _CERTAIN)
+        if len(unions) < 2 or unions[0] <= 0:
+            return np.asarray(rows, dtype=float)
+        exponents = np.log1p(-unions) / np.log1p(-unions[0])
+        measured = np.arange(1, len(unions) + 1)
+        beyond = exponents[-1] * np.asarray(rows) / len(unions)
+        return np.where(np.asarray(rows) > len(unions), beyond, np.interp(rows, (0, *measured), (0.0, *exponents)))
+
+
+_MOST_AGE = 4096  # tokens
+
+
+def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:
+    """Return the seconds of all blocks by sweep. The device waits for the reads, so they count as its own.
+
+    Args:
+        prompt: tokens of a gpu_batch of prompts. It uses all neurons, and reads them.
+    """
+    total = np.zeros(sweeps.times.shape)
+    for block, layers in _alike(model).items():
+        total = total + layers * _block_seconds(block, hardware, policy, sweeps, prompt)
+    return total
+
+
+def _block_seconds(
+    block: NeuronFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float
+) -> Array:  # fmt: skip
+    rates, use, nbytes = rates_of(hardware, block), Use(block), float(block.neurons * block.record)
+    batches = np.ceil(sweeps.decoding / policy.gpu_batch_size - 1e-9)
+    rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
+    used = use.used(rows)
+    missing = use.missing(rows, block.room(policy.neurons) / block.neurons)
+    read = missing * nbytes / values_at(rates["read"], np.maximum(1.0, missing * block.neurons))
+    computed = used * nbytes / values_at(rates["some"], np.maximum(1.0, rows))
+    predicted = block.predictor / hardware.elementwise * np.ones(rows.shape)
+    whole = sweeps.prompt / prompt  # gpu_batches of prompts
+    streamed = max(nbytes / values_at(rates["stream"], block.neurons), nbytes / values_at(rates["all"], prompt))
+    return np.where(batches > 0, batches * (read + computed + predicted), 0.0) + whole * streamed
+
+
+def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
+    """Return the tables of a block; assumed ones where nothing was measured."""
+    matrix = hardware.products.get("float16") or next(iter(hardware.products.values()))
+    disk, memory = hardware.checkpoint_read, hardware.elementwise
+    one, many = at(disk, block.record), at(disk, block.record * block.neurons)
+    element = 2.0 * 8 / 16  # FLOP per byte of a 16-bit weight and token
+    assumed: dict[str, Table] = {
+        "read": ((1.0, one),), "stream": ((1.0, many),), "some": ((1.0, memory),),
+        "all": tuple((rows, flops / (element * rows)) for rows, flops in matrix),
+    }  # fmt: skip
+    return {**assumed, **hardware.blocks.get(block.signature, {})}
+
+
+def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
+    """Return the bytes of records that a gpu_batch of decoding sequences reads."""
+    rooms = ((b, b.room(policy.neurons) / b.neurons) for b in model.blocks if b is not None)
+    return sum(float(Use(b).missing(np.asarray(rows), room)) * b.neurons * b.record for b, room in rooms)
+
+
+@lru_cache(maxsize=64)
+def _grouped(blocks: tuple[NeuronFacts | None, ...]) -> dict[NeuronFacts, int]:
+    counts: dict[NeuronFacts, int] = {}
+    for block in blocks:
+        if block is not None:
+            counts[block] = counts.get(block, 0) + 1
+    return counts
+
+
+def _alike(model: ModelFacts) -> dict[NeuronFacts, int]:
+    """Return the number of layers of each different block."""
+    return _grouped(model.blocks)
+
+
+def share_of(model: ModelFacts, free: int | None) -> float:
+    """Return the largest share of the neurons, in thousandths, whose records fit into free bytes; None is no limit."""
+    blocks = [block for block in model.blocks if block is not None]
+    if free is None or not blocks:
+        return float(bool(blocks))
+    free -= sum(block.record + ALIGN for block in blocks)  # lost by rounding up
+    total = sum(block.neurons * block.record for block in blocks)
+    return min(1.0, max(0, 1000 * free // total) / 1000)
