@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
+from flexengine.codec.records import RecordForm
 
 ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
@@ -221,6 +222,45 @@ class Kernels(ABC):
         Returns:
             [..., form.rows] in x's dtype. If a row of x has a number that is not finite, no number in its result is
             finite. On a CPU a row's result is bitwise the same for any other rows and any number of threads.
+        """
+
+    @abstractmethod
+    def record_products(
+        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ V.T + bias, where V has vector `index` of the records at `places`, in the order of `places`.
+
+        Vectors are widened, or decoded as by form.decode, without loss.
+
+        Args:
+            x: float [T, form.width], any strides.
+            records: uint8 [room, form.nbytes], contiguous.
+            places: int64 [n], rows of `records` in any order. On a GPU they are not checked.
+            form: format of the records.
+            index: of the vector, from 0 to form.vectors - 1.
+            bias: fp32 [n], or None.
+
+        Returns:
+            [T, n] in x's dtype, summed in fp32. On a CPU a number depends on its row of x, its vector and its bias
+            only: it is bitwise the same for any other rows and places, any place of its record, and any number of
+            threads.
+        """
+
+    @abstractmethod
+    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
+        """Return a @ V, where V has vector `index` of the records at `places`, in the order of `places`.
+
+        Vectors are widened, or decoded as by form.decode, without loss. On a CPU records with weights of 0 in all rows
+        are not read.
+
+        Args:
+            a: float [T, n], any strides; weights of the records at `places`.
+            records, places, form, index: as in `record_products`.
+
+        Returns:
+            [T, form.width] in a's dtype, summed in fp32. On a CPU a row is summed in the order of `places` without
+            weights of 0, which do not count even if the vector is not finite. So the row is bitwise the same for any
+            other rows, any further places with weights of 0, any places of its records, and any number of threads.
         """
 
     @abstractmethod

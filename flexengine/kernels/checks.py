@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
+from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Past, Room
 
@@ -149,6 +150,41 @@ def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, 
             f" {form.codec.name}: they must be fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
             f" [{form.rows}]"
         )
+
+
+def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form: RecordForm, index: int) -> None:
+    """Raise InvalidInput if the shapes and dtypes do not fit together. columns: those that x must have."""
+    fits = records.dim() == 2 and records.shape[1] == form.nbytes and records.is_contiguous()
+    fits = fits and records.dtype == torch.uint8 and places.dim() == 1 and places.dtype == torch.int64
+    if not fits or x.dim() != 2 or x.shape[1] != columns or not x.dtype.is_floating_point:
+        raise InvalidInput(
+            f"x {list(x.shape)} {x.dtype}, records {list(records.shape)} {records.dtype} and places"
+            f" {list(places.shape)} {places.dtype} do not fit: they must be floats [T, {columns}], uint8"
+            f" [room, {form.nbytes}] contiguous, and int64 [n]"
+        )
+    if not 0 <= index < form.vectors:
+        raise InvalidInput(f"records have vectors 0 to {form.vectors - 1}, not {index}")
+
+
+def check_record_products(
+    x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None
+) -> None:
+    """Raise InvalidInput if the arguments of `record_products` do not fit together."""
+    check_records(x, form.width, records, places, form, index)
+    if bias is not None and (bias.shape != places.shape or bias.dtype != torch.float32):
+        raise InvalidInput(f"bias {list(bias.shape)} {bias.dtype} must be fp32 {list(places.shape)}, one per place")
+
+
+def check_places(places: Tensor, records: Tensor) -> None:
+    """Raise InvalidInput if an entry of `places` is no record."""
+    bad = (places < 0) | (places >= len(records))
+    if bad.any():
+        raise bad_place(places, int(bad.nonzero()[0]), records)
+
+
+def bad_place(places: Tensor, at: int, records: Tensor) -> InvalidInput:
+    """Return the error for an entry of `places` that is no record."""
+    return InvalidInput(f"place {int(places[at])} at index {at} is no record; places are from 0 to {len(records) - 1}")
 
 
 def check_convert(source: Tensor, target: Tensor) -> None:

@@ -7,13 +7,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flexengine.codec.cache import CacheFormat
+from flexengine.codec.cache import WIDEST, CacheFormat
 from flexengine.codec.packed import Packed
+from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.reference import ReferenceKernels
 
+BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
@@ -41,6 +43,7 @@ class NativeKernels(ReferenceKernels):
         self._prompt = bound("prompt", c_int64)
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
+        self._record_products, self._record_sum = bound("record_products", c_int64), bound("record_sum", c_int64)
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
@@ -228,6 +231,50 @@ class NativeKernels(ReferenceKernels):
         self._product(ctypes.addressof(call))
         return out.view(*x.shape[:-1], form.rows)
 
+    def record_products(
+        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+    ) -> Tensor:
+        if not _native(x, records, places) or not _in_blocks(form):
+            return super().record_products(x, records, places, form, index, bias)
+        checks.check_record_products(x, records, places, form, index, bias)
+        bias = None if bias is None else bias.contiguous()
+        out = torch.empty((len(x), len(places)), dtype=torch.float32, device="cpu")
+        self._with_records(self._record_products, x, records, places, form, index, (out, bias, None))
+        return out.to(x.dtype)
+
+    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
+        if not _native(a, records, places) or not _in_blocks(form):
+            return super().record_sum(a, records, places, form, index)
+        checks.check_records(a, len(places), records, places, form, index)
+        out = torch.empty((len(a), form.width), dtype=torch.float32, device="cpu")
+        scratch = torch.empty(sum((4 * rows + 8) * (len(places) + 2) for rows in (len(a), 1)), dtype=torch.uint8)
+        self._with_records(self._record_sum, a, records, places, form, index, (out, None, scratch))
+        return out.to(a.dtype)
+
+    @staticmethod
+    def _with_records(
+        function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
+        others: tuple[Tensor | None, ...],
+    ) -> None:  # fmt: skip
+        """Call flex_record_products or flex_record_sum.
+
+        Args:
+            x, records, places, form, index: as in `record_products` and `record_sum`.
+            others: (out, bias, scratch).
+        """
+        rows, places = _rows(x.float()), places.contiguous()
+        out = others[0]
+        assert out is not None
+        call = structs.Records(
+            *(x.data_ptr() for x in (rows, records, places)),
+            *(None if x is None else x.data_ptr() for x in (others[1], out, others[2])),
+            *(len(rows), len(places), len(records), form.nbytes, index * form.vector_bytes, form.width),
+            *(rows.stride(0), out.stride(0)),
+            *(CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16, torch.get_num_threads()),
+        )
+        if bad := function(ctypes.addressof(call)):
+            raise checks.bad_place(places, bad - 1, records)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         if not _fp32(x, weight) or x.numel() == 0:
             return super().rms_norm(x, weight, eps, shift)
@@ -293,6 +340,13 @@ def _fp32(*tensors: Tensor) -> bool:
 def _stored(pool: Tensor, form: CacheFormat | None) -> int:
     """Return the code of a pool's format: enum Dtype of simd.h for floats, enum Codes of codes.h if encoded."""
     return CODES[pool.dtype] if form is None else form.bits * 16
+
+
+def _in_blocks(form: RecordForm) -> bool:
+    """Return whether vectors are whole blocks of their format in neurons.h. Other widths, which are rare, are not."""
+    if form.coded is not None:
+        return form.coded.group == WIDEST[form.coded.bits]
+    return form.width * PLAIN[form.kind].itemsize % BLOCK == 0
 
 
 def _pairs(rows: Tensor) -> Tensor:

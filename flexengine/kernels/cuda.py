@@ -13,6 +13,7 @@ from torch import Tensor
 from flexengine.activity import message
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
+from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.pages import read, write
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator
@@ -130,6 +131,24 @@ class CudaKernels(ReferenceKernels):
                 out[some] = super().product(rows[some].float(), weight, form, bias, compute)
         return out.view(*x.shape[:-1], form.rows)
 
+    def record_products(
+        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+    ) -> Tensor:
+        checks.check_record_products(x, records, places, form, index, bias)
+        out = x.new_empty((len(x), len(places)))
+        for some in _slices(len(places), BUFFER // (GATHERED * form.width)):
+            v = _vectors(records, places[some], form, index, x.dtype)
+            out[:, some] = x.to(v.dtype) @ v.T if bias is None else x.to(v.dtype) @ v.T + bias[some]
+        return out
+
+    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
+        checks.check_records(a, len(places), records, places, form, index)
+        out = a.new_zeros((len(a), form.width), dtype=torch.float32)
+        for some in _slices(len(places), BUFFER // (GATHERED * form.width)):
+            v = _vectors(records, places[some], form, index, a.dtype)
+            out += a[:, some].to(v.dtype) @ v
+        return out.to(a.dtype)
+
 
 def is_ampere(x: Tensor) -> bool:
     """Return whether a tensor is on a GPU of compute capability 8.0 or higher."""
@@ -178,6 +197,14 @@ def fused_kernels(kind: str) -> Fused | None:
         message(f"kernels run in plain torch, several times slower, as Triton fails: {reason}", logging.WARNING)
         return None
     return Fused(triton_attention, triton_codes)
+
+
+def _vectors(records: Tensor, places: Tensor, form: RecordForm, index: int, dtype: torch.dtype) -> Tensor:
+    """Return one vector of the records at `places`, [n, width]: as it is stored if it has this dtype, else in fp32."""
+    at = slice(index * form.vector_bytes, (index + 1) * form.vector_bytes)
+    if PLAIN.get(form.kind) == dtype:
+        return records[:, at][places].view(dtype)
+    return form.decode(records[places], index)
 
 
 def _parts(tables: Tensor, room: base.Room) -> Iterator[slice]:

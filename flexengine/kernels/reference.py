@@ -9,6 +9,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import ROWS, Packed
+from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.pages import bad_sequence, bad_token, check_pages, read, write
 
@@ -154,6 +155,27 @@ class ReferenceKernels(base.Kernels):
             # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
             out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out
+
+    def record_products(
+        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+    ) -> Tensor:
+        checks.check_record_products(x, records, places, form, index, bias)
+        checks.check_places(places, records)
+        out = torch.empty((len(x), len(places)), dtype=x.dtype, device=x.device)
+        for run in torch.arange(len(places)).split(max(1, WIDENED // (4 * form.width))):
+            v = form.decode(records[places[run]], index)
+            out[:, run] = linear_fp32(x.float(), v, None if bias is None else bias[run]).to(x.dtype)
+        return out
+
+    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
+        checks.check_records(a, len(places), records, places, form, index)
+        checks.check_places(places, records)
+        out = torch.zeros((len(a), form.width), dtype=torch.float32, device=a.device)
+        for row, weights in zip(out, a.float(), strict=True):
+            for run in weights.nonzero()[:, 0].split(max(1, WIDENED // (4 * form.width))):
+                v = form.decode(records[places[run]], index)
+                row += linear_fp32(weights[None, run], v.T.contiguous())[0]
+        return out.to(a.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         checks.check_norm(x, weight)

@@ -88,9 +88,19 @@ class Gate(ctypes.Structure):
     _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
 
 
+class Records(ctypes.Structure):
+    """struct Records of neurons.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "records", "places", "bias", "out", "scratch")),
+        *((name, c_int64) for name in ("rows", "n", "room", "nbytes", "shift", "width", "x_row", "out_row")),
+        *((name, c_int32) for name in ("kind", "threads")),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decode": Decode, "append": Append, "linear": Linear, "product": Product,
-    "prompt": Prompt, "norm": Norm, "rotate": Rotate, "gate": Gate,
+    "prompt": Prompt, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
 }  # fmt: skip
 
 
