@@ -34,7 +34,7 @@ def header(folder: Path) -> Any:
 def matrix(folder: Path) -> Any:
     stored = header(folder)["x"]
     run = loading.ByteRange(stored.path, stored.start, stored.nbytes)
-    return encoding._read(loading.Origin((run,), stored.dtype, stored.shape), 40, 4000).tolist()
+    return encoding.read_part(loading.Origin((run,), stored.dtype, stored.shape), 40, 4000).tolist()
 
 
 def digest(folder: Path) -> Any:

@@ -1,1 +1,1 @@
-"""Sparse feed-forward blocks read from flash (LLM in a flash; PowerInfer): records, their memory, predictors."""
+"""Flash mode: of the feed-forward blocks, only the neurons that fire are read from the disk (LLM in a flash)."""

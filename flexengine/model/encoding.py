@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ FIT = 1  # part of the key of weights that were fitted to importances; raise it 
 EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
+A = TypeVar("A")
 _ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
 
@@ -177,17 +178,21 @@ def _write(
 
 
 def encode(pieces: Iterable["Piece"], importances: Importances | None, write: Callable[[TensorPart], None]) -> None:
-    """Encode pieces while others are read and written.
+    """Encode pieces while others are read and written."""
+    in_threads(pieces, lambda piece: _encoded(piece, importances), write)
+
+
+def in_threads(make: Iterable[A], change: Callable[[A], TensorPart], write: Callable[[TensorPart], None]) -> None:
+    """Change pieces of matrices, each in one of some threads, while others are made and written.
 
     Pieces are too small to be divided among threads: starting and joining them takes half of the time. So each thread
-    encodes pieces of its own. A thread of the caller's that uses torch for the first time meanwhile gets few threads.
+    changes pieces of its own. A thread of the caller's that uses torch for the first time meanwhile gets few threads.
     """
     with _ENCODING:
         threads = torch.get_num_threads()
         workers = min(threads, MOST_ENCODERS)
         try:
-            overlap(pieces, lambda piece: _encoded(piece, importances), write, DEPTH, workers,
-                    lambda: torch.set_num_threads(threads // workers))  # fmt: skip
+            overlap(make, change, write, DEPTH, workers, lambda: torch.set_num_threads(threads // workers))
         finally:
             torch.set_num_threads(threads)  # new threads take the number that was set last, in any thread
 
@@ -250,16 +255,16 @@ def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Te
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)
     size = origin.dtype.itemsize
     if form.transposed:
-        whole = _read(origin, start, rows * columns * size).view(columns, rows)
+        whole = read_part(origin, start, rows * columns * size).view(columns, rows)
         for low in range(0, rows, step):
             yield whole[:, low : low + step].t()
         return
     for low in range(0, rows, step):
         count = min(step, rows - low)
-        yield _read(origin, start + low * columns * size, count * columns * size).view(count, columns)
+        yield read_part(origin, start + low * columns * size, count * columns * size).view(count, columns)
 
 
-def _read(origin: Origin, start: int, nbytes: int) -> Tensor:
+def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:
     """Return nbytes at byte `start` of a parameter, as a flat tensor of its stored dtype."""
     data, begin, done = np.empty(nbytes, dtype=np.uint8), 0, 0
     for run in origin.runs:

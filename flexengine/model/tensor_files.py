@@ -28,20 +28,23 @@ class TensorFiles:
     Parts of one parameter must come in a row and in order. At its end, a file that is not complete keeps its temporary
     name, and is overwritten the next time.
 
+    Attributes:
+        shapes: shape of each parameter, in bytes.
+
     Args:
         files: path of the file of each parameter.
         shapes: shape of each parameter, in bytes.
     """
 
     def __init__(self, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._files, self._shapes = files, shapes
+        self._files, self.shapes = files, shapes
         self._open: FileIO | None = None
         self._path, self._left = Path(), 0
 
     def write(self, part: TensorPart) -> None:
         """Write the next part. Raise OSError with the path of the file if that fails."""
         if self._open is None:
-            start, self._left = header(part.name, self._shapes[part.name])
+            start, self._left = self.start(part.name)
             self._path = self._files[part.name].with_suffix(".writing")
             self._open = self._path.open("wb", buffering=0)
             self._append(memoryview(start))
@@ -49,6 +52,10 @@ class TensorFiles:
         self._left -= part.data.nbytes
         if not self._left:
             self._finish(self._files[part.name])
+
+    def start(self, name: str) -> tuple[bytes, int]:
+        """Return the bytes of a file before the data of its parameter, and the bytes of the data."""
+        return header(name, self.shapes[name])
 
     def _append(self, data: memoryview) -> None:
         assert self._open is not None

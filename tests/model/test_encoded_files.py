@@ -186,7 +186,7 @@ def test_memory_is_bounded_by_pieces(families: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(encoding, "CHUNK", 1)  # pieces of 16 rows
     monkeypatch.setattr(encoding, "DEPTH", 3)
     counts, real = {"read": 0, "encoded": 0, "written": 0}, encoding._encoded
-    read, write, gaps = encoding._read, TensorFiles.write, set[int]()
+    read, write, gaps = encoding.read_part, TensorFiles.write, set[int]()
 
     def counting(step: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -198,7 +198,7 @@ def test_memory_is_bounded_by_pieces(families: Any, monkeypatch: pytest.MonkeyPa
 
         return call
 
-    monkeypatch.setattr(encoding, "_read", counting("read", read))
+    monkeypatch.setattr(encoding, "read_part", counting("read", read))
     monkeypatch.setattr(encoding, "_encoded", counting("encoded", real))
     monkeypatch.setattr(TensorFiles, "write", counting("written", write))
     assert opened(families("llama")).origins

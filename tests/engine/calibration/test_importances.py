@@ -150,7 +150,7 @@ def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     for name, form in engine.core.opened.forms.items():
         if not any(name in layer for layer in engine.core.skeleton.layers):
             continue
-        data = encoding._read(engine.core.opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
+        data = encoding.read_part(engine.core.opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
         yield name, torch.stack([form.packed.dequantize(one) for one in data])
 
 

@@ -1,0 +1,219 @@
+"""Bundles: one file of records for the feed-forward block of each layer, made once from a checkpoint's matrices.
+
+A record holds all weights of one neuron (codec/records.py), so one read brings them. A file holds nothing else: record
+i begins at byte i x bytes of a record. The files lie beside other prepared weights, with their checksums.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.activity import activity, advance
+from flexengine.codec.records import CODED, PLAIN, RecordForm
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.encoding import in_threads, read_part
+from flexengine.model.loading import Origin
+from flexengine.model.neurons import FeedForward
+from flexengine.model.prepare import prepared
+from flexengine.model.shards import check_room
+from flexengine.model.tensor_files import TensorFiles, TensorPart
+from flexengine.model.verify import Verifier
+
+FORMAT = 1  # part of the key of all bundles; raise it if the bytes of a record change
+PIECE = 2 << 20  # stored bytes of the neurons that are bundled at a time
+STRIP = 64 << 20  # bytes of `down` that are read at a time: columns of a larger matrix come from parts of its rows
+LARGEST = torch.finfo(torch.float16).max  # that an encoded vector can hold
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The records of one layer in a file.
+
+    Attributes:
+        path: the file.
+        form: format of the records.
+        neurons: their number.
+    """
+
+    path: Path
+    form: RecordForm
+    neurons: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.neurons * self.form.nbytes
+
+    def check(self) -> None:
+        """Raise BadCheckpoint if the file is missing or has another size than its records."""
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise self.fault(f"cannot be read: {error.strerror}") from error
+        if size != self.nbytes:
+            raise self.fault(f"has {size:,} bytes")
+
+    def fault(self, what: str) -> BadCheckpoint:
+        """Return the error for a damaged file."""
+        key = self.path.parent.name[:8]  # the name of the directory for `flexengine cache`
+        return BadCheckpoint(f"{self.path} {what}, but {self.neurons:,} neurons of {self.form.nbytes:,} bytes are"
+                             f" {self.nbytes:,} bytes; remove it with flexengine cache clear {key}, and it will be made"
+                             " again")  # fmt: skip
+
+
+def prepare_bundles(
+    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None],
+    kind: str = "", verifier: Verifier | None = None,
+) -> tuple[Bundle | None, ...]:  # fmt: skip
+    """Return the bundle of each layer, after making the missing ones; None for a layer without a block.
+
+    Reading, bundling and writing overlap, see model.overlap. In memory are at most two strips of `down`, of STRIP bytes
+    each, and model.encoding.DEPTH + 2 pieces of PIECE bytes, stored or as records. An interrupted run continues with
+    the first file that is missing.
+
+    Args:
+        source: the model directory.
+        files: files of the checkpoint.
+        stored: location of each parameter in the checkpoint.
+        blocks: the feed-forward block of each layer, see model.neurons.find.
+        kind: format of the vectors, from codec.records; "" for the stored dtype. Weights are never rounded to another
+            dtype.
+        verifier: see model.prepare.prepared.
+
+    Raises:
+        InvalidInput: there is no block, the kind is unknown or would round the weights, or the cache cannot be written.
+        BadCheckpoint: the checkpoint cannot be read, or a bundle is damaged.
+        OutOfMemory: the disk is full.
+    """
+    forms = {j: _form(block, stored, kind) for j, block in enumerate(blocks) if block is not None}
+    if not forms:
+        raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
+    works = [_Layer(f"{j:05}", block, forms[j], stored) for j, block in enumerate(blocks) if block is not None]
+    what = json.dumps(["bundles", FORMAT, [work.key for work in works]])
+    label = f"{'+'.join(dict.fromkeys(form.kind for form in forms.values()))} bundles"
+    directory = prepared(source, files, lambda folder: _write(folder, works), what, verifier, label)
+    made = {int(work.name): work.bundle(directory) for work in works}
+    for bundle in made.values():
+        bundle.check()
+    return tuple(made.get(j) for j in range(len(blocks)))
+
+
+def _form(block: FeedForward, stored: Mapping[str, Origin], kind: str) -> RecordForm:
+    """Return the format of a block's records. Raise InvalidInput if it would round the weights to another dtype."""
+    dtype = stored[block.first].dtype
+    for name in block.weights:
+        dtype = torch.promote_types(dtype, stored[name].dtype)
+    name = str(dtype).removeprefix("torch.")
+    form = RecordForm(kind or name, block.width, block.gated)
+    if kind in PLAIN and torch.promote_types(dtype, PLAIN[kind]) != PLAIN[kind]:
+        raise InvalidInput(f"bundles of kind {kind} would round {block.first}, whose numbers are {name}; choose"
+                           f" {', '.join(k for k in (name, *CODED))}")  # fmt: skip
+    return form
+
+
+class _Piece(NamedTuple):
+    """Neurons to bundle; matrices: [n, width] each, in the order of a record, in the stored dtype."""
+
+    layer: "_Layer"
+    matrices: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The bundle of one layer to make.
+
+    Attributes:
+        name: of the file, without suffix.
+        block: the feed-forward block.
+        form: format of the records.
+        stored: location of each parameter in the checkpoint.
+    """
+
+    name: str
+    block: FeedForward
+    form: RecordForm
+    stored: Mapping[str, Origin]
+
+    @property
+    def key(self) -> list[object]:
+        """All that the bytes of the file depend on, besides the checkpoint."""
+        return [self.name, self.form.kind, self.block.width, self.block.neurons, *self.block.weights]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(self.stored[name].nbytes for name in self.block.weights)
+
+    def bundle(self, directory: Path) -> Bundle:
+        return Bundle(directory / f"{self.name}.records", self.form, self.block.neurons)
+
+    def pieces(self) -> Iterator[_Piece]:
+        """Yield all neurons in order, in pieces of about PIECE bytes."""
+        neurons, width = self.block.neurons, self.block.width
+        step = max(1, PIECE * neurons // self.stored_bytes)
+        strip = max(1, STRIP // (width * self.stored[self.block.down].dtype.itemsize) // step) * step
+        for left in range(0, neurons, strip):
+            columns = _columns(self.stored[self.block.down], left, min(left + strip, neurons))
+            for low in range(left, min(left + strip, neurons), step):
+                high = min(low + step, left + strip, neurons)
+                rows = [_rows(self.stored[name], low, high) for name in self.block.weights[:-1]]
+                yield _Piece(self, (*rows, columns[:, low - left : high - left].t()))
+
+
+def _rows(origin: Origin, low: int, high: int) -> Tensor:
+    """Return rows of a matrix, [high - low, columns]."""
+    size = origin.shape[1] * origin.dtype.itemsize
+    return read_part(origin, low * size, (high - low) * size).view(-1, origin.shape[1])
+
+
+def _columns(origin: Origin, low: int, high: int) -> Tensor:
+    """Return columns of a matrix, [rows, high - low]."""
+    rows, count = origin.shape
+    if high - low == count:
+        return read_part(origin, 0, origin.nbytes).view(rows, count)
+    size, columns = origin.dtype.itemsize, torch.empty(rows, high - low, dtype=origin.dtype)
+    for row in range(rows):
+        columns[row] = read_part(origin, (row * count + low) * size, (high - low) * size)
+    return columns
+
+
+def _bundled(piece: _Piece) -> TensorPart:
+    """Return the records of a piece. Raise BadCheckpoint if an encoded vector cannot hold a number."""
+    layer, matrices = piece
+    if layer.form.kind in CODED:
+        for name, matrix in zip(layer.block.weights, matrices, strict=True):
+            if not bool((matrix.abs() <= LARGEST).all()):
+                raise BadCheckpoint(f"tensor {name} holds NaN, or values beyond {LARGEST:,.0f}")
+    records = layer.form.encode(*matrices)
+    advance(sum(matrix.nbytes for matrix in matrices))
+    return TensorPart(layer.name, records.view(-1))
+
+
+class _RecordFiles(TensorFiles):
+    """Files that hold records and nothing else."""
+
+    def start(self, name: str) -> tuple[bytes, int]:
+        (nbytes,) = self.shapes[name]
+        return b"", nbytes
+
+
+def _write(directory: Path, works: Sequence[_Layer]) -> None:
+    """Write the files that are missing, each under a temporary name until it is complete."""
+    bundles = {work.name: work.bundle(directory) for work in works}
+    missing = [work for work in works if not bundles[work.name].path.exists()]
+    if not missing:
+        return
+    sizes = {work.name: (bundles[work.name].nbytes,) for work in missing}
+    read, total = sum(work.stored_bytes for work in missing), sum(size for (size,) in sizes.values())
+    check_room(directory, "bundles", total)
+    text = (f"bundling the neurons of {len(missing)} layers, once for this model and format ({read / 1e9:.2f} GB become"
+            f" {total / 1e9:.2f} GB)")  # fmt: skip
+    pieces = (piece for work in missing for piece in work.pieces())
+    paths = {work.name: bundles[work.name].path for work in missing}
+    with activity("bundling", text, read, "B", logging.INFO), _RecordFiles(paths, sizes) as out:
+        in_threads(pieces, _bundled, out.write)
