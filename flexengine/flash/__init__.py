@@ -1,0 +1,1 @@
+"""Flash mode: feed-forward blocks of sparse models, of which only the neurons that will be active are read."""
