@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "choose and explain the policy of a job, for this machine or another, without loading weights",
     "measure": "measure this machine's rates, and those of a model on it",
     "quality": "measure what lossy switches cost a model, on real text",
+    "flash": "train predictors of the neurons that will be active, for flash mode",
     "evaluate": "evaluate models on scenarios of your own, side by side",
     "wrangle": "clean a table: match entities, impute a column, detect errors, match schemas, transform by example",
     "lm-eval": "run tasks of lm-evaluation-harness",

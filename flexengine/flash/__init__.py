@@ -1,1 +1,1 @@
-"""Flash mode: of the feed-forward blocks, only the neurons that fire are read from the disk (LLM in a flash)."""
+"""Flash mode: feed-forward blocks of sparse models, of which only the neurons that will be active are read."""

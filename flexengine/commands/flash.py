@@ -1,0 +1,139 @@
+"""flexengine flash train MODEL: train predictors of active neurons, which flash mode reads weights by."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine import texts
+from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.messages import say
+from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.options import MODEL, add_machine, named
+from flexengine.commands.parser import Parser
+from flexengine.commands.progress import verified_line
+from flexengine.commands.text import table
+from flexengine.errors import InvalidInput
+from flexengine.plan.words import plain, size
+
+if TYPE_CHECKING:
+    from flexengine.flash.trained import LayerPredictor, Trained
+
+TRAIN = "train"
+_HEAD = ("layer", "neurons", "rank", "active", "predicted", "misses", "false alarms", "union of 4", "window of 4")
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("flash", "Train predictors for flash mode, which reads only the neurons that will be active. The model must"
+                        " have ReLU activations.",
+               "Predictors stay in the cache (kind calibrations), with what was measured of them on a part of the text"
+               " that they were not trained on.", "train [MODEL]")  # fmt: skip
+    p.add_argument("action", nargs="?", choices=(TRAIN,), help="train: train the predictors of a model")
+    training = p.add_argument_group("training")
+    training.add_argument("--text", type=named, metavar="FILE",
+                          help=f"UTF-8 text (default: {', '.join(texts.CALIBRATION)})")  # fmt: skip
+    training.add_argument("--tokens", type=int, default=16384, metavar="N",
+                          help="tokens that the model reads (default: %(default)s)")  # fmt: skip
+    training.add_argument("--rank", type=int, metavar="N",
+                          help="rank of all predictors (default: 1/32 to 1/4 of the hidden size, at least 32, by the"
+                               " false alarms of a layer)")  # fmt: skip
+    training.add_argument("--misses", type=float, default=0.05, metavar="SHARE",
+                          help="share of the active neurons that a predictor may miss (default: %(default)s)")  # fmt: skip
+    training.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one per core)")
+    machine = p.add_argument_group("machine")
+    p.add_twin(machine, "-m", "--model", **MODEL)
+    add_machine(machine)
+    machine.add_argument("--verify", action="store_true",
+                         help="compare the model's files, and predictors in the cache, with their checksums")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
+    return exit_code(lambda: run(parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or take the predictors from the cache, and print what was measured. Return the exit code. Raise FlexError
+    if an option is wrong or the model cannot be trained for."""
+    if args.action is None:
+        raise InvalidInput("the first word after flexengine flash must be train")
+    if args.threads is not None and args.threads < 1:
+        raise InvalidInput(f"--threads is {args.threads}; it must be at least 1")
+    if args.tokens < 1:
+        raise InvalidInput(f"--tokens is {args.tokens}; it must be at least 1")
+    content = read(args.text)
+    trained = _train(args, content)
+    print(json.dumps(as_json(trained)) if args.json else report(trained))
+    return DONE
+
+
+def read(path: str | None) -> str:
+    """Return the text of a file, or the bundled one. Raise InvalidInput if the file cannot be read."""
+    if path is None:
+        return texts.calibration()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--text {path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _train(args: argparse.Namespace, content: str) -> "Trained":
+    engine_class = load_libraries()
+    import torch
+
+    from flexengine.engine import flash_training as training
+
+    settings = training.Settings(args.misses, args.rank)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with engine_class(
+        args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
+        offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
+        allow_symlinks=args.allow_symlinks, verify=args.verify, prefix_sharing=False,
+    ) as engine:  # fmt: skip
+        core = engine.core
+        if core.verifier:
+            say(verified_line(vars(core.verifier)))
+        training.sparse_blocks(core)
+        name = ", ".join(texts.CALIBRATION) if args.text is None else Path(args.text).name
+        text = training.cut(name, content, core.tokenizer, core.skeleton.context_length, args.tokens)
+        return training.predictors(engine, text, settings)
+
+
+def report(trained: "Trained") -> str:
+    """Return a table with a line per layer, and a line with the numbers of the model."""
+    lines = [_cells(number, layer) for number, layer in enumerate(trained.layers) if layer is not None]
+    errors = trained.errors
+    return (f"{table([_HEAD, *lines], right=range(len(_HEAD)))}\n\n"
+            f"all layers: {errors.active_share:.1%} active, {errors.predicted_share:.1%} predicted, {errors.misses:.1%}"
+            f" misses, {errors.false_alarms:.1%} false alarms; {size(trained.nbytes)} of predictors in"
+            f" {plain(trained.directory)}")  # fmt: skip
+
+
+def _cells(number: int, layer: "LayerPredictor") -> tuple[str, ...]:
+    """Return the cells of a layer's line. Unions are those of predicted neurons, which are read."""
+    predictor, errors = layer.predictor, layer.errors
+    shares = (errors.active_share, errors.predicted_share, errors.misses, errors.false_alarms,
+              layer.predicted.rows[min(4, len(layer.predicted.rows)) - 1], layer.predicted.window[3])  # fmt: skip
+    return str(number), str(predictor.neurons), str(predictor.rank), *(f"{share:.1%}" for share in shares)
+
+
+def as_json(trained: "Trained") -> dict[str, Any]:
+    """Return the numbers as a JSON object, without frequencies."""
+    layers = [
+        None if each is None else {
+            "neurons": each.predictor.neurons, "rank": each.predictor.rank, "threshold": each.predictor.threshold,
+            "misses": each.errors.misses, "false_alarms": each.errors.false_alarms, **asdict(each.errors),
+            "true": asdict(each.true), "predicted_sharing": asdict(each.predicted),
+        }
+        for each in trained.layers
+    ]  # fmt: skip
+    errors = trained.errors
+    return {"path": str(trained.directory), "bytes": trained.nbytes, "misses": errors.misses,
+            "false_alarms": errors.false_alarms, "active": errors.active_share, "predicted": errors.predicted_share,
+            "about": dict(trained.about), "layers": layers}  # fmt: skip

@@ -1,0 +1,217 @@
+"""Training of predictors: the exact model reads a text, in an ordinary job, and each layer's predictor is trained on
+the inputs and active neurons of its feed-forward block."""
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexengine.activity import activity
+from flexengine.engine.calibration import Score
+from flexengine.engine.core import Core
+from flexengine.engine.planner import Planner
+from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.flash import statistics, trained
+from flexengine.flash.predictors import Predictor
+from flexengine.flash.statistics import Trace
+from flexengine.flash.trained import LayerPredictor, Trained
+from flexengine.flash.traces import Recorded, Recorder
+from flexengine.flash.training import MIN_STRETCHES, Settings, divide, train
+from flexengine.model.neurons import FeedForward, find
+from flexengine.model.prepare import prepared
+from flexengine.model.tokenizer import opening, spread, token_ids
+
+VERSION = 1  # part of the cache's key: raise it when the trained predictors change
+STRETCH, MIN_STRETCH = 128, 8  # tokens of a stretch of the text, if the context holds them, and fewest
+# Above this share of active neurons flash mode cannot gain: it then reads at least half of the bytes, in pieces of a few
+# KiB, and disks read such pieces at half of their sequential rate or less.
+MAX_ACTIVE = 0.5
+PROBE = 2  # stretches that are read first, to measure the share of active neurons
+
+
+@dataclass(frozen=True)
+class Text:
+    """The stretches of text that the exact model reads.
+
+    Attributes:
+        name: for messages.
+        rows: token ids, one tuple per stretch, all of one length. The last token of each is not computed.
+    """
+
+    name: str
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def stretches(self) -> list[tuple[int, ...]]:
+        """The tokens that are computed."""
+        return [row[:-1] for row in self.rows]
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
+
+
+class TextEngine(Protocol):
+    """The part of `Engine` that training uses. It must be exact, and share no prefixes."""
+
+    core: Core
+    planner: Planner
+
+    @property
+    def score(self) -> Score: ...
+
+
+def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: int) -> Text:
+    """Return the stretches of a text, spread evenly over it.
+
+    Args:
+        name: of the text, for messages.
+        content: the text.
+        tokenizer: None if the checkpoint has none.
+        context: most tokens of a sequence; None if there is no limit.
+        tokens: of all stretches together.
+
+    Raises:
+        InvalidInput: there is no tokenizer, or the text is too short.
+    """
+    if tokenizer is None:
+        raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text; put its tokenizer files beside"
+                           " it")  # fmt: skip
+    begin, ids = opening(tokenizer), token_ids(tokenizer, content, special=False)
+    length = min(STRETCH + 1, context or STRETCH + 1)  # with the token that is not computed
+    count = tokens // (length - 1)
+    if length <= MIN_STRETCH or count < MIN_STRETCHES:
+        least = MIN_STRETCHES * max(length - 1, MIN_STRETCH)
+        raise InvalidInput(f"training takes at least {MIN_STRETCHES} stretches of {max(length - 1, MIN_STRETCH)} tokens,"
+                           f" but {tokens:,} tokens in a context of {context} are given; give {least:,} tokens or"
+                           " more")  # fmt: skip
+    rows = spread(begin, ids, count, length - len(begin))
+    if not rows:
+        needed = count * (length - len(begin))
+        raise InvalidInput(f"{name} has {len(ids):,} tokens; {count} stretches take {needed:,}; give fewer tokens, or a"
+                           " longer text")  # fmt: skip
+    unique = {tuple(row[:-1]): tuple(row) for row in rows}
+    if len(unique) < MIN_STRETCHES:
+        raise InvalidInput(f"{name} repeats itself: only {len(unique)} of {count} stretches differ; give another text")
+    return Text(name, tuple(unique.values()))
+
+
+def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
+    """Return the block of each layer that has a sparse one, else None. Raise UnsupportedModel if no layer has one."""
+    found = find(core.skeleton)
+    if not any(found):
+        raise UnsupportedModel(f"{core.source.name} has no feed-forward block that flash mode knows, with one row of a"
+                               " matrix for each neuron")  # fmt: skip
+    if not any(block.sparse for block in found if block):
+        names = sorted({block.activation for block in found if block})
+        raise UnsupportedModel(f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron;"
+                               " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint")  # fmt: skip
+    return tuple(block if block and block.sparse else None for block in found)
+
+
+def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
+    """Return the predictors of an engine's model, from the cache if they were trained before.
+
+    Raises:
+        InvalidInput: too many neurons are active, or a stretch cannot be run.
+        UnsupportedModel: the model has no sparse feed-forward block.
+        OutOfMemory: the disk has no room for the inputs.
+    """
+    core = engine.core
+    blocks = sparse_blocks(core)
+    files, about = core.opened.given, {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text),
+                                       **asdict(settings)}  # fmt: skip
+    checkpoint = trained.checkpoint_key(files)
+
+    def build(directory: Path) -> None:
+        try:
+            layers = _Training(engine, text, settings, blocks).layers(directory)
+        except InvalidInput:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+            raise
+        trained.write(Trained(layers, about), checkpoint, directory)
+
+    what = json.dumps({"predictors": VERSION, "dtype": str(core.dtype), **{k: v for k, v in about.items() if k != "text"}})
+    label = f"predictors, {settings.misses:.1%} misses"
+    directory = prepared(core.source.directory, files, build, what, core.verifier, label)
+    return trained.load(directory, checkpoint, blocks)
+
+
+def _tokens(text: Text) -> int:
+    return sum(map(len, text.stretches))
+
+
+@dataclass(frozen=True)
+class _Training:
+    """One training of all layers. Attributes: as the arguments of `predictors`, and the sparse blocks."""
+
+    engine: TextEngine
+    text: Text
+    settings: Settings
+    blocks: tuple[FeedForward | None, ...]
+
+    def layers(self, folder: Path) -> tuple[LayerPredictor | None, ...]:
+        """Return the predictor of each layer. folder: of temporary files."""
+        sparse = [block for block in self.blocks if block]
+        with Recorder(sparse, self.text.stretches, folder) as recorder:
+            self._read(recorder)
+            self.engine.core.drop_weights()
+            text = f"training the predictors of {len(sparse)} layers, once for this model and text"
+            made = list[LayerPredictor]()
+            with activity("training", text, len(sparse), "layers", logging.INFO) as work:
+                for number in range(len(sparse)):
+                    made.append(self._layer(recorder.recorded(number)))
+                    work.advance(1)
+        each = iter(made)
+        return tuple(next(each) if block else None for block in self.blocks)
+
+    def _read(self, recorder: Recorder) -> None:
+        """Let the model read the text. Raise InvalidInput if too many neurons are active."""
+        rows, tokens = self.text.rows, _tokens(self.text)
+        self.engine.planner.prefill_tokens = len(rows[0]) - 1
+        text = f"reading {tokens:,} tokens with the exact model, to record which neurons are active"
+        with activity("recording", text, len(rows), "stretches", logging.INFO) as work, recorder.watching():
+            for part in (rows[:PROBE], rows[PROBE:]):
+                results = self.engine.score([row[:-1] for row in part], [row[-1:] for row in part])
+                if bad := next((r for r in results if r.error is not None), None):
+                    raise InvalidInput(f"the model cannot read a stretch of {self.text.name}: {bad.error}")
+                self._check(recorder.shares)
+                work.advance(len(part))
+
+    def _check(self, shares: Sequence[float]) -> None:
+        if (mean := float(np.mean(shares))) > MAX_ACTIVE:
+            name = self.engine.core.source.name
+            raise InvalidInput(f"{mean:.1%} of the neurons of {name} are active for a token; above {MAX_ACTIVE:.0%},"
+                               " reading only these takes no less time than reading all; use a checkpoint that was"
+                               " trained to be sparse (ReLU-fied), or run without flash mode")  # fmt: skip
+
+    def _layer(self, recorded: Recorded) -> LayerPredictor:
+        """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""
+        predictor, errors = train(recorded, self.settings, self.engine.core.machine.compute)
+        held_out = recorded.part(divide(len(recorded.x)).held_out)
+        true, predicted = held_out.active, predicted_trace(predictor, held_out)
+        return LayerPredictor(
+            predictor, errors, statistics.sharing(true), statistics.sharing(predicted),
+            _frequency(recorded.active), _frequency(predicted),
+        )  # fmt: skip
+
+
+def predicted_trace(predictor: Predictor, recorded: Recorded) -> Trace:
+    """Return the neurons that are predicted active, bool [stretches, tokens, neurons]."""
+    return np.stack([predictor.active(x.float()).numpy() for x in recorded.x])
+
+
+def _frequency(trace: Trace) -> Tensor:
+    return torch.from_numpy(statistics.frequency(trace))
+
+

@@ -1,0 +1,73 @@
+"""Predictors of active neurons: a low-rank product in place of the first matrix of a feed-forward block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from flexengine.model.linear import Product
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts which neurons of one layer are active, from the input of its feed-forward block.
+
+    The scores are b (a x) + bias. A neuron is predicted active if its score is above the threshold. On a CPU the scores
+    of a token are bitwise independent of the other tokens.
+
+    Attributes:
+        a: [rank, width]; None for an oracle, whose b is the block's first matrix.
+        b: [neurons, rank]; of an oracle [neurons, width].
+        bias: [neurons], fp32 on a CPU; None for zeros.
+        threshold: the same for all neurons.
+    """
+
+    a: Tensor | None
+    b: Tensor
+    bias: Tensor | None = None
+    threshold: float = 0.0
+
+    @staticmethod
+    def oracle(first: Tensor, bias: Tensor | None = None) -> "Predictor":
+        """Return a predictor that computes the activations themselves.
+
+        Args:
+            first: the first matrix of the block, [neurons, width].
+            bias: its bias, [neurons], or None.
+        """
+        return Predictor(None, first, bias)
+
+    @property
+    def neurons(self) -> int:
+        return len(self.b)
+
+    @property
+    def rank(self) -> int:
+        """Rows of `a`; 0 for an oracle."""
+        return 0 if self.a is None else len(self.a)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors that are not None, by name."""
+        found = {"a": self.a, "b": self.b, "bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
+        """Return the predictor on a device, in a dtype; None keeps the dtypes, as on a CPU."""
+        return replace(self, **{name: tensor.to(device, dtype) for name, tensor in self.tensors.items()})
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the scores [tokens, neurons] in x's dtype. x: [tokens, width], input of the block."""
+        product = Product(x.dtype)
+        return product(x if self.a is None else product(x, self.a), self.b, self.bias)
+
+    def active(self, x: Tensor) -> Tensor:
+        """Return the predicted neurons, bool [tokens, neurons]. x: [tokens, width], input of the block."""
+        return self.scores(x) > self.threshold

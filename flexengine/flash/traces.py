@@ -1,0 +1,134 @@
+"""Inputs and active neurons of feed-forward blocks, recorded while a model reads stretches of text.
+
+They are stored in unnamed files, one per layer, that stay in memory while they are small: x of every token in fp16, and
+one bit per neuron, which is 1 if its activation is not 0.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import greenlet
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flexengine.flash.statistics import Trace
+from flexengine.model.neurons import FeedForward
+from flexengine.model.shards import check_room
+
+IN_MEMORY = 256 << 20  # bytes of all layers that stay in memory
+_LARGEST = torch.finfo(torch.float16).max
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was recorded of one layer.
+
+    Attributes:
+        x: fp16 [stretches, tokens, width], inputs of the block.
+        bits: uint8 [stretches, tokens, bytes], one bit per neuron.
+        neurons: their number.
+    """
+
+    x: Tensor
+    bits: Bytes
+    neurons: int
+
+    def part(self, chosen: Sequence[int]) -> "Recorded":
+        """Return some of the stretches."""
+        return Recorded(self.x[chosen], self.bits[chosen], self.neurons)
+
+    @property
+    def active(self) -> Trace:
+        """The active neurons, bool [stretches, tokens, neurons]."""
+        return np.unpackbits(self.bits, axis=-1, count=self.neurons).view(np.bool_)
+
+
+class Recorder:
+    """Records the blocks of an engine's model. Every stretch must be computed as one piece."""
+
+    def __init__(self, blocks: Sequence[FeedForward], stretches: Sequence[tuple[int, ...]], folder: Path) -> None:
+        """Check that the disk has room.
+
+        Args:
+            blocks: the blocks to record.
+            stretches: token ids of each stretch, all of one length and different from each other.
+            folder: directory of the unnamed files.
+
+        Raises:
+            OutOfMemory: the files are to be on disk, and it has too little room.
+        """
+        self._blocks, self._tokens, self._count = blocks, len(stretches[0]), len(stretches)
+        self._numbers = {_key(torch.tensor(ids)): number for number, ids in enumerate(stretches)}
+        self._widths = [2 * block.width + -(-block.neurons // 8) for block in blocks]  # bytes of a token
+        self._seen: list[set[int]] = [set() for _ in blocks]
+        self._active = [0.0] * len(blocks)
+        total = sum(self._widths) * self._tokens * self._count
+        if total > IN_MEMORY:
+            check_room(folder, "inputs of the feed-forward blocks", total)
+        limit = IN_MEMORY // len(blocks) if total > IN_MEMORY else total
+        self._files = [tempfile.SpooledTemporaryFile(max_size=limit, dir=folder) for _ in blocks]  # noqa: SIM115
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the blocks while the block runs."""
+        with ExitStack() as hooks:
+            for number, block in enumerate(self._blocks):
+                hooks.callback(block.modules[0].register_forward_hook(self._hook(number)).remove)
+            yield
+
+    def _hook(self, number: int) -> Any:
+        return lambda _, args, out: self._note(number, args[0], out)
+
+    def _note(self, number: int, x: Tensor, out: Tensor) -> None:
+        inputs = getattr(greenlet.getcurrent(), "inputs", None)
+        if inputs is None:  # no pass of a job
+            return
+        ids, starts = inputs.ids[0].cpu(), (inputs.positions[0] == 0).nonzero()[:, 0].tolist()
+        x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
+        for start in starts:
+            piece = slice(start, start + self._tokens)
+            if (stretch := self._numbers.get(_key(ids[piece]))) is not None:
+                self._store(number, stretch, x[piece], out[piece] > 0)
+
+    def _store(self, number: int, stretch: int, x: Tensor, active: Tensor) -> None:
+        values = x.float().clamp(-_LARGEST, _LARGEST).half().cpu().contiguous().view(torch.uint8).numpy()
+        bits = active.cpu().numpy()
+        file = self._files[number]
+        file.seek(stretch * self._tokens * self._widths[number])
+        file.write(np.concatenate([values, np.packbits(bits, axis=-1)], axis=1).tobytes())
+        if stretch not in self._seen[number]:
+            self._seen[number].add(stretch)
+            self._active[number] += float(bits.mean())
+
+    @property
+    def shares(self) -> list[float]:
+        """Mean share of active neurons so far, by block."""
+        return [active / max(1, len(seen)) for active, seen in zip(self._active, self._seen, strict=True)]
+
+    def recorded(self, number: int) -> Recorded:
+        """Return what was recorded of a block. Raise RuntimeError if a stretch is missing."""
+        if (count := len(self._seen[number])) < self._count:
+            raise RuntimeError(f"{count} of {self._count} stretches were recorded of block {number}")
+        file, block = self._files[number], self._blocks[number]
+        file.seek(0)
+        data = np.frombuffer(bytearray(file.read()), np.uint8).reshape(self._count, self._tokens, self._widths[number])
+        x = torch.from_numpy(np.ascontiguousarray(data[..., : 2 * block.width])).view(torch.float16)
+        return Recorded(x, np.ascontiguousarray(data[..., 2 * block.width :]), block.neurons)
+
+
+def _key(ids: Tensor) -> bytes:
+    return ids.numpy().tobytes()

@@ -1,0 +1,223 @@
+"""The predictors of a model: their files, what was measured of them, and the search for them in the cache.
+
+predictors.safetensors    per layer L.a, L.b (bf16), L.bias, L.frequency, L.predicted_frequency (fp32 [neurons])
+predictors.json           the checkpoint, the settings, thresholds, errors and statistics, a digest of the other file
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexengine.config import cache_root
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.flash.predictors import Predictor
+from flexengine.flash.statistics import Sharing
+from flexengine.flash.training import Errors
+from flexengine.model.in_use import hold
+from flexengine.model.neurons import FeedForward
+from flexengine.model.prepare import fingerprint
+from flexengine.model.shards import check_finite, save
+
+VERSION = 1
+TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
+_REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """The predictor of one layer, with what was measured on text that it was not trained on.
+
+    Attributes:
+        predictor: on the CPU.
+        errors: misses and false alarms.
+        true, predicted: statistics of the active neurons, and of those that are predicted active.
+        frequency, predicted_frequency: share of tokens for which each neuron is active, is predicted active: fp32
+            [neurons].
+    """
+
+    predictor: Predictor
+    errors: Errors
+    true: Sharing
+    predicted: Sharing
+    frequency: Tensor
+    predicted_frequency: Tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The predictors of a model.
+
+    Attributes:
+        layers: by layer; None for one without a sparse feed-forward block.
+        about: settings and text.
+        directory: of the files; None before they are saved.
+    """
+
+    layers: tuple[LayerPredictor | None, ...]
+    about: Mapping[str, Any]
+    directory: Path | None = None
+
+    @property
+    def known(self) -> list[LayerPredictor]:
+        """The layers that have a predictor."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def errors(self) -> Errors:
+        """Errors of all layers."""
+        return sum((layer.errors for layer in self.known), Errors(0, 0, 0, 0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all predictors."""
+        return sum(layer.predictor.nbytes for layer in self.known)
+
+
+def checkpoint_key(files: Sequence[Path]) -> str:
+    """Return the key of the checkpoint that predictors belong to. files: as for `model.prepare.prepared`."""
+    return fingerprint(files, "predictors")
+
+
+def write(trained: Trained, checkpoint: str, directory: Path) -> None:
+    """Write the files of predictors. Raise OSError if that fails.
+
+    Args:
+        trained: the predictors.
+        checkpoint: its `checkpoint_key`.
+        directory: to write to.
+    """
+    tensors = dict[str, Tensor]()
+    layers = list[dict[str, Any] | None]()
+    for number, layer in enumerate(trained.layers):
+        layers.append(None if layer is None else _as_json(layer))
+        if layer is not None:
+            named = {**layer.predictor.tensors, "frequency": layer.frequency,
+                     "predicted_frequency": layer.predicted_frequency}  # fmt: skip
+            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in named.items()}
+    save(tensors, directory / TENSORS)
+    digest = hashlib.sha256((directory / TENSORS).read_bytes()).hexdigest()
+    body = {"version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about), "layers": layers,
+            "tensors_sha256": digest}  # fmt: skip
+    (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
+
+
+def _as_json(layer: LayerPredictor) -> dict[str, Any]:
+    sharing = {"true": asdict(layer.true), "predicted": asdict(layer.predicted)}
+    return {"threshold": layer.predictor.threshold, "errors": asdict(layer.errors), **sharing}
+
+
+def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None]) -> Trained:
+    """Read the predictors of a model.
+
+    Args:
+        directory: that `write` wrote.
+        checkpoint: `checkpoint_key` of the model's files.
+        blocks: the model's feed-forward blocks.
+
+    Raises:
+        BadCheckpoint: a file is missing, damaged or truncated.
+        InvalidInput: the predictors are those of another checkpoint.
+    """
+    content, data = _content(directory), _read(directory / TENSORS)
+    if content["checkpoint"] != checkpoint:
+        raise InvalidInput(f"the predictors in {directory} were trained for another checkpoint, or its files have"
+                           " changed since; train them for this one: flexengine flash train MODEL")  # fmt: skip
+    if hashlib.sha256(data).hexdigest() != content["tensors_sha256"]:
+        raise BadCheckpoint(f"{directory / TENSORS} is not the file that was written ({len(data):,} bytes): it is"
+                            f" truncated or damaged; {_REMEDY}")  # fmt: skip
+    from safetensors.torch import load as parse
+
+    tensors = parse(data)
+    try:
+        layers = tuple(
+            None if about is None else _layer(tensors, number, about) for number, about in enumerate(content["layers"])
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{directory / ABOUT} is damaged: {error!r}; {_REMEDY}") from error
+    _check(layers, blocks, directory)
+    return Trained(layers, content["about"], directory)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}; {_REMEDY}") from error
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
+    try:
+        content = json.loads(_read(directory / ABOUT))
+    except ValueError as error:
+        raise BadCheckpoint(f"{directory / ABOUT} is truncated or damaged: {error}; {_REMEDY}") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise BadCheckpoint(f"{directory / ABOUT} is not of version {VERSION}; {_REMEDY}")
+    if content.pop("sha256", None) != _digest(content):
+        raise BadCheckpoint(f"{directory / ABOUT} is damaged: its content does not have its digest; {_REMEDY}")
+    return content
+
+
+def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any]) -> LayerPredictor:
+    a, b, bias, frequency, predicted = (
+        tensors[f"{number}.{name}"] for name in ("a", "b", "bias", "frequency", "predicted_frequency")
+    )
+    for name in ("a", "b", "bias"):
+        check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
+    predictor = Predictor(a, b, bias, float(about["threshold"]))
+    shares = (_sharing(about[name]) for name in ("true", "predicted"))
+    return LayerPredictor(predictor, Errors(**about["errors"]), *shares, frequency, predicted)
+
+
+def _sharing(about: Mapping[str, Any]) -> Sharing:
+    return Sharing(float(about["active"]), tuple(about["rows"]), tuple(about["window"]))
+
+
+def _check(
+    layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward | None], directory: Path
+) -> None:
+    """Raise InvalidInput unless each predictor fits the block of its layer."""
+    found = [None if layer is None else _shape(layer.predictor) for layer in layers]
+    expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
+    if found != expected:
+        raise InvalidInput(f"the predictors in {directory} have (neurons, width) {found} by layer, but the model has"
+                           f" {expected}; they are of another model: flexengine flash train MODEL")  # fmt: skip
+
+
+def _shape(predictor: Predictor) -> tuple[int, int]:
+    assert predictor.a is not None
+    return predictor.neurons, predictor.a.shape[1]
+
+
+def find(files: Sequence[Path]) -> Path | None:
+    """Return the directory of the predictors that were trained last for a checkpoint; None if there are none.
+
+    The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it.
+
+    Args:
+        files: as for `model.prepare.prepared`.
+    """
+    key = checkpoint_key(files)
+    found = list[tuple[float, Path]]()
+    for about in (cache_root() / "prepared").glob(f"*/{ABOUT}"):
+        if about.parent.suffix:  # unfinished
+            continue
+        try:
+            if _content(about.parent)["checkpoint"] == key:
+                found.append((about.stat().st_mtime, about.parent))
+        except (BadCheckpoint, OSError):
+            continue
+    for _, directory in sorted(found, reverse=True):
+        if hold(directory):
+            return directory
+    return None

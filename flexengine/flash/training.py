@@ -1,0 +1,261 @@
+"""Training of a predictor from the recorded inputs and active neurons of one layer (LLM in a flash, section 3.1).
+
+Of every ten stretches, eight are trained on, one chooses (when to stop, the threshold, the rank), and one measures.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from flexengine.activity import tick
+from flexengine.errors import InvalidInput
+from flexengine.flash.predictors import Predictor
+from flexengine.flash.traces import Recorded
+
+MIN_STRETCHES = 10
+MAX_MISSES = 0.5
+EPOCHS, PATIENCE = 20, 4  # most passes over the tokens; passes without fewer false alarms, until training stops
+BATCH, RATE, DECAY = 256, 3e-3, 0.01  # tokens of a step, highest learning rate, weight decay
+MARGIN = 0.005  # added to the weight of negatives, as in Deja Vu
+MIN_RANK, ENOUGH = 32, 0.1  # smallest automatic rank; share of false alarms at which a higher rank is not tried
+_FLOOR = 1e-3  # least standard deviation of an input, relative to that of all inputs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How predictors are trained.
+
+    Attributes:
+        misses: share of the active neurons that may be predicted inactive; each layer's threshold is chosen for it.
+        rank: of all layers; None chooses it for each layer.
+        seed: of weights and order.
+
+    Raises:
+        InvalidInput: a number is out of range.
+    """
+
+    misses: float = 0.05
+    rank: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.misses <= MAX_MISSES:
+            raise InvalidInput(f"the share of misses is {self.misses}; it must be above 0 and at most {MAX_MISSES}")
+        if self.rank is not None and self.rank < 1:
+            raise InvalidInput(f"the rank of predictors is {self.rank}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Counts of the predictions for some tokens, in neurons.
+
+    Attributes:
+        total: tokens times neurons.
+        active: of these, the active ones.
+        predicted: those predicted active.
+        missed: active, but predicted inactive.
+    """
+
+    total: int
+    active: int
+    predicted: int
+    missed: int
+
+    def __add__(self, other: "Errors") -> "Errors":
+        return Errors(*(getattr(self, n) + getattr(other, n) for n in ("total", "active", "predicted", "missed")))
+
+    @property
+    def misses(self) -> float:
+        """Missed neurons per active one."""
+        return self.missed / self.active if self.active else 0.0
+
+    @property
+    def false_alarms(self) -> float:
+        """Share of the inactive neurons that are predicted active."""
+        inactive = self.total - self.active
+        return (self.predicted - self.active + self.missed) / inactive if inactive else 0.0
+
+    @property
+    def active_share(self) -> float:
+        return self.active / self.total if self.total else 0.0
+
+    @property
+    def predicted_share(self) -> float:
+        return self.predicted / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Division:
+    """Numbers of the stretches that train, choose and measure. Held out are those that do not train."""
+
+    train: list[int]
+    choose: list[int]
+    measure: list[int]
+
+    @property
+    def held_out(self) -> list[int]:
+        return sorted(self.choose + self.measure)
+
+
+def divide(stretches: int) -> Division:
+    """Return the division of the stretches of a text. Raise InvalidInput if there are too few."""
+    if stretches < MIN_STRETCHES:
+        raise InvalidInput(f"there are {stretches} stretches of text; training predictors takes at least"
+                           f" {MIN_STRETCHES}; give more tokens")  # fmt: skip
+    numbers = range(stretches)
+    train = [n for n in numbers if n % 10 < 8]
+    return Division(train, [n for n in numbers if n % 10 == 8], [n for n in numbers if n % 10 == 9])
+
+
+def ranks(width: int, neurons: int, rank: int | None) -> tuple[int, ...]:
+    """Return the ranks to try, until the false alarms are few: 1/32, 1/8 and 1/4 of the width, if none is given."""
+    if rank is not None:
+        return (min(rank, width, neurons),)
+    tried = (max(width // 32, MIN_RANK), max(width // 8, MIN_RANK), max(width // 4, MIN_RANK))
+    return tuple(sorted({min(r, width, neurons) for r in tried}))
+
+
+def train(recorded: Recorded, settings: Settings, device: torch.device) -> tuple[Predictor, Errors]:
+    """Return the predictor of one layer and its errors on the stretches that measure.
+
+    Args:
+        recorded: inputs and active neurons of all stretches.
+        device: to train on; the predictor is on the CPU.
+    """
+    parts = divide(len(recorded.x))
+    samples, choosing, measuring = (_flat(recorded.part(p), device) for p in (parts.train, parts.choose, parts.measure))
+    for rank in ranks(recorded.x.shape[-1], recorded.neurons, settings.rank):
+        predictor, found = _trained(samples, choosing, rank, settings)
+        if found.false_alarms <= ENOUGH:
+            break
+    return predictor.to(torch.device("cpu")), errors(predictor, measuring)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens with their labels.
+
+    Attributes:
+        x: fp16 [tokens, width].
+        bits: uint8 [tokens, bytes], one bit per neuron.
+        neurons: their number.
+    """
+
+    x: Tensor
+    bits: Tensor
+    neurons: int
+
+    def labels(self, chosen: Tensor | slice) -> Tensor:
+        """Return the active neurons of some tokens, bool [tokens, neurons]."""
+        shifts = torch.arange(7, -1, -1, device=self.bits.device, dtype=torch.uint8)
+        bits = (self.bits[chosen][..., None] >> shifts) & 1
+        return bits.flatten(1)[:, : self.neurons].bool()
+
+
+def _flat(recorded: Recorded, device: torch.device) -> Samples:
+    bits = torch.from_numpy(recorded.bits)
+    return Samples(recorded.x.flatten(0, 1).to(device), bits.flatten(0, 1).to(device), recorded.neurons)
+
+
+class _Model(nn.Module):
+    """A predictor of standardised inputs, in fp32."""
+
+    def __init__(self, samples: Samples, rank: int, frequency: Tensor, weight: float) -> None:
+        """Args:
+        frequency: share of the tokens for which each neuron is active, [neurons].
+        weight: of a negative in the loss.
+        """
+        super().__init__()
+        x = samples.x.float()
+        self.mean, deviation = x.mean(0), x.std(0)
+        self.deviation = deviation.clamp(min=_FLOOR * float(deviation.mean()) + 1e-12)
+        width = x.shape[1]
+        self.a = nn.Parameter(torch.randn(rank, width, device=x.device) / math.sqrt(width))
+        self.b = nn.Parameter(torch.randn(len(frequency), rank, device=x.device) * (0.1 / math.sqrt(rank)))
+        odds = frequency / (weight * (1 - frequency))
+        self.bias = nn.Parameter(odds.clamp(1e-3, 1e3).log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = (x.float() - self.mean) / self.deviation
+        return (normal @ self.a.T) @ self.b.T + self.bias
+
+    def predictor(self) -> Predictor:
+        """Return the predictor of plain inputs, its matrices in bf16."""
+        with torch.no_grad():
+            a = self.a / self.deviation
+            bias = self.bias - self.b @ (a @ self.mean)
+            return Predictor(a.bfloat16().contiguous(), self.b.bfloat16().contiguous(), bias.float())
+
+
+def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings) -> tuple[Predictor, Errors]:
+    """Return the predictor of the pass with the fewest false alarms, with its threshold, and its errors on the samples
+    that choose."""
+    torch.manual_seed(settings.seed)
+    tokens = len(samples.x)
+    frequency = _frequency(samples)
+    weight = float(frequency.mean()) + MARGIN
+    model = _Model(samples, rank, frequency, weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    steps, step = EPOCHS * -(-tokens // BATCH), 0
+    best: tuple[Predictor, Errors] | None = None
+    best_epoch = 0
+    for epoch in range(EPOCHS):
+        for chosen in torch.randperm(tokens, device=samples.x.device).split(BATCH):
+            optimizer.param_groups[0]["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
+            _step(model, optimizer, samples, chosen, weight)
+            step += 1
+        found = with_threshold(model.predictor(), choosing, settings.misses)
+        if best is None or found[1].false_alarms < best[1].false_alarms:
+            best, best_epoch = found, epoch
+        elif epoch - best_epoch >= PATIENCE:
+            break
+    assert best is not None
+    return best
+
+
+def _step(model: _Model, optimizer: torch.optim.Optimizer, samples: Samples, chosen: Tensor, weight: float) -> None:
+    """Make one step of the balanced loss: negatives weigh `weight`, positives 1."""
+    with torch.enable_grad():
+        labels = samples.labels(chosen)
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            model(samples.x[chosen]), labels.float(), weight=torch.where(labels, 1.0, weight)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+    optimizer.step()
+    tick()
+
+
+def _frequency(samples: Samples) -> Tensor:
+    """Return the share of tokens for which each neuron is active, fp32 [neurons]."""
+    counts = torch.zeros(samples.neurons, dtype=torch.int64, device=samples.x.device)
+    for low in range(0, len(samples.x), BATCH):
+        counts += samples.labels(slice(low, low + BATCH)).sum(0)
+    return (counts.double() / len(samples.x)).float()
+
+
+def with_threshold(predictor: Predictor, samples: Samples, misses: float) -> tuple[Predictor, Errors]:
+    """Return a predictor with the highest threshold whose share of misses on the samples is at most `misses`, and its
+    errors."""
+    with torch.no_grad():
+        parts = [slice(low, low + BATCH) for low in range(0, len(samples.x), BATCH)]
+        positive = torch.cat([predictor.scores(samples.x[p].float())[samples.labels(p)] for p in parts])
+    if not len(positive):
+        return (found := replace(predictor, threshold=torch.finfo(torch.float32).max)), errors(found, samples)
+    kept = int(misses * len(positive)) + 1
+    lowest = torch.kthvalue(positive, min(kept, len(positive)))[0]
+    threshold = float(torch.nextafter(lowest, torch.tensor(-math.inf, device=lowest.device)))
+    return (found := replace(predictor, threshold=threshold)), errors(found, samples)
+
+
+def errors(predictor: Predictor, samples: Samples) -> Errors:
+    """Return the errors of a predictor on some samples."""
+    sums = Errors(0, 0, 0, 0)
+    for low in range(0, len(samples.x), BATCH):
+        part = slice(low, low + BATCH)
+        predicted, labels = predictor.active(samples.x[part].float()), samples.labels(part)
+        missed = int((labels & ~predicted).sum())
+        sums += Errors(labels.numel(), int(labels.sum()), int(predicted.sum()), missed)
+    return sums
