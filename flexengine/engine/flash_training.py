@@ -23,8 +23,8 @@ from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.flash import statistics, trained
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Trace
-from flexengine.flash.trained import LayerPredictor, Trained
 from flexengine.flash.traces import Recorded, Recorder
+from flexengine.flash.trained import LayerPredictor, Trained
 from flexengine.flash.training import MIN_STRETCHES, Settings, divide, train
 from flexengine.model.neurons import FeedForward, find
 from flexengine.model.prepare import prepared

@@ -91,7 +91,7 @@ def prepare_bundles(
         BadCheckpoint: the checkpoint cannot be read, or a bundle is damaged.
         OutOfMemory: the disk is full.
     """
-    forms = {j: _form(block, stored, kind) for j, block in enumerate(blocks) if block is not None}
+    forms = {j: record_form(block, stored, kind) for j, block in enumerate(blocks) if block is not None}
     if not forms:
         raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
     works = [_Layer(f"{j:05}", block, forms[j], stored) for j, block in enumerate(blocks) if block is not None]
@@ -104,8 +104,13 @@ def prepare_bundles(
     return tuple(made.get(j) for j in range(len(blocks)))
 
 
-def _form(block: FeedForward, stored: Mapping[str, Origin], kind: str) -> RecordForm:
-    """Return the format of a block's records. Raise InvalidInput if it would round the weights to another dtype."""
+def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = "") -> RecordForm:
+    """Return the format of a block's records. Raise InvalidInput if it would round the weights to another dtype.
+
+    Args:
+        stored: location of each parameter in the checkpoint.
+        kind: as for `prepare_bundles`.
+    """
     dtype = stored[block.first].dtype
     for name in block.weights:
         dtype = torch.promote_types(dtype, stored[name].dtype)

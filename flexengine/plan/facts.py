@@ -54,7 +54,8 @@ class NeuronFacts:
         neurons: their number.
         record: bytes of the weights of one neuron.
         form: format of a record.
-        predictor: bytes of what tells which neurons become active, besides weights of the layer.
+        predictor: bytes of the predictor, which is no weight of the layer; 0 for an oracle.
+        guess: bytes that are read from memory to tell which neurons become active.
         unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
         reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together; () if not measured.
     """
@@ -63,6 +64,7 @@ class NeuronFacts:
     record: int
     form: str
     predictor: int = 0
+    guess: int = 0
     unions: tuple[float, ...] = ()
     reuse: tuple[float, ...] = ()
 

@@ -46,6 +46,7 @@ NEURONS = "neurons"
 PREDICTORS = "predictors"
 RECORDS = "records on their way"
 STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
+RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
@@ -213,10 +214,12 @@ def _neurons(layout: Layout, model: ModelFacts) -> None:
     """Book device memory for the neurons of sparse blocks, and RAM for records that are read."""
     if not model.blocks:
         return
+    largest = max(block.record for block in model.blocks if block is not None)
     for block in filter(None, model.blocks):
         layout.book("device", NEURONS, aligned(block.room(layout.policy.neurons) * block.record))
         layout.book("device", PREDICTORS, aligned(block.predictor))
-    layout.book("host" if model.gpu else "device", RECORDS, 2 * STREAMED)
+    readers = aligned(RECORD_READERS * (max(RECORD_READ, largest) + 2 * ALIGN))
+    layout.book("host" if model.gpu else "device", RECORDS, 2 * STREAMED + readers)
 
 
 def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:

@@ -104,7 +104,7 @@ def _block_seconds(
     missing = use.missing(rows, block.room(policy.neurons) / block.neurons)
     read = missing * nbytes / values_at(rates["read"], np.maximum(1.0, missing * block.neurons))
     computed = used * nbytes / values_at(rates["some"], np.maximum(1.0, rows))
-    predicted = block.predictor / hardware.elementwise * np.ones(rows.shape)
+    predicted = block.guess / hardware.elementwise * np.ones(rows.shape)
     whole = sweeps.prompt / prompt  # gpu_batches of prompts
     streamed = max(nbytes / values_at(rates["stream"], block.neurons), nbytes / values_at(rates["all"], prompt))
     return np.where(batches > 0, batches * (read + computed + predicted), 0.0) + whole * streamed

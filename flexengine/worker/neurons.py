@@ -7,39 +7,27 @@ does not depend on the other tokens of its batch, or on what is in memory.
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flexengine import kernels
-from flexengine.codec.records import RecordForm
 from flexengine.flash.arena import Arena, Numbers
+from flexengine.flash.bundles import Bundle
+from flexengine.flash.reader import Reader, Traffic
+from flexengine.lossy import ORACLE
 from flexengine.model.linear import FastLinear, Product
 from flexengine.model.neurons import FeedForward, RecordFirst
-from flexengine.plan.facts import NeuronFacts
-from flexengine.plan.layout import NEURONS, RECORDS, STREAMED, Layout
+from flexengine.plan.layout import NEURONS, PREDICTORS, RECORDS, STREAMED, Layout
+from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
-
-
-class Records(Protocol):
-    """The records of one layer on flash."""
-
-    form: RecordForm
-
-    def read(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
-        """Read records into rows of memory.
-
-        Args:
-            numbers: of the neurons, rising.
-            target: uint8 [room, form.nbytes], in RAM.
-            rows: row of the target for each record.
-        """
 
 
 class Counts(NamedTuple):
@@ -59,22 +47,23 @@ class Block:
 
     Args:
         feed: the block's modules.
-        records: its records.
+        bundle: its records.
         memory: uint8 [room, form.nbytes], on the device.
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
-        reader: runs these reads.
+        reader: reads records.
+        ahead: runs the reads of all records.
         predict: names the neurons of each token.
         pinned: neurons that stay in memory.
     """
 
     def __init__(
-        self, feed: FeedForward, records: Records, memory: Tensor, streamed: tuple[Tensor, Tensor], reader: Executor,
-        predict: Predict, product: Product, pinned: Numbers,
+        self, feed: FeedForward, bundle: Bundle, memory: Tensor, streamed: tuple[Tensor, Tensor], reader: Reader,
+        ahead: Executor, predict: Predict, product: Product,
     ) -> None:  # fmt: skip
-        self.feed, self.records, self.form, self.memory = feed, records, records.form, memory
-        self.streamed, self.reader, self.predict, self.product = streamed, reader, predict, product
-        self.arena = Arena(feed.neurons, len(memory), pinned)
-        self.counts = Counts()
+        self.feed, self.bundle, self.form, self.memory = feed, bundle, bundle.form, memory
+        self.streamed, self.reader, self.ahead, self.predict, self.product = streamed, reader, ahead, predict, product
+        self.arena = Arena(feed.neurons, len(memory))
+        self.counts, self.traffic = Counts(), Traffic(0, 0)
 
     def __call__(self, x: Tensor, predicted: Tensor | None) -> Tensor:
         """Return the block's output for [..., width], see `RecordFirst.block`."""
@@ -103,14 +92,19 @@ class Block:
         if not len(numbers):
             return
         if self.memory.device.type == "cpu":
-            self.records.read(numbers, self.memory, rows)
+            self._read(numbers, self.memory, rows)
             return
         stage = self.streamed[0]
         for low in range(0, len(numbers), len(stage)):
             part = numbers[low : low + len(stage)]
-            self.records.read(part, stage, np.arange(len(part)))
+            self._read(part, stage, np.arange(len(part)))
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
+
+    def _read(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+        """Read records to rows of memory in RAM."""
+        traffic = self.reader.read(self.bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
+        self.traffic = Traffic(self.traffic.bytes + traffic.bytes, self.traffic.requests + traffic.requests)
 
     def _add(self, x: Tensor, uses: Tensor, numbers: Numbers, out: Tensor) -> None:
         """Add what neurons in memory contribute to the output.
@@ -128,7 +122,7 @@ class Block:
         if form.gated:
             a = a * kernel.record_products(x, self.memory, rows, form, 1, self._bias(chosen, 1))
         a = torch.where(uses[:, chosen], a, 0.0)
-        kernel.record_sum(a, self.memory, rows, form, form.down, out)
+        out += kernel.record_sum(a, self.memory, rows, form, form.down)
 
     def _bias(self, chosen: Tensor | slice, index: int = 0) -> Tensor | None:
         """Return the biases of neurons in `first` or `up`."""
@@ -141,23 +135,23 @@ class Block:
         are read."""
         out, size = x.new_zeros(x.shape), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
-        coming = self._ahead(runs[0], 0)
+        coming = self._begin(runs[0], 0)
         for i, run in enumerate(runs):
             records = coming.result()
             if i + 1 < len(runs):
-                coming = self._ahead(runs[i + 1], i + 1)
+                coming = self._begin(runs[i + 1], i + 1)
             self._add_all(x, run, records.to(x.device), out)
         return out
 
-    def _ahead(self, run: slice, number: int) -> Future[Tensor]:
+    def _begin(self, run: slice, number: int) -> Future[Tensor]:
         """Begin to read a run of records into one of the two buffers; the result is these records."""
         buffer = self.streamed[number % 2][: run.stop - run.start]
 
         def read() -> Tensor:
-            self.records.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
+            self._read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
             return buffer
 
-        return self.reader.submit(read)
+        return self.ahead.submit(read)
 
     def _add_all(self, x: Tensor, run: slice, records: Tensor, out: Tensor) -> None:
         """Add what a run of neurons contributes to the output of tokens [n, width]."""
@@ -180,30 +174,49 @@ class Neurons:
     """
 
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
-        self._regions = Regions(machine)
-        self._reader = ThreadPoolExecutor(1, "flexengine-records")
+        self._regions, self._ended = Regions(machine), ExitStack()
         self._machine, self._opened, self._layout = machine, opened, layout
         self.blocks: list[Block] = []
         place = "device" if machine.capacity.shared else "host"
-        take, view = self._regions.take, machine.tier(place).view
-        streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
-        for feed, records in zip(opened.blocks, opened.records, strict=True):
-            if feed is not None and records is not None:
-                self.blocks.append(self._block(feed, records, streams))
+        known = [bundle for bundle in opened.bundles if bundle is not None]
+        with ExitStack() as undo:
+            undo.callback(self._regions.free)
+            self._reader = undo.enter_context(Reader(known))
+            self._ahead = undo.enter_context(ThreadPoolExecutor(1, "flexengine-records"))
+            self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
+            take, view = self._regions.take, machine.tier(place).view
+            streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
+            for j, (feed, bundle) in enumerate(zip(opened.blocks, opened.bundles, strict=True)):
+                if feed is not None and bundle is not None:
+                    self.blocks.append(self._block(j, feed, bundle, streams))
+            self._ended = undo.pop_all()
 
-    def _block(self, feed: FeedForward, records: Records, streams: list[Tensor]) -> Block:
+    def _block(self, layer: int, feed: FeedForward, bundle: Bundle, streams: list[Tensor]) -> Block:
         """Return the block of a layer, and have the layer use it."""
-        nbytes = records.form.nbytes
+        nbytes, facts = bundle.form.nbytes, self._opened.facts.blocks[layer]
+        assert facts is not None
         fit = STREAMED // nbytes
         one, two = (stream[: fit * nbytes].view(fit, nbytes) for stream in streams)
-        room = NeuronFacts(feed.neurons, nbytes).room(self._layout.policy.neurons)
+        room = facts.room(self._layout.policy.neurons)
         region = self._regions.take("device", room * nbytes, NEURONS)
         memory = self._machine.device.view(region).view(room, nbytes)
+        product = self._opened.skeleton.product
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
-        first.block = Block(feed, records, memory, (one, two), self._reader, _oracle(first),
-                            self._opened.skeleton.product, np.empty(0, np.int64))  # fmt: skip
+        first.block = Block(feed, bundle, memory, (one, two), self._reader, self._ahead,
+                            self._predict(layer, first), product)  # fmt: skip
         return first.block
+
+    def _predict(self, layer: int, first: RecordFirst) -> Predict:
+        """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
+        trained = self._opened.trained
+        if trained is None or self._opened.lossy.flash == ORACLE:
+            return lambda x: FastLinear.forward(first, x) > 0
+        known = trained.layers[layer]
+        assert known is not None
+        self._regions.keep_room("device", aligned(known.predictor.nbytes), PREDICTORS)
+        device, dtype = self._machine.compute, self._opened.dtype
+        return known.predictor.to(device, None if device.type == "cpu" else dtype).active
 
     def close(self) -> None:
         """Free the memory."""
@@ -212,10 +225,4 @@ class Neurons:
             assert isinstance(first, RecordFirst)
             first.block = None
         self.blocks = []
-        self._reader.shutdown()
-        self._regions.free()
-
-
-def _oracle(first: FastLinear) -> Predict:
-    """Return a predictor that computes which neurons become active, with the whole matrix of `first`."""
-    return lambda x: FastLinear.forward(first, x) > 0
+        self._ended.close()

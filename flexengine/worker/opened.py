@@ -9,8 +9,10 @@ from typing import cast
 import torch
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
+from flexengine.flash import trained
+from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
+from flexengine.flash.trained import Trained
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, ORACLE, Lossy
@@ -53,6 +55,7 @@ class Opened:
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
         blocks: by layer, the feed-forward block whose neurons are read when they become active; () without `flash`.
+        trained: predictors of these blocks, and statistics; None if there are none.
     """
 
     source: Source
@@ -66,6 +69,7 @@ class Opened:
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
     blocks: tuple[FeedForward | None, ...] = ()
+    trained: Trained | None = None
     _whole: list[dict[str, ParamRef]] = field(default_factory=list)  # the layers with all weights, if there are blocks
 
     @property
@@ -99,6 +103,7 @@ class Opened:
         if self.blocks:
             use_weights(skeleton, self.blocks, self._whole)
         self.blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
+        self.trained = self._trained(lossy) if self.blocks else None
         if self.blocks:
             self._whole = use_records(skeleton, self.blocks, keep_first=lossy.flash == ORACLE)
         use_forms(skeleton, forms(skeleton, lossy.coded))
@@ -115,21 +120,44 @@ class Opened:
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
-        self.facts = replace(self.facts, kv_form=lossy.cache or "", blocks=self._neurons())
-        self.__dict__.pop("origins", None)
+        self.facts = replace(self.facts, kv_form=lossy.cache or "", blocks=tuple(
+            None if block is None else self._block(j, block) for j, block in enumerate(self.blocks)))  # fmt: skip
+        for name in ("origins", "bundles"):
+            self.__dict__.pop(name, None)
 
-    def record_form(self, block: FeedForward) -> RecordForm:
-        """Return the format of the records of a block: that of `weights`, or the stored one."""
-        stored = str(self.locations[block.first].dtype).removeprefix("torch.")
-        kind = self.lossy.weights if isinstance(self.lossy.weights, str) else stored
-        return RecordForm(kind, block.width, block.gated)
+    def _block(self, layer: int, block: FeedForward) -> NeuronFacts:
+        """Return the sizes of a block and, if they are known, how its neurons are used."""
+        form = record_form(block, self.locations, self._kind)
+        first = self.locations[block.first]
+        made = f"{form.vectors} vectors of {form.width} {form.kind}"
+        facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes)
+        if self.trained is None or (known := self.trained.layers[layer]) is None:
+            return facts
+        if self.lossy.flash == ORACLE:
+            return replace(facts, unions=known.true.rows, reuse=known.true.window)
+        nbytes = known.predictor.nbytes
+        return replace(facts, predictor=nbytes, guess=nbytes, unions=known.predicted.rows, reuse=known.predicted.window)
 
-    def _neurons(self) -> tuple[NeuronFacts | None, ...]:
-        return tuple(None if block is None else self._block(block) for block in self.blocks)
+    @property
+    def _kind(self) -> str:
+        """Format of the records' vectors; "" for the stored one."""
+        return self.lossy.weights if isinstance(self.lossy.weights, str) else ""
 
-    def _block(self, block: FeedForward) -> NeuronFacts:
-        form = self.record_form(block)
-        return NeuronFacts(block.neurons, form.nbytes, f"{form.vectors} vectors of {form.width} {form.kind}")
+    @cached_property
+    def bundles(self) -> tuple[Bundle | None, ...]:
+        """By layer, the records of the block. Makes missing ones. Raise as `flash.bundles.prepare_bundles`."""
+        source = self.source.directory, self.given, self.locations
+        return prepare_bundles(*source, self.blocks, self._kind, self.verifier)
+
+    def _trained(self, lossy: Lossy) -> Trained | None:
+        """Return the predictors of the model. Raise InvalidInput if there are none, unless an oracle replaces them."""
+        directory = trained.find(self.given) if self.given else None
+        if directory is not None:
+            return trained.load(directory, trained.checkpoint_key(self.given), self.blocks)
+        if lossy.flash == ORACLE:
+            return None
+        raise InvalidInput(f"{self.source.name} has no predictors; train them: flexengine flash train"
+                           f" {self.source.directory}, or let flash be {ORACLE}")  # fmt: skip
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""
