@@ -27,6 +27,7 @@ from flexengine.measure.delegation import measure_delegation
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
+from flexengine.measure.neurons import measure_blocks
 from flexengine.measure.streaming import measure_streaming
 from flexengine.measure.timing import measuring, noticing
 from flexengine.model.linear import numerics
@@ -81,6 +82,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
     attention, delegation = dict[str, Mapping[str, Table]](), dict[str, float]()
+    blocks = dict[str, Mapping[str, Table]]()
     with noticing():
         if not knows_products(hardware, facts):
             with measuring("this model's layers", "model", "10 s"):
@@ -88,12 +90,15 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
         if not knows_attention(hardware, facts):
             with measuring("this model's attention", "model", "2 s for each shape"):
                 attention = {**measure_attention(opened, machine)}
+        if not knows_blocks(hardware, facts):
+            with measuring("records of this model's neurons", "model", "2 s"):
+                blocks = {**measure_blocks(opened, machine)}
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
             streaming = {name: mutual}
         if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
             delegation = {name: lost}
-    if not any((layers, heads, streaming, attention, delegation)):
+    if not any((layers, heads, streaming, attention, delegation, blocks)):
         return hardware
 
     def joined(known: Hardware) -> Hardware:
@@ -101,7 +106,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
         return replace(
             known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
             streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
-            delegation={**known.delegation, **delegation},
+            delegation={**known.delegation, **delegation}, blocks={**known.blocks, **blocks},
         )  # fmt: skip
 
     save_rates(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
@@ -109,8 +114,13 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:
-    """Return whether the seconds of this model's layers, head and attention were measured."""
-    return knows_products(hardware, facts) and knows_attention(hardware, facts)
+    """Return whether the seconds of this model's layers, head, attention and records were measured."""
+    return knows_products(hardware, facts) and knows_attention(hardware, facts) and knows_blocks(hardware, facts)
+
+
+def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether reads and products of this model's records were measured."""
+    return {block.signature for block in facts.blocks if block is not None} <= set(hardware.blocks)
 
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:

@@ -8,6 +8,7 @@ does not depend on the other tokens of its batch, or on what is in memory.
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flexengine import kernels
+from flexengine.codec.records import RecordForm
 from flexengine.flash.arena import Arena, Numbers
 from flexengine.flash.bundles import Bundle
-from flexengine.flash.reader import Reader, Traffic
+from flexengine.flash.reader import Reader
 from flexengine.lossy import ORACLE
 from flexengine.model.linear import FastLinear, Product
 from flexengine.model.neurons import FeedForward, RecordFirst
@@ -27,6 +29,7 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
+Read = Callable[[Numbers, Tensor, Numbers], None]  # of records, to rows of uint8 [room, bytes of a record] in RAM
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
@@ -47,34 +50,34 @@ class Block:
 
     Args:
         feed: the block's modules.
-        bundle: its records.
+        form: format of the records.
         memory: uint8 [room, form.nbytes], on the device.
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
-        reader: reads records.
+        read: reads records of the bundle by number to rows of memory in RAM.
         ahead: runs the reads of all records.
         predict: names the neurons of each token.
         pinned: neurons that stay in memory.
     """
 
     def __init__(
-        self, feed: FeedForward, bundle: Bundle, memory: Tensor, streamed: tuple[Tensor, Tensor], reader: Reader,
+        self, feed: FeedForward, form: RecordForm, memory: Tensor, streamed: tuple[Tensor, Tensor], read: Read,
         ahead: Executor, predict: Predict, product: Product,
     ) -> None:  # fmt: skip
-        self.feed, self.bundle, self.form, self.memory = feed, bundle, bundle.form, memory
-        self.streamed, self.reader, self.ahead, self.predict, self.product = streamed, reader, ahead, predict, product
+        self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
+        self.read, self.ahead, self.predict, self.product = read, ahead, predict, product
         self.arena = Arena(feed.neurons, len(memory))
-        self.counts, self.traffic = Counts(), Traffic(0, 0)
+        self.counts = Counts()
 
     def __call__(self, x: Tensor, predicted: Tensor | None) -> Tensor:
         """Return the block's output for [..., width], see `RecordFirst.block`."""
         rows = x.reshape(-1, self.feed.width)
         if predicted is None or not bool(predicted.any()):
-            return self._all(rows).view(x.shape)
+            return self.all(rows).view(x.shape)
         if bool(predicted.all()):
             return self._some(rows).view(x.shape)
         out = torch.empty_like(rows)
         predicted = predicted.to(x.device)
-        out[predicted], out[~predicted] = self._some(rows[predicted]), self._all(rows[~predicted])
+        out[predicted], out[~predicted] = self._some(rows[predicted]), self.all(rows[~predicted])
         return out.view(x.shape)
 
     def _some(self, x: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ class Block:
         for numbers in self.arena.parts(np.flatnonzero(uses.any(0).cpu().numpy())):
             fetch = self.arena.fetch(numbers)
             self._bring(fetch.neurons, fetch.rows)
-            self._add(x, uses, numbers, out)
+            self.add(x, uses, numbers, out)
             self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
         return out
 
@@ -92,21 +95,16 @@ class Block:
         if not len(numbers):
             return
         if self.memory.device.type == "cpu":
-            self._read(numbers, self.memory, rows)
+            self.read(numbers, self.memory, rows)
             return
         stage = self.streamed[0]
         for low in range(0, len(numbers), len(stage)):
             part = numbers[low : low + len(stage)]
-            self._read(part, stage, np.arange(len(part)))
+            self.read(part, stage, np.arange(len(part)))
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
-    def _read(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
-        """Read records to rows of memory in RAM."""
-        traffic = self.reader.read(self.bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
-        self.traffic = Traffic(self.traffic.bytes + traffic.bytes, self.traffic.requests + traffic.requests)
-
-    def _add(self, x: Tensor, uses: Tensor, numbers: Numbers, out: Tensor) -> None:
+    def add(self, x: Tensor, uses: Tensor, numbers: Numbers, out: Tensor) -> None:
         """Add what neurons in memory contribute to the output.
 
         Args:
@@ -130,7 +128,7 @@ class Block:
         assert module is not None
         return None if module.bias is None else module.bias[chosen].float()
 
-    def _all(self, x: Tensor) -> Tensor:
+    def all(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use all neurons. While some records are computed, the next ones
         are read."""
         out, size = x.new_zeros(x.shape), len(self.streamed[0])
@@ -148,7 +146,7 @@ class Block:
         buffer = self.streamed[number % 2][: run.stop - run.start]
 
         def read() -> Tensor:
-            self._read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
+            self.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
             return buffer
 
         return self.ahead.submit(read)
@@ -203,9 +201,13 @@ class Neurons:
         product = self._opened.skeleton.product
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
-        first.block = Block(feed, bundle, memory, (one, two), self._reader, self._ahead,
+        first.block = Block(feed, bundle.form, memory, (one, two), partial(self._read, bundle), self._ahead,
                             self._predict(layer, first), product)  # fmt: skip
         return first.block
+
+    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+        traffic = self._reader.read(bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
+        self._machine.disk.count(read=traffic.bytes)
 
     def _predict(self, layer: int, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""

@@ -127,7 +127,7 @@ class Opened:
 
     def _block(self, layer: int, block: FeedForward) -> NeuronFacts:
         """Return the sizes of a block and, if they are known, how its neurons are used."""
-        form = record_form(block, self.locations, self._kind)
+        form = record_form(block, self.locations, self.record_kind)
         first = self.locations[block.first]
         made = f"{form.vectors} vectors of {form.width} {form.kind}"
         facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes)
@@ -139,7 +139,7 @@ class Opened:
         return replace(facts, predictor=nbytes, guess=nbytes, unions=known.predicted.rows, reuse=known.predicted.window)
 
     @property
-    def _kind(self) -> str:
+    def record_kind(self) -> str:
         """Format of the records' vectors; "" for the stored one."""
         return self.lossy.weights if isinstance(self.lossy.weights, str) else ""
 
@@ -147,7 +147,7 @@ class Opened:
     def bundles(self) -> tuple[Bundle | None, ...]:
         """By layer, the records of the block. Makes missing ones. Raise as `flash.bundles.prepare_bundles`."""
         source = self.source.directory, self.given, self.locations
-        return prepare_bundles(*source, self.blocks, self._kind, self.verifier)
+        return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier)
 
     def _trained(self, lossy: Lossy) -> Trained | None:
         """Return the predictors of the model. Raise InvalidInput if there are none, unless an oracle replaces them."""
