@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -41,6 +42,13 @@ class Shape(ABC):
     @abstractmethod
     def config(self) -> dict[str, object]:
         """config.json."""
+
+    def draw(self, name: str, size: tuple[int, ...], generator: Any) -> Any:
+        """Return the values of a tensor, fp32: normal with standard deviation 0.02; the weights of norms are 1 more."""
+        import torch
+
+        values = torch.empty(size).normal_(0.0, 0.02, generator=generator)
+        return values + 1 if name.endswith("norm.weight") else values
 
     def shards(self) -> list[Shapes]:
         """Return consecutive groups joined up to shard_bytes, with at least one group each."""
@@ -173,19 +181,13 @@ SHAPES = {
 
 
 def write_shard(path: Path, shape: Shape, index: int, tensors: Shapes) -> None:
-    """Draw and write one shard. The seed is (shape.seed, index), so shards may be written in any order.
-
-    All values are normal with standard deviation 0.02; the weights of norms are 1 more.
-    """
+    """Draw and write one shard. The seed is (shape.seed, index), so shards may be written in any order."""
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(shape.seed * 1_000_003 + index)
     dtype = getattr(torch, shape.dtype)
-    drawn = {}
-    for name, size in tensors.items():
-        values = torch.empty(size).normal_(0.0, 0.02, generator=generator)
-        drawn[name] = (values + 1 if name.endswith("norm.weight") else values).to(dtype)
+    drawn = {name: shape.draw(name, size, generator).to(dtype) for name, size in tensors.items()}
     save_file(drawn, path, metadata={"format": "pt"})
 
 

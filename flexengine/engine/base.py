@@ -152,6 +152,7 @@ class BaseEngine(ABC):
         self.choose_bits()
         with reporting(self.listener):
             _ = self.core.opened.origins
+            _ = self.core.opened.bundles if self.core.opened.blocks else None
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
