@@ -44,6 +44,9 @@ class Throttled(Tier):
     def bytes_written(self) -> int:  # type: ignore[override]
         return self.inner.bytes_written
 
+    def count(self, read: int = 0, written: int = 0) -> None:
+        self.inner.count(read, written)
+
     def _wait(self, way: str, nbytes: int, began: float) -> None:
         rate = self.rates[way]
         if rate is None and not self.latency:
