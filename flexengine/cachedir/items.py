@@ -2,7 +2,7 @@
 
 | folder | items | kind |
 |---|---|---|
-| prepared | <key>/ | models, weights or calibrations, by its files |
+| prepared | <key>/ | models, weights (encoded, or bundles of neurons) or calibrations, by its files |
 | | <key>.part/ | unfinished: a job continues with it |
 | | <key>.tmp-<pid>/ | leftovers |
 | kernels | cpu-<key>.so | kernels |

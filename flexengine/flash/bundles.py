@@ -26,7 +26,7 @@ from flexengine.model.tensor_files import TensorFiles, TensorPart
 from flexengine.model.verify import Verifier
 
 FORMAT = 1  # part of the key of all bundles; raise it if the bytes of a record change
-PIECE = 2 << 20  # stored bytes of the neurons that are bundled at a time
+PIECE = 1 << 20  # stored bytes of the neurons that are bundled at a time
 STRIP = 64 << 20  # bytes of `down` that are read at a time: columns of a larger matrix come from parts of its rows
 LARGEST = torch.finfo(torch.float16).max  # that an encoded vector can hold
 

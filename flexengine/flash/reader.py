@@ -1,8 +1,8 @@
 """Reads of many records at once, straight into rows of memory.
 
 A disk answers many small requests at the same time faster than one after the other, and one larger request faster than
-two. On a virtual disk, a request of n bytes took 13 us + n / 1.75 GB/s with 32 in flight, up to 128 KiB, where the disk
-reached its full rate (1.2 to 1.3 GB/s): see bench/flash.
+two. On a virtual disk with 32 requests in flight, a request of 4 KiB took 14 us, of 16 KiB 25 us and of 64 KiB 50 us;
+from 128 KiB on, the disk gave its full rate of 1.2 to 1.3 GB/s. bench/flash/disk.py measures this.
 """
 
 import os
@@ -26,10 +26,10 @@ from flexengine.tier.base import ALIGN, aligned
 from flexengine.tier.file import File, memory, read_fully
 from flexengine.tier.memory import aligned_buffer
 
-THREADS = 32  # requests in flight; 16 threads gave 0.77 to 1.0 of their rate
-# Bytes between two wanted records that are read too. A second request took as long as reading 22 KiB more, with 32 in
-# flight; fewer in flight favour larger gaps.
-GAP = 16 << 10
+THREADS = 32  # requests in flight; 16 gave 0.77 to 1.0 of their rate, and one 0.25 to 0.5
+# Bytes between two wanted records that are read too. Two requests took 1.1 times as long as one with a gap of 12 KiB,
+# 1.0 times with 16 KiB and 0.8 to 0.9 times with 24 KiB, for records of 4 to 16 KiB and 8 or 32 in flight.
+GAP = 12 << 10
 MOST = 128 << 10  # bytes of a request; larger ones are no faster, and leave threads without work
 
 
@@ -120,10 +120,15 @@ class Reader:
 
     def _read(self, file: "_BundleFile", records: Records) -> None:
         """Read by native threads. Without them, and for what they could not read, use threads of Python."""
-        missing = range(len(records.bounds) - 1)
+        missing = list(range(len(records.bounds) - 1))
         if self._native is not None:
             done = self._native.read(records, *file.manner(records.rows))
             missing = torch.nonzero(done == 0).view(-1).tolist()
+        if missing:
+            self._read_in_python(file, records, missing)
+
+    def _read_in_python(self, file: "_BundleFile", records: Records, missing: Iterable[int]) -> None:
+        """Read some requests, as many at a time as there are threads. Raise the first error after all have ended."""
         free: SimpleQueue[Tensor] = SimpleQueue()
         for buffer in self._scratch:
             free.put(buffer)
@@ -137,8 +142,8 @@ class Reader:
 
         under_way = [self._pool.submit(read, request) for request in missing]
         wait(under_way)  # for all, even on error: the threads write to the target
-        for done_ in under_way:
-            done_.result()
+        for each in under_way:
+            each.result()
 
     def close(self) -> None:
         """End the threads and close the files."""

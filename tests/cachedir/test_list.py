@@ -4,11 +4,15 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flexengine.flash.bundles import prepare_bundles
+from flexengine.model.neurons import find
 from flexengine.model.prepare import prepared
 from flexengine.model.source import resolve
+from flexengine.worker.opened import open_model
 from tests.helpers.caches import DAY, Cache, K, full
 from tests.helpers.tiny_gguf import tiny_gguf
 
@@ -84,6 +88,16 @@ def test_prepared_weights_of_a_job(cache: Cache, tmp_path: Path) -> None:
     assert [(item["kind"], item["model"], item["format"]) for item in found] == [
         ("models", str(file), None), ("weights", str(file), "int3")]  # fmt: skip
     assert [item["busy"] for item in found] == 2 * ["in use"]  # by this process
+
+
+def test_bundles_are_weights(cache: Cache, families: Any) -> None:
+    model = open_model(str(families("opt").directory), None, "cpu")
+    for kind in ("", "int8"):
+        prepare_bundles(model.source.directory, model.given, model.locations, find(model.skeleton), kind)
+    found = cache("--json")["items"]
+    assert {(item["kind"], item["model"], item["format"]) for item in found} == {
+        ("weights", str(families("opt").directory), f"{kind} bundles") for kind in ("float32", "int8")}  # fmt: skip
+    assert {item["busy"] for item in found} == {"in use"}  # by this process
 
 
 def test_using_what_is_prepared_counts_as_use(cache: Cache, tmp_path: Path) -> None:
