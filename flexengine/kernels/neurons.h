@@ -11,6 +11,7 @@ constexpr int64_t ITEM = 64;         // neurons of one work item of products
 constexpr int64_t SLICE = 128;       // elements; a thread sums a multiple of these, which are whole blocks and tiles
 constexpr int64_t LEAD = 1 << 14;    // bytes; products prefetch at least as far ahead
 constexpr int64_t CACHED = 1 << 17;  // bytes of neurons that are summed together: they and the next stay in L2
+constexpr int64_t SPAN = 64;         // blocks whose scales are widened together by products
 constexpr int64_t LITTLE = 1 << 18;  // bytes; for at most these, one thread is faster than several
 
 // products: out[t][s] = bias[s] + x[t] . (vector of neuron s). sum: out[t] = sum over s of x[t][s] * (vector of neuron
@@ -25,25 +26,33 @@ struct Records {
 
 // ---------------------------------------------------------------- formats of vectors
 
-// A format has blocks of SIZE elements, with BYTES bytes each on average. column(j): first element of vector j in its
-// block. After seek(v, b, width), get<j>() returns W elements of block b of the vector at v.
+// A format has blocks of SIZE elements, in STRIDE bytes each, or BYTES with the SCALES numbers that the elements of a block
+// share. widen(v, b, n, width, apart, to) writes the first of these numbers of blocks b .. b + n - 1 of the vector at v
+// to `to`, the second ones to `to + apart`. column(j): first element of vector j in its block. After
+// seek(v, b, scale, apart), with `scale` the address of the block's first number, get<j>() returns W elements of block b.
 template <class T> struct Numbers {
-    static constexpr int SIZE = 64 / int(sizeof(T)), BYTES = 64;
+    static constexpr int SIZE = 64 / int(sizeof(T)), STRIDE = 64, BYTES = 64, SCALES = 0;
     static constexpr int column(int j) { return j * W; }
+    static void widen(const char*, int64_t, int64_t, int64_t, int64_t, float*) {}
     const T* at;
-    INLINE void seek(const char* v, int64_t b, int64_t) { at = (const T*)v + b * SIZE; }
+    INLINE void seek(const char* v, int64_t b, const float*, int64_t) { at = (const T*)v + b * SIZE; }
     template <int j> INLINE vf get() const { return vload(at + j * W); }
 };
 
 // A block is a group of codes. Elements are those of RecordForm.decode: a code times its scale is exact in fp32.
 template <int BITS> struct Coded {
     static constexpr int SIZE = BITS == 4 ? 32 : 64, STRIDE = SIZE * BITS / 8, BYTES = STRIDE + 4, EACH = 8 / BITS;
+    static constexpr int SCALES = 2;
     static constexpr int column(int j) { return j % EACH * STRIDE + j / EACH * W; }
+    static void widen(const char* v, int64_t b, int64_t n, int64_t width, int64_t apart, float* to) {
+        const fp16* scale = (const fp16*)(v + width * BITS / 8) + b;
+        convert_row(scale, to, n);
+        convert_row(scale + width / SIZE, to + apart, n);
+    }
     const uint8_t* at;
     vf step, low;
-    INLINE void seek(const char* v, int64_t b, int64_t width) {
-        const fp16* scale = (const fp16*)(v + width * BITS / 8) + b;
-        at = (const uint8_t*)v + b * STRIDE, step = vspread(scale), low = vspread(scale + width / SIZE);
+    INLINE void seek(const char* v, int64_t b, const float* scale, int64_t apart) {
+        at = (const uint8_t*)v + b * STRIDE, step = vset(scale[0]), low = vset(scale[apart]);
 #if defined(FLEX_AVX512)
         if (BITS == 4) step = vfma(multiples<BITS>(1.f), step, low);  // a table of the elements, by code
 #endif
@@ -83,16 +92,23 @@ struct Stream {
 
 // scores[t][s] = x[t] . (vector at rows[s]), for H rows of x and tokens_of(H) neurons.
 template <class F, int H>
-void multiply_neurons(const Records& a, const float* x, Tokens rows, float* scores, Stream& ahead) {
+__attribute__((noinline)) void multiply_neurons(const Records& a, const float* x, Tokens rows, float* scores,
+                                                Stream& ahead) {
     constexpr int tokens = tokens_of(H), N = tile_of(H);
+    const int64_t blocks = a.width / F::SIZE;
     vf all[(H * tokens + W - 1) / W * W];
+    Stream stream = ahead;  // in registers
     for (int first = 0; first < tokens; first += N) {
         vf sum[H][N];
         clear(sum);
-        for (int64_t b = 0; b < a.width / F::SIZE; b++) {
+        float scales[N][F::SCALES * SPAN + 1];
+        for (int64_t b = 0; b < blocks; b++) {
+            if (F::SCALES && b % SPAN == 0)
+                for (int s = 0; s < N; s++)
+                    F::widen(rows[first + s], b, blocks - b < SPAN ? blocks - b : SPAN, a.width, SPAN, scales[s]);
             F block[N];
-            UNROLL for (int s = 0; s < N; s++) block[s].seek(rows[first + s], b, a.width);
-            ahead.next(N * F::BYTES);
+            UNROLL for (int s = 0; s < N; s++) block[s].seek(rows[first + s], b, scales[s] + b % SPAN, SPAN);
+            stream.next(N * F::BYTES);
             for_vectors<0, VECTORS<F>>([&](auto j) {
                 vf v[N];
                 UNROLL for (int s = 0; s < N; s++) v[s] = vheld<H>(block[s].template get<j>());
@@ -102,6 +118,7 @@ void multiply_neurons(const Records& a, const float* x, Tokens rows, float* scor
         UNROLL for (int t = 0; t < H; t++)
             UNROLL for (int s = 0; s < N; s++) all[t * tokens + first + s] = sum[t][s];
     }
+    ahead = stream;
     put_sums<H>(all, scores);
 }
 
@@ -135,6 +152,14 @@ template <class F> void multiply_all(const Records& a) {
 
 // ---------------------------------------------------------------- sums
 
+// Weights of H rows, [t][n], and the vectors and scales of the same neurons, [s][scales of all blocks of a slice].
+struct Weighted {
+    const float* weights; Tokens rows; const float* scales;
+    int64_t n, first, end;  // neurons; blocks of the slice
+
+    int64_t blocks() const { return end - first; }
+};
+
 // Neurons with a weight that is not 0 in some row.
 struct Used {
     const char** rows;  // their vectors
@@ -158,55 +183,59 @@ struct Used {
     }
 };
 
-// out[t] += weights[t][s] * (vector at rows[s]), for H rows of out and n neurons, one after the other, in columns of C
-// vectors of W: vectors E and following of block b and, if C is more, of the next blocks.
+// out[t] += weights[t][s] * (vector of neuron s), for H rows of out and one neuron after the other, in columns of C vectors
+// of W: vectors E and following of block b and, if C is more, of the next blocks.
 template <class F, int H, int C, int E>
-void add_neurons(const Records& a, const float* weights, Tokens rows, int64_t n, int64_t b, float* out, Stream& ahead) {
+__attribute__((noinline)) void add_neurons(const Records& a, const Weighted& my, int64_t b, float* out, Stream& ahead) {
     constexpr int J = VECTORS<F> < C ? VECTORS<F> : C, B = C / J;
     auto column = [&](int c) { return out + (b + c / J) * F::SIZE + F::column(E + c % J); };
+    Stream stream = ahead;  // in registers
     vf sum[H][C];
     UNROLL for (int t = 0; t < H; t++)
         UNROLL for (int c = 0; c < C; c++) sum[t][c] = vload(column(c) + t * a.out_row);
-    for (int64_t s = 0; s < n; s++) {
+    const float* scale = my.scales + b - my.first;
+    for (int64_t s = 0; s < my.n; s++, scale += F::SCALES * my.blocks()) {
         vf v[C];
         UNROLL for (int z = 0; z < B; z++) {
             F block;
-            block.seek(rows[s], b + z, a.width);
+            block.seek(my.rows[s], b + z, scale + z, my.blocks());
             for_vectors<0, J>([&](auto j) { v[z * J + j] = vheld<H>(block.template get<E + j>()); });
         }
-        ahead.next(C * F::BYTES / VECTORS<F>);
-        weigh_token(weights + s, a.n, v, sum);
+        stream.next(C * F::STRIDE / VECTORS<F>);
+        weigh_token(my.weights + s, a.n, v, sum);
     }
     UNROLL for (int t = 0; t < H; t++)
         UNROLL for (int c = 0; c < C; c++) vstore(column(c) + t * a.out_row, sum[t][c]);
+    ahead = stream;
 }
 
-// Adds n neurons to the blocks from `first` to `end`, for H rows.
-template <class F, int H>
-void add_blocks(const Records& a, const float* weights, Tokens rows, int64_t n, int64_t first, int64_t end, float* out,
-                Stream& ahead) {
+// Adds neurons to all blocks of a slice, for H rows.
+template <class F, int H> void add_blocks(const Records& a, const Weighted& my, float* out, Stream& ahead) {
     constexpr int C = H == 1 ? 8 : tile_of(H), J = VECTORS<F>, step = C > J ? C / J : 1;
     auto columns = [&](auto c, int64_t b) {
         for_vectors<0, J / (c < J ? c : J)>([&](auto e) {
-            add_neurons<F, H, c, e * c>(a, weights, rows, n, b, out, ahead);
+            add_neurons<F, H, c, e * c>(a, my, b, out, ahead);
         });
     };
-    int64_t b = first;
-    for (; b + step <= end; b += step) columns(std::integral_constant<int, C>(), b);
-    for (; b < end; b++) columns(std::integral_constant<int, (C < J ? C : J)>(), b);
+    int64_t b = my.first;
+    for (; b + step <= my.end; b += step) columns(std::integral_constant<int, C>(), b);
+    for (; b < my.end; b++) columns(std::integral_constant<int, (C < J ? C : J)>(), b);
 }
 
 // Adds all neurons to the blocks from `first` to `end` of all rows, and marks the rows that are not finite.
 template <class F> void sum_slice(const Records& a, const Used& used, int64_t first, int64_t end) {
-    const int64_t from = first * F::SIZE, columns = (end - first) * F::SIZE, bytes = (end - first) * F::BYTES;
-    const int64_t chunk = CACHED / bytes > 4 ? CACHED / bytes : 4;
+    const int64_t from = first * F::SIZE, columns = (end - first) * F::SIZE, chunk = CACHED / F::BYTES / (end - first);
+    float scales[F::SCALES * CACHED / F::BYTES + 1];
     for (int64_t t = 0; t < a.rows; t++) memset(a.out + t * a.out_row + from, 0, size_t(columns) * 4);
     for (int64_t s = 0; s < used.n; s += chunk) {
         const int64_t n = used.n - s < chunk ? used.n - s : chunk, left = used.n - s - n;
         Tokens next = used.rows + s + n;
-        Stream ahead{next, next + (left < chunk ? left : chunk), first * F::BYTES, end * F::BYTES};
+        Stream ahead{next, next + (left < chunk ? left : chunk), first * F::STRIDE, end * F::STRIDE};
+        for (int64_t i = 0; F::SCALES && i < n; i++)
+            F::widen(used.rows[s + i], first, end - first, a.width, end - first, scales + F::SCALES * i * (end - first));
         for_heads<WEIGHED>(0, a.rows, [&](auto H, int64_t t) {
-            add_blocks<F, H>(a, used.weights + t * a.n + s, used.rows + s, n, first, end, a.out + t * a.out_row, ahead);
+            const Weighted my{used.weights + t * a.n + s, used.rows + s, scales, n, first, end};
+            add_blocks<F, H>(a, my, a.out + t * a.out_row, ahead);
             ahead.row = ahead.end;
         });
     }
@@ -227,7 +256,8 @@ template <class F> void sum_all(const Records& a) {
     const Used used(a);
     const int64_t blocks = a.width / F::SIZE, unit = SLICE / F::SIZE, units = (blocks + unit - 1) / unit;
     const int64_t most = used.n * blocks * F::BYTES > LITTLE ? a.threads : 1, slices = units < most ? units : most;
-    const int64_t step = (units + slices - 1) / slices * unit;
+    const int64_t even = (units + slices - 1) / slices * unit, limit = CACHED / 4 / F::BYTES / unit * unit;
+    const int64_t step = even < limit ? even : limit;
 #pragma omp parallel for num_threads(int(slices)) schedule(static, 1) if (slices > 1)
     for (int64_t b = 0; b < blocks; b += step) sum_slice<F>(a, used, b, b + step < blocks ? b + step : blocks);
     // A weight of 0 times a number that is not finite is NaN. Such rows are summed again, alone: without these weights.

@@ -18,6 +18,7 @@ EXPLICIT = 21  # maximum bytes per score: the score, its query, value, sum and p
 CACHED = 2**20  # number of elements of K and V that the blockwise path reads at once
 DECODED = 24  # maximum bytes per element of K and V: fp32 copies and scratch for unpacking codes
 BLOCK = 128  # queries per call on a CPU
+NEURONS = 64  # number of neurons that are multiplied at a time
 WIDENED = 16 << 20  # bytes of fp32 copies of a weight at a time
 
 
@@ -161,18 +162,22 @@ class ReferenceKernels(base.Kernels):
     ) -> Tensor:
         checks.check_record_products(x, records, places, form, index, bias)
         checks.check_places(places, records)
-        out = torch.empty((len(x), len(places)), dtype=x.dtype, device=x.device)
-        for run in torch.arange(len(places)).split(max(1, WIDENED // (4 * form.width))):
-            v = form.decode(records[places[run]], index)
-            out[:, run] = linear_fp32(x.float(), v, None if bias is None else bias[run]).to(x.dtype)
-        return out
+        out = x.new_empty((len(x), len(places)), dtype=torch.float32)
+        for low in range(0, len(places), NEURONS):  # products of one shape, as oneDNN computes each in its own way
+            v = form.decode(records[places[low : low + NEURONS]], index)
+            padded = nn.functional.pad(v, (0, 0, 0, NEURONS - len(v)))
+            out[:, low : low + NEURONS] = linear_fp32(x.float(), padded)[:, : len(v)]
+        return (out if bias is None else out + bias).to(x.dtype)
 
     def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
         checks.check_records(a, len(places), records, places, form, index)
         checks.check_places(places, records)
         out = torch.zeros((len(a), form.width), dtype=torch.float32, device=a.device)
+        step = max(1, WIDENED // (4 * form.width))
         for row, weights in zip(out, a.float(), strict=True):
-            for run in weights.nonzero()[:, 0].split(max(1, WIDENED // (4 * form.width))):
+            used = weights.nonzero()[:, 0]
+            for low in range(0, len(used), step):
+                run = used[low : low + step]
                 v = form.decode(records[places[run]], index)
                 row += linear_fp32(weights[None, run], v.T.contiguous())[0]
         return out.to(a.dtype)

@@ -221,15 +221,6 @@ inline vf vload_part(const bf16* p, int n) {
 }
 #endif
 
-// Returns W times the number at p.
-#if defined(FLEX_AVX512)
-inline vf vspread(const fp16* p) { return _mm512_cvtph_ps(_mm256_set1_epi16(int16_t(p->bits))); }
-#elif defined(FLEX_AVX2)
-inline vf vspread(const fp16* p) { return _mm256_cvtph_ps(_mm_set1_epi16(int16_t(p->bits))); }
-#else
-inline vf vspread(const fp16* p) { return vset(widen(*p)); }
-#endif
-
 // Returns exp(x) for x <= 0, with a relative error below 1.2e-7 (Cephes' expf polynomial); 1.2e-38 for x < -87.3; NaN
 // for NaN.
 inline vf vexp(vf x) {
