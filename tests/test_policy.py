@@ -175,7 +175,7 @@ def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
     }  # fmt: skip
     on_device = fields["activations"] == [1, 0, 0]
     fields["partition"] = "requests"
-    fields["queries_first"] = False
+    fields["queries_first"], fields["neurons"] = False, 0.0
     fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
     path.write_text(json.dumps(fields))
     policy = Policy.load(path)

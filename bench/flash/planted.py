@@ -94,7 +94,7 @@ SHAPES = {
 
 
 def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
-    """Put the predictors of a planted checkpoint into the cache, as if they had been trained. Return their directory."""
+    """Put predictors of a planted checkpoint into the cache, as if they had been trained. Return their directory."""
     import torch
 
     from flexengine.flash import statistics, trained
@@ -107,7 +107,7 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
     files = sorted(directory.glob("*.safetensors"))
     tensors = read_checkpoint(directory)
     codes = _read(tensors, "model.decoder.embed_positions.weight")[2:, : shape.code]
-    starts = [16 + 24 * i for i in range(8)]  # sequences whose prompts differ by 24 tokens
+    starts = [16 + 24 * i for i in range(8)]  # prompts differ by 24 tokens
     stretches = torch.stack([codes[start : start + 64] for start in starts if start + 64 <= len(codes)])
     choose = torch.zeros(shape.code, shape.hidden)
     choose[:, : shape.code] = torch.eye(shape.code)

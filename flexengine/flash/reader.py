@@ -8,7 +8,7 @@ from 128 KiB on, the disk gave its full rate of 1.2 to 1.3 GB/s. bench/flash/dis
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
 from types import TracebackType
@@ -88,6 +88,7 @@ class Reader:
             self._files = {bundle.path: ended.enter_context(_BundleFile(bundle)) for bundle in known}
             library = reads.library()
             self._native = ended.enter_context(closing(Readers(library, self._scratch))) if library else None
+            self._ahead = ended.enter_context(ThreadPoolExecutor(1, "flexengine-records-ahead"))
             self._pool = ended.enter_context(ThreadPoolExecutor(threads, "flexengine-records"))
             self._ended = ended.pop_all()
 
@@ -117,6 +118,10 @@ class Reader:
             self._read(self._files[bundle.path], records)
         ends = numbers.numpy()
         return Traffic(int((ends[bounds[1:] - 1] - ends[bounds[:-1]] + 1).sum()) * nbytes, len(bounds) - 1)
+
+    def begin(self, bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> "Future[Traffic]":
+        """Begin a read in a thread of the reader, and return its end. Arguments and errors as in `read`."""
+        return self._ahead.submit(self.read, bundle, numbers, target, places)
 
     def _read(self, file: "_BundleFile", records: Records) -> None:
         """Read by native threads. Without them, and for what they could not read, use threads of Python."""

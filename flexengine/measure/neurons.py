@@ -4,8 +4,6 @@ Reads are of a file of the checkpoint, at random places, as the records themselv
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -107,30 +105,28 @@ def _products(
     bare = tuple(None if module is None else SimpleNamespace(bias=None) for module in feed.modules)
     rng = np.random.default_rng(0)
     rates: dict[str, list[tuple[float, float]]] = {"some": [], "all": []}
-    with ExitStack() as ended:
-        ahead = ended.enter_context(ThreadPoolExecutor(1))
 
-        def block_of(neurons: int) -> Block:
-            bare_feed = replace(feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
-            product = opened.skeleton.product
-            return Block(bare_feed, form, memory, (buffer, buffer), lambda *_: None, ahead, _nothing, product)
+    def block_of(neurons: int) -> Block:
+        few = replace(feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
+        product = opened.skeleton.product
+        return Block(few, form, memory, (buffer, buffer), lambda *_: lambda: None, _nothing, product)
 
-        block, whole = block_of(count), block_of(len(buffer))
-        block.arena.fetch(np.arange(count))
-        used = max(1, int(USED * count))
-        for tokens in SOME:
-            x = fill(torch.empty(tokens, form.width, dtype=opened.dtype, device=machine.compute), 1.0)
-            uses = torch.ones(tokens, count, dtype=torch.bool, device=machine.compute)
-            out = torch.zeros_like(x)
+    block, whole = block_of(count), block_of(len(buffer))
+    block.arena.fetch(np.arange(count))
+    used = max(1, int(USED * count))
+    for tokens in SOME:
+        x = fill(torch.empty(tokens, form.width, dtype=opened.dtype, device=machine.compute), 1.0)
+        uses = torch.ones(tokens, count, dtype=torch.bool, device=machine.compute)
+        out = torch.zeros_like(x)
 
-            def some(_: int, x: Tensor = x, uses: Tensor = uses, out: Tensor = out) -> None:
-                block.add(x, uses, np.sort(rng.choice(count, used, replace=False)), out)
+        def some(_: int, x: Tensor = x, uses: Tensor = uses, out: Tensor = out) -> None:
+            block.add(x, uses, np.sort(rng.choice(count, used, replace=False)), out)
 
-            rates["some"].append((float(tokens), used * form.nbytes / seconds_per_call(some, SECONDS, machine)))
-        for tokens in ALL:
-            x = fill(torch.empty(tokens, form.width, dtype=opened.dtype, device=machine.compute), 1.0)
-            seconds = seconds_per_call(lambda _, x=x: whole.all(x), SECONDS, machine)  # type: ignore[misc]
-            rates["all"].append((float(tokens), buffer.numel() / seconds))
+        rates["some"].append((float(tokens), used * form.nbytes / seconds_per_call(some, SECONDS, machine)))
+    for tokens in ALL:
+        x = fill(torch.empty(tokens, form.width, dtype=opened.dtype, device=machine.compute), 1.0)
+        seconds = seconds_per_call(lambda _, x=x: whole.all(x), SECONDS, machine)  # type: ignore[misc]
+        rates["all"].append((float(tokens), buffer.numel() / seconds))
     return {name: tuple(points) for name, points in rates.items()}
 
 

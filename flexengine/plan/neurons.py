@@ -76,7 +76,8 @@ class Use:
         exponents = np.log1p(-unions) / np.log1p(-unions[0])
         measured = np.arange(1, len(unions) + 1)
         beyond = exponents[-1] * np.asarray(rows) / len(unions)
-        return np.where(np.asarray(rows) > len(unions), beyond, np.interp(rows, (0, *measured), (0.0, *exponents)))
+        inside = np.interp(rows, (0, *measured), (0.0, *exponents))
+        return np.asarray(np.where(np.asarray(rows) > len(unions), beyond, inside))
 
 
 _MOST_AGE = 4096  # tokens

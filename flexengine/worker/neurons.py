@@ -6,7 +6,6 @@ does not depend on the other tokens of its batch, or on what is in memory.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +28,8 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-Read = Callable[[Numbers, Tensor, Numbers], None]  # of records, to rows of uint8 [room, bytes of a record] in RAM
+# Begins to read records by number to rows of uint8 [room, bytes of a record] in RAM. Returns what waits for the end.
+Read = Callable[[Numbers, Tensor, Numbers], Callable[[], object]]
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
@@ -53,18 +53,17 @@ class Block:
         form: format of the records.
         memory: uint8 [room, form.nbytes], on the device.
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
-        read: reads records of the bundle by number to rows of memory in RAM.
-        ahead: runs the reads of all records.
+        read: begins to read records.
         predict: names the neurons of each token.
         pinned: neurons that stay in memory.
     """
 
     def __init__(
         self, feed: FeedForward, form: RecordForm, memory: Tensor, streamed: tuple[Tensor, Tensor], read: Read,
-        ahead: Executor, predict: Predict, product: Product,
+        predict: Predict, product: Product,
     ) -> None:  # fmt: skip
         self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
-        self.read, self.ahead, self.predict, self.product = read, ahead, predict, product
+        self.read, self.predict, self.product = read, predict, product
         self.arena = Arena(feed.neurons, len(memory))
         self.counts = Counts()
 
@@ -95,12 +94,12 @@ class Block:
         if not len(numbers):
             return
         if self.memory.device.type == "cpu":
-            self.read(numbers, self.memory, rows)
+            self.read(numbers, self.memory, rows)()
             return
         stage = self.streamed[0]
         for low in range(0, len(numbers), len(stage)):
             part = numbers[low : low + len(stage)]
-            self.read(part, stage, np.arange(len(part)))
+            self.read(part, stage, np.arange(len(part)))()
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
@@ -133,23 +132,19 @@ class Block:
         are read."""
         out, size = x.new_zeros(x.shape), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
-        coming = self._begin(runs[0], 0)
+        coming = self._coming(runs[0], 0)
         for i, run in enumerate(runs):
-            records = coming.result()
+            records, arrive = coming
+            arrive()
             if i + 1 < len(runs):
-                coming = self._begin(runs[i + 1], i + 1)
+                coming = self._coming(runs[i + 1], i + 1)
             self._add_all(x, run, records.to(x.device), out)
         return out
 
-    def _begin(self, run: slice, number: int) -> Future[Tensor]:
-        """Begin to read a run of records into one of the two buffers; the result is these records."""
+    def _coming(self, run: slice, number: int) -> tuple[Tensor, Callable[[], object]]:
+        """Begin to read a run of records into one of the two buffers. Return the records and what waits for them."""
         buffer = self.streamed[number % 2][: run.stop - run.start]
-
-        def read() -> Tensor:
-            self.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
-            return buffer
-
-        return self.ahead.submit(read)
+        return buffer, self.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
 
     def _add_all(self, x: Tensor, run: slice, records: Tensor, out: Tensor) -> None:
         """Add what a run of neurons contributes to the output of tokens [n, width]."""
@@ -180,7 +175,6 @@ class Neurons:
         with ExitStack() as undo:
             undo.callback(self._regions.free)
             self._reader = undo.enter_context(Reader(known))
-            self._ahead = undo.enter_context(ThreadPoolExecutor(1, "flexengine-records"))
             self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
             take, view = self._regions.take, machine.tier(place).view
             streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
@@ -201,13 +195,13 @@ class Neurons:
         product = self._opened.skeleton.product
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
-        first.block = Block(feed, bundle.form, memory, (one, two), partial(self._read, bundle), self._ahead,
-                            self._predict(layer, first), product)  # fmt: skip
+        read = partial(self._read, bundle)
+        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, first), product)
         return first.block
 
-    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
-        traffic = self._reader.read(bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
-        self._machine.disk.count(read=traffic.bytes)
+    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
+        coming = self._reader.begin(bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
+        return lambda: self._machine.disk.count(read=coming.result().bytes)
 
     def _predict(self, layer: int, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""

@@ -153,7 +153,7 @@ def test_all_records_are_read_once_if_all_fit(sparse: Any, tmp_path: Path, monke
 
 
 def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="no neuron of .* stays inactive: its activation function is SiLU"):
+    with pytest.raises(InvalidInput, match=r"no neuron of .* stays inactive: its activation function is SiLU"):
         Engine(families("llama").directory, lossy=ORACLE)
     with pytest.raises(InvalidInput, match="its layers have no known block"):
         Engine(families("mixtral").directory, lossy=ORACLE)

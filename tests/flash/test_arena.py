@@ -52,7 +52,8 @@ def test_arena_against_a_dict(part: int) -> None:
             row_of.update(zip(found.neurons.tolist(), found.rows.tolist(), strict=True))
             assert arena.rows(wanted).tolist() == [row_of[n] for n in wanted.tolist()]  # nothing wanted was overwritten
             held = set(arena.held.tolist())
-            assert held <= set(known.used) and len(held) == min(len(known.used), room)
+            assert held <= set(known.used)
+            assert len(held) == min(len(known.used), room)
             assert set(pins.tolist()) & set(known.used) <= held
             gone = [known.used[n] for n in set(known.used) - held]
             free = [known.used[n] for n in held - set(pins.tolist())]
