@@ -1,4 +1,4 @@
-"""The interface of kernels: attention over a paged KV cache, products with 16-bit and encoded weights, conversion.
+"""The interface of kernels: attention over a paged KV cache, products with weights and with neurons, conversion.
 
 Names and shapes in this package:
     pool      [n_pages, 2, kv_heads, page_tokens, head_dim], contiguous; one layer. Index 1 is 0 for K, 1 for V.
