@@ -27,8 +27,8 @@ _HEAD = ("layer", "neurons", "rank", "active", "predicted", "misses", "false ala
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("flash", "Train predictors for flash mode, which reads only the neurons that will be active. The model must"
-                        " have ReLU activations.",
+    p = Parser("flash", "Train predictors for flash mode, which reads only the neurons that will be active. The model"
+                        " must have ReLU activations.",
                "Predictors stay in the cache (kind calibrations), with what was measured of them on a part of the text"
                " that they were not trained on.", "train [MODEL]")  # fmt: skip
     p.add_argument("action", nargs="?", choices=(TRAIN,), help="train: train the predictors of a model")
@@ -41,13 +41,13 @@ def parser() -> Parser:
                           help="rank of all predictors (default: 1/32 to 1/4 of the hidden size, at least 32, by the"
                                " false alarms of a layer)")  # fmt: skip
     training.add_argument("--misses", type=float, default=0.05, metavar="SHARE",
-                          help="share of the active neurons that a predictor may miss (default: %(default)s)")  # fmt: skip
+                          help="share of the active neurons that may be missed (default: %(default)s)")  # fmt: skip
     training.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one per core)")
     machine = p.add_argument_group("machine")
     p.add_twin(machine, "-m", "--model", **MODEL)
     add_machine(machine)
     machine.add_argument("--verify", action="store_true",
-                         help="compare the model's files, and predictors in the cache, with their checksums")  # fmt: skip
+                         help="compare the model's files, and cached predictors, with their checksums")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
     return p
 

@@ -32,8 +32,8 @@ from flexengine.model.tokenizer import opening, spread, token_ids
 
 VERSION = 1  # part of the cache's key: raise it when the trained predictors change
 STRETCH, MIN_STRETCH = 128, 8  # tokens of a stretch of the text, if the context holds them, and fewest
-# Above this share of active neurons flash mode cannot gain: it then reads at least half of the bytes, in pieces of a few
-# KiB, and disks read such pieces at half of their sequential rate or less.
+# Above this share of active neurons flash mode cannot gain: it then reads at least half of the bytes, in pieces of a
+# few KiB, and disks read such pieces at half of their sequential rate or less.
 MAX_ACTIVE = 0.5
 PROBE = 2  # stretches that are read first, to measure the share of active neurons
 
@@ -90,9 +90,9 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
     length = min(STRETCH + 1, context or STRETCH + 1)  # with the token that is not computed
     count = tokens // (length - 1)
     if length <= MIN_STRETCH or count < MIN_STRETCHES:
-        least = MIN_STRETCHES * max(length - 1, MIN_STRETCH)
-        raise InvalidInput(f"training takes at least {MIN_STRETCHES} stretches of {max(length - 1, MIN_STRETCH)} tokens,"
-                           f" but {tokens:,} tokens in a context of {context} are given; give {least:,} tokens or"
+        each = max(length - 1, MIN_STRETCH)
+        raise InvalidInput(f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens"
+                           f" in a context of {context} are given; give {MIN_STRETCHES * each:,} tokens or"
                            " more")  # fmt: skip
     rows = spread(begin, ids, count, length - len(begin))
     if not rows:
@@ -141,7 +141,7 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
             raise
         trained.write(Trained(layers, about), checkpoint, directory)
 
-    what = json.dumps({"predictors": VERSION, "dtype": str(core.dtype), **{k: v for k, v in about.items() if k != "text"}})
+    what = json.dumps({"predictors": VERSION, "dtype": str(core.dtype), **about})
     label = f"predictors, {settings.misses:.1%} misses"
     directory = prepared(core.source.directory, files, build, what, core.verifier, label)
     return trained.load(directory, checkpoint, blocks)

@@ -20,7 +20,7 @@ class Sharing:
 
     Attributes:
         active: mean share of a token.
-        rows: mean share of the union of b independent tokens, for b = 1, 2, ...; at most as many as there are stretches.
+        rows: mean share of the union of b independent tokens, for b = 1, 2, ...; at most the number of stretches.
         window: s_agg(k), the mean share of the union of k successive tokens, for k = 1, 2, ...
         new: mean share of a token's neurons that the k tokens before did not have: window[k] - window[k - 1].
     """

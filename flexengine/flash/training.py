@@ -16,7 +16,8 @@ from flexengine.flash.traces import Recorded
 
 MIN_STRETCHES = 10
 MAX_MISSES = 0.5
-EPOCHS, PATIENCE = 20, 4  # most passes over the tokens; passes without fewer false alarms, until training stops
+ROUNDS, PATIENCE = 20, 4  # most rounds; rounds without fewer false alarms, until training stops
+MIN_STEPS = 50  # steps of a round, if a pass over the tokens has fewer
 BATCH, RATE, DECAY = 256, 3e-3, 0.01  # tokens of a step, highest learning rate, weight decay
 MARGIN = 0.005  # added to the weight of negatives, as in Deja Vu
 MIN_RANK, ENOUGH = 32, 0.1  # smallest automatic rank; share of false alarms at which a higher rank is not tried
@@ -190,7 +191,7 @@ class _Model(nn.Module):
 
 
 def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings) -> tuple[Predictor, Errors]:
-    """Return the predictor of the pass with the fewest false alarms, with its threshold, and its errors on the samples
+    """Return the predictor of the round with the fewest false alarms, with its threshold, and its errors on the samples
     that choose."""
     torch.manual_seed(settings.seed)
     tokens = len(samples.x)
@@ -198,32 +199,34 @@ def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings)
     weight = float(frequency.mean()) + MARGIN
     model = _Model(samples, rank, frequency, weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
-    steps, step = EPOCHS * -(-tokens // BATCH), 0
+    steps = max(MIN_STEPS, -(-tokens // BATCH))  # of a round
     best: tuple[Predictor, Errors] | None = None
-    best_epoch = 0
-    for epoch in range(EPOCHS):
-        for chosen in torch.randperm(tokens, device=samples.x.device).split(BATCH):
-            optimizer.param_groups[0]["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
-            _step(model, optimizer, samples, chosen, weight)
-            step += 1
+    best_number = 0
+    for number in range(ROUNDS):
+        for step in range(steps):
+            progress = (number + step / steps) / ROUNDS
+            optimizer.param_groups[0]["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * progress))
+            _step(model, optimizer, samples, torch.randint(tokens, (BATCH,), device=samples.x.device), weight)
         found = with_threshold(model.predictor(), choosing, settings.misses)
         if best is None or found[1].false_alarms < best[1].false_alarms:
-            best, best_epoch = found, epoch
-        elif epoch - best_epoch >= PATIENCE:
+            best, best_number = found, number
+        elif number - best_number >= PATIENCE:
             break
     assert best is not None
     return best
 
 
 def _step(model: _Model, optimizer: torch.optim.Optimizer, samples: Samples, chosen: Tensor, weight: float) -> None:
-    """Make one step of the balanced loss: negatives weigh `weight`, positives 1."""
+    """Make one step of the balanced cross entropy: negatives weigh `weight`, positives 1.
+
+    Its gradient is the weight times the difference of probability and label. The loss itself is not needed.
+    """
     with torch.enable_grad():
-        labels = samples.labels(chosen)
-        loss = nn.functional.binary_cross_entropy_with_logits(
-            model(samples.x[chosen]), labels.float(), weight=torch.where(labels, 1.0, weight)
-        )
-        optimizer.zero_grad()
-        loss.backward()
+        scores = model(samples.x[chosen])
+    probability = scores.detach().sigmoid_()
+    gradient = torch.where(samples.labels(chosen), probability - 1, probability.mul_(weight))
+    optimizer.zero_grad()
+    scores.backward(gradient)
     optimizer.step()
     tick()
 

@@ -1,0 +1,114 @@
+"""Training of predictors on planted activity, thresholds by counting, and the division of the stretches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from flexengine.errors import InvalidInput
+from flexengine.flash.predictors import Predictor
+from flexengine.flash.traces import Recorded
+from flexengine.flash.training import Errors, Samples, Settings, divide, errors, ranks, train, with_threshold
+
+STRETCHES, TOKENS, WIDTH, NEURONS, HIDDEN = 80, 32, 24, 40, 4
+CPU = torch.device("cpu")
+
+
+def planted(offset: float = 1.3) -> Recorded:
+    """Neurons are active where a product of rank HIDDEN exceeds `offset` standard deviations."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STRETCHES, TOKENS, WIDTH, generator=generator) * 3 + 1
+    down = torch.randn(HIDDEN, WIDTH, generator=generator)
+    up = torch.randn(NEURONS, HIDDEN, generator=generator)
+    scores = (x - 1) @ down.T @ up.T
+    active = scores > offset * scores.std((0, 1))
+    return Recorded(x.half(), np.packbits(active.numpy(), axis=-1), NEURONS)
+
+
+def test_planted_activity_is_learned() -> None:
+    recorded = planted()
+    predictor, found = train(recorded, Settings(misses=0.04, rank=2 * HIDDEN), CPU)
+    assert found.active_share == pytest.approx(recorded.active[9::10].mean())
+    assert found.misses <= 0.08  # the threshold was chosen on other tokens
+    assert found.false_alarms <= 0.05
+    assert predictor.rank == 2 * HIDDEN
+    x, active = recorded.x[9::10].flatten(0, 1), torch.from_numpy(recorded.active[9::10]).flatten(0, 1)
+    assert predictor.a is not None
+    assert predictor.bias is not None
+    scores = x.float() @ predictor.a.float().T @ predictor.b.float().T + predictor.bias
+    predicted = scores > predictor.threshold
+    assert int((predicted & ~active).sum()) / int((~active).sum()) == pytest.approx(found.false_alarms, abs=1e-3)
+    assert int((~predicted & active).sum()) / int(active.sum()) == pytest.approx(found.misses, abs=1e-3)
+
+
+def test_training_is_repeatable() -> None:
+    first, second = (train(planted(), Settings(rank=4, seed=2), CPU) for _ in range(2))
+    assert torch.equal(first[0].b, second[0].b)
+    assert first[1] == second[1]
+
+
+def test_neurons_that_are_never_active_are_not_predicted() -> None:
+    predictor, found = train(planted(offset=100.0), Settings(rank=4), CPU)
+    assert (found.active, found.predicted, found.misses, found.false_alarms) == (0, 0, 0.0, 0.0)
+    assert math.isfinite(predictor.threshold)
+
+
+def samples(recorded: Recorded) -> Samples:
+    return Samples(recorded.x.flatten(0, 1), torch.from_numpy(recorded.bits).flatten(0, 1), recorded.neurons)
+
+
+@pytest.mark.parametrize("misses", [0.01, 0.05, 0.5])
+def test_the_threshold_is_the_highest_with_few_misses(misses: float) -> None:
+    """Against all scores in order."""
+    recorded, generator = planted(), torch.Generator().manual_seed(2)
+    predictor = Predictor(None, torch.randn(NEURONS, WIDTH, generator=generator))
+    active = torch.from_numpy(recorded.active).flatten(0, 1)
+    positive = predictor.scores(recorded.x.flatten(0, 1).float())[active].sort().values
+    found, counted = with_threshold(predictor, samples(recorded), misses)
+    missed = int((positive <= found.threshold).sum())
+    assert missed == counted.missed == sum(1 for n in range(1, len(positive)) if n <= misses * len(positive))
+    assert counted == errors(found, samples(recorded))
+
+
+def test_labels_are_the_bits() -> None:
+    recorded = planted()
+    flat = torch.from_numpy(recorded.active).flatten(0, 1)
+    assert torch.equal(samples(recorded).labels(slice(3, 90)), flat[3:90])
+    assert torch.equal(samples(recorded).labels(torch.tensor([7, 2])), flat[[7, 2]])
+
+
+def test_errors_are_shares_of_active_and_of_inactive_neurons() -> None:
+    found = Errors(total=100, active=20, predicted=24, missed=4)  # 16 found, 8 false alarms among 80
+    assert (found.misses, found.false_alarms) == (0.2, 0.1)
+    assert (found.active_share, found.predicted_share) == (0.2, 0.24)
+    assert found + Errors(1, 1, 1, 1) == Errors(101, 21, 25, 5)
+    assert Errors(0, 0, 0, 0).misses == 0.0
+
+
+def test_division() -> None:
+    parts = divide(25)
+    assert sorted(parts.train + parts.choose + parts.measure) == list(range(25))
+    assert (parts.choose, parts.measure) == ([8, 18], [9, 19])
+    assert parts.held_out == [8, 9, 18, 19]
+    with pytest.raises(InvalidInput, match="9 stretches"):
+        divide(9)
+
+
+def test_ranks() -> None:
+    assert ranks(4096, 16384, None) == (128, 512, 1024)
+    assert ranks(192, 1536, None) == (32, 48)
+    assert ranks(24, 40, None) == (24,)
+    assert ranks(24, 40, 8) == (8,)
+    assert ranks(24, 40, 100) == (24,)
+
+
+@pytest.mark.parametrize("misses", [0.0, -0.1, 0.51, math.nan])
+def test_shares_of_misses_out_of_range(misses: float) -> None:
+    with pytest.raises(InvalidInput, match="share of misses"):
+        Settings(misses)
+
+
+def test_ranks_out_of_range() -> None:
+    with pytest.raises(InvalidInput, match="rank of predictors is 0"):
+        Settings(rank=0)
