@@ -27,8 +27,8 @@ from flexengine.tier.file import File, memory, read_fully
 from flexengine.tier.memory import aligned_buffer
 
 THREADS = 32  # requests in flight; 16 gave 0.77 to 1.0 of their rate, and one 0.25 to 0.5
-# Bytes between two wanted records that are read too. Two requests took 1.1 times as long as one with a gap of 12 KiB,
-# 1.0 times with 16 KiB and 0.8 to 0.9 times with 24 KiB, for records of 4 to 16 KiB and 8 or 32 in flight.
+# Bytes between two wanted records that are read too. Two requests took 1.1 to 1.2 times as long as one with a gap of
+# 8 KiB, 1.0 to 1.1 times with 12 KiB, 0.9 to 1.0 times with 16 KiB and 0.8 to 0.9 times with 24 KiB.
 GAP = 12 << 10
 MOST = 128 << 10  # bytes of a request; larger ones are no faster, and leave threads without work
 

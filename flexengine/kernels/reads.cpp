@@ -37,7 +37,8 @@ bool read_rows(const Reads& call, int64_t low, int64_t high, uint8_t* scratch) {
     for (int64_t i = low; i < high; i++) {
         const int64_t gap = (call.numbers[i] - next) * call.nbytes;
         uint8_t* row = call.rows + call.places[i] * call.nbytes;
-        const bool joins = count && !gap && static_cast<uint8_t*>(parts[count - 1].iov_base) + parts[count - 1].iov_len == row;
+        const struct iovec* last = parts + count - 1;
+        const bool joins = count && !gap && static_cast<uint8_t*>(last->iov_base) + last->iov_len == row;
         if (count + 2 > MAX_PARTS) return false;
         if (gap) parts[count++] = {scratch, static_cast<size_t>(gap)};
         if (joins)
@@ -121,9 +122,13 @@ void* flex_readers_open(int64_t threads, uint8_t* scratch, int64_t stride) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t small;  // the usual 8 MiB count where address space is limited
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, 1 << 20);
     while (readers->ids && readers->threads < threads &&
-           !pthread_create(readers->ids + readers->threads, nullptr, wait_for_calls, readers))
+           !pthread_create(readers->ids + readers->threads, &small, wait_for_calls, readers))
         readers->threads++;
+    pthread_attr_destroy(&small);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return readers;
 }
