@@ -2,8 +2,8 @@
 //
 // Index legend: t row of x, s neuron in the order of `places`, b block of a vector, j vector of W elements in a block.
 //
-// One core of a Zen 4 (2 threads, bf16 vectors of 4096, in its L2): 41, 32, 22, 10 GB/s of products with 1, 2, 4, 8 rows.
-// It reads 8 kB pieces from anywhere in RAM at 20 GB/s: up to 4 rows memory is the limit, then the core.
+// One thread of a Zen 4 CPU, bf16 vectors of 4096 in its L2: 41, 32, 22, 10 GB/s of products with 1, 2, 4, 8 rows. The
+// thread reads pieces of 8 kB, from anywhere in RAM, at 20 GB/s: that is the limit up to 4 rows.
 #pragma once
 #include "codes.h"
 #include "rows.h"
