@@ -55,7 +55,7 @@ class Recorded:
         counts = np.zeros(self.neurons, np.int64)
         for bits in self.bits:  # one stretch at a time, as bools take 8 times the memory of bits
             counts += np.unpackbits(bits, axis=-1, count=self.neurons).sum(0, dtype=np.int64)
-        return (counts / (self.bits.shape[0] * self.bits.shape[1])).astype(np.float32)
+        return np.asarray(counts / (self.bits.shape[0] * self.bits.shape[1]), np.float32)
 
 
 class Recorder:
