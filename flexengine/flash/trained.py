@@ -174,8 +174,8 @@ def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any])
     for name in ("a", "b", "bias"):
         check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
     predictor = Predictor(a, b, bias, float(about["threshold"]))
-    shares = (_sharing(about[name]) for name in ("true", "predicted"))
-    return LayerPredictor(predictor, Errors(**about["errors"]), *shares, frequency, predicted)
+    true, shared = _sharing(about["true"]), _sharing(about["predicted"])
+    return LayerPredictor(predictor, Errors(**about["errors"]), true, shared, frequency, predicted)
 
 
 def _sharing(about: Mapping[str, Any]) -> Sharing:
