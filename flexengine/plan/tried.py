@@ -43,6 +43,7 @@ class Tried:
         given = sensible(policy)
         policy = self._with_neurons(given)
         if policy in self.refused or self.shapes.too_large(policy):
+            self.refused.update({given: self.refused[policy]} if policy in self.refused else {})
             return None
         if policy not in self.predictions:
             tick()
