@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexengine.flash.arena import Arena, Numbers
+from flexengine.flash.arena import Arena
 from flexengine.model.expert_layers import ExpertLayer, bind_meta
 from flexengine.model.products import add_expert, by_expert
 from flexengine.places import DISK

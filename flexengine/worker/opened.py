@@ -199,9 +199,9 @@ class Opened:
     def _experts_refused(self, lossy: Lossy) -> str | None:
         """Return why experts cannot be read with these switches; None if they can."""
         if lossy.flash != ORACLE:
-            return (f"flash is {lossy.flash!r}, but the routers of {self.source.name} choose its experts exactly, so that"
-                    f" nothing is to be predicted; let flash be {ORACLE}")  # fmt: skip
-        if (lossy.coded is not None or not lossy.decided):
+            return (f"flash is {lossy.flash!r}, but the routers of {self.source.name} choose its experts exactly, so"
+                    f" that nothing is to be predicted; let flash be {ORACLE}")  # fmt: skip
+        if lossy.coded is not None or not lossy.decided:
             return (f"flash reads the experts of {self.source.name} as the checkpoint has them, so weights cannot be"
                     " encoded; leave weights and compute out, or leave flash out")  # fmt: skip
         return None
