@@ -199,6 +199,9 @@ class ExpertBlock:
             if coming.stage is not None:
                 for name, part in self._targets(coming.row, coming.stage).items():
                     self.memory[name][coming.row].copy_(part)
+        except BaseException:
+            self.arena.drop(np.array([expert], np.int64))
+            raise
         finally:
             if coming.stage is not None and self.reads.stages is not None:
                 self.reads.stages.append(coming.stage)
