@@ -210,8 +210,8 @@ def test_threads_are_made_in_few_places() -> None:
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
     known = {"runtime.lane", "runtime.watchdog", "tier.disk", "flash.reader", "worker.expert_blocks",
-             "parallel.frames", "parallel.heartbeat", "model.overlap", "attention.client", "attention.network", "attention.pool",
-             "attention.server"}  # fmt: skip
+             "parallel.frames", "parallel.heartbeat", "model.overlap", "attention.client", "attention.network",
+             "attention.pool", "attention.server"}  # fmt: skip
     assert makers <= known
 
 

@@ -243,9 +243,11 @@ class ExpertBlocks:
             stages = self._stages(place)
             self._reads = ExpertReads(machine.tier(DISK), stages)
             undo.callback(self._reads.close)
+            undo.callback(self._release)
             for j, layer in enumerate(opened.experts):
                 if layer is not None:
                     self.blocks.append(self._block(j, layer, layout))
+                    layer.module.__dict__["block"] = self.blocks[-1]
             if self.guessing:
                 for block, follow in zip(self.blocks, self.blocks[1:], strict=False):
                     block.follow = follow
@@ -260,7 +262,7 @@ class ExpertBlocks:
         return [tier.view(self._regions.take(place, size, RECORDS)) for _ in range(EXPERT_STAGES)]
 
     def _block(self, number: int, layer: ExpertLayer, layout: Layout) -> ExpertBlock:
-        """Return the block of a layer, and have the layer use it."""
+        """Return the block of a layer, and have the layer's matrices be its memory."""
         opened, facts = self._opened, self._opened.facts.blocks[number]
         assert facts is not None
         room = facts.room(layout.policy.neurons)
@@ -273,14 +275,15 @@ class ExpertBlocks:
             start += nbytes
             pieces[name] = [self._machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             slot.bind(nn.Parameter(memory[name], requires_grad=False))
-        block = ExpertBlock(layer, memory, pieces, self._reads)
-        layer.module.__dict__["block"] = block
-        return block
+        return ExpertBlock(layer, memory, pieces, self._reads)
 
-    def close(self) -> None:
-        """Free the memory."""
+    def _release(self) -> None:
+        """Have modules use neither blocks nor their memory."""
         for block in self.blocks:
             block.layer.module.__dict__.pop("block", None)
             bind_meta(block.layer, self._opened.dtype)
         self.blocks = []
+
+    def close(self) -> None:
+        """Free the memory."""
         self._ended.close()

@@ -369,6 +369,8 @@ class Worker:
             attender.close()
         self.embedding.close()
         self.experts.close()
-        for blocks in filter(None, (self.neurons, self.expert_blocks)):
-            blocks.close()
+        if self.neurons is not None:
+            self.neurons.close()
+        if self.expert_blocks is not None:
+            self.expert_blocks.close()
         self._regions.free()
