@@ -210,12 +210,11 @@ class Opened:
 
     def _not_sparse(self, lossy: Lossy) -> str | None:
         """Return why no neurons can be read apart; None if they can."""
-        if len(self.skeleton.layers) < self.skeleton.total:
-            return "flash is set with stages, of which none has all layers; leave out one of them"
         blocks = self.blocks or find(self.skeleton)
         known = {block.activation for block in blocks if block is not None}
         if any(block is not None and block.sparse for block in blocks):
-            return None
+            staged = len(self.skeleton.layers) < self.skeleton.total
+            return "flash is set with stages, of which none has all layers; leave out one of them" if staged else None
         if any(self.experts or find_experts(self.skeleton)):
             return self._experts_refused(lossy)
         what = f"its activation function is {', '.join(sorted(known))}" if known else "its layers have no known block"

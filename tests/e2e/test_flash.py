@@ -178,6 +178,6 @@ def test_other_predictors_do_not_continue_a_job(sparse: Any, tmp_path: Path) -> 
     plant(known, 1)
     with (
         Engine(known.directory, lossy=PREDICTORS, policy=policy) as engine,
-        pytest.raises(InvalidInput, match="flash: was predictors [0-9a-f]{16}, now predictors [0-9a-f]{16}"),
+        pytest.raises(InvalidInput, match=r"flash: was predictors [0-9a-f]{16}, now predictors [0-9a-f]{16}"),
     ):
         engine.run_job(prompts, output, GREEDY)
