@@ -1,7 +1,6 @@
 """A model in numbers: its tensors, their bytes, and the keys of its measured rates."""
 
 import hashlib
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -82,10 +81,10 @@ class NeuronFacts:
         """Return the key of `Hardware.blocks`: equal for blocks whose records are read and computed at equal rates."""
         return f"{'experts' if self.experts else 'records'} of {self.record} bytes, {self.form}"
 
-    def room(self, share: float) -> int:
-        """Return the number of neurons in memory, for a share of all neurons."""
-        least = 1 if self.experts else LEAST_NEURONS
-        return min(self.neurons, max(least, math.ceil(share * self.neurons)))
+    @property
+    def least(self) -> int:
+        """Return the fewest neurons that memory must have room for."""
+        return min(self.neurons, 1 if self.experts else LEAST_NEURONS)
 
 
 class CacheGroup(NamedTuple):

@@ -11,9 +11,10 @@ from itertools import chain
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
 from flexengine.plan import experts, gpu
-from flexengine.plan.buffers import SHORT_READ, book_delegation, read_buffers
+from flexengine.plan.buffers import book_delegation, read_buffers
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
+from flexengine.plan.neuron_memory import book_neurons
 from flexengine.plan.pools import check_partition, empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
@@ -42,12 +43,6 @@ PASSING = "weights on their way to the GPU"
 COPYING = "copies of weights to a further disk"
 READING = "read buffers"
 ENTERING = "entering hidden states"
-NEURONS = "neurons"
-PREDICTORS = "predictors"
-RECORDS = "records on their way"
-STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
-EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
-RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
@@ -71,6 +66,7 @@ class Layout:
         cache_buffer: device bytes of one buffer for KV pages.
         values: bytes of chosen values in transfer at once.
         embedded: host bytes of a sweep's embedding rows, if the embedding is off the GPU.
+        rooms: by layer, neurons or experts that memory has room for, if they are read on demand.
         copying: bytes of RAM through which weights are copied to further disks.
         passing: host bytes through which resident weights are read into GPU memory.
         port_buffer: device bytes of one buffer between a port and a forward pass.
@@ -96,6 +92,7 @@ class Layout:
     cache_buffer: int = 0
     values: int = 0
     embedded: int = 0
+    rooms: tuple[int, ...] = ()
     passing: int = 0
     copying: int = 0
     port_buffer: int = 0
@@ -198,7 +195,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.layer_reads = {tier: nbytes / count for tier, (nbytes, count) in reads.items() if count}
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
-    _neurons(layout, model)
+    book_neurons(layout, model)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
@@ -209,20 +206,6 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         layout.passing = gpu.CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
-
-
-def _neurons(layout: Layout, model: ModelFacts) -> None:
-    """Book device memory for the neurons of sparse blocks, and RAM for records that are read."""
-    place = "host" if model.gpu else "device"
-    blocks = [block for block in model.blocks if block is not None]
-    for block in blocks:
-        layout.book("device", NEURONS, aligned(block.room(layout.policy.neurons) * block.record))
-        layout.book("device", PREDICTORS, aligned(block.predictor))
-    if records := [block.record for block in blocks if not block.experts]:
-        readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
-        layout.book(place, RECORDS, 2 * STREAMED + readers)
-    if experts_read := [block.read_bytes for block in blocks if block.experts]:
-        layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))
 
 
 def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:

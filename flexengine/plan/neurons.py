@@ -6,6 +6,9 @@ systems 4.4). The memory's room decides k. Tokens of different sequences in a gp
 
     s(k) of b sequences = 1 - (1 - s(k) of one) ^ e(b),    e(b) = log(1 - union of b) / log(1 - union of 1)
 
+All layers have room for the same k, as far as the policy's share of all neurons allows: layers whose tokens use many
+neurons get more memory than others.
+
 The experts of a mixture are counted in the same way. Experts of the next layer that are read early are counted as if
 they were read when they are needed, so such a job may be faster than predicted.
 """
@@ -94,16 +97,44 @@ def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profi
         prompt: tokens of a gpu_batch of prompts. It uses all neurons, and reads them.
     """
     total = np.zeros(sweeps.times.shape)
-    for block, layers in _alike(model).items():
-        total = total + layers * _block_seconds(block, hardware, policy, sweeps, prompt)
+    room = dict(zip(model.blocks, rooms(model.blocks, policy.neurons), strict=True))
+    for block, layers in _grouped(model.blocks).items():
+        share = room[block] / block.neurons
+        total = total + layers * _block_seconds(block, share, hardware, policy, sweeps, prompt)
     return total
 
 
+@lru_cache(maxsize=1024)
+def rooms(blocks: tuple[NeuronFacts | None, ...], share: float) -> tuple[int, ...]:
+    """Return, by layer, the number of neurons that memory has room for; 0 for a layer without a block.
+
+    Args:
+        share: of the bytes of all neurons. Each block has room for `NeuronFacts.least` at least.
+    """
+    kinds = _grouped(blocks)
+    budget = share * sum(layers * block.neurons * block.record for block, layers in kinds.items())
+    # By block: neurons of the last 0, 1, 2, ... tokens, and at last all neurons.
+    rising = {block: np.append(np.clip(np.ceil(_curve(block) * block.neurons), block.least, block.neurons),
+                               block.neurons) for block in kinds}  # fmt: skip
+    totals = np.sum([kinds[block] * block.record * rising[block] for block in kinds], axis=0)
+    k = min(max(0, int(np.searchsorted(totals, budget, side="right")) - 1), len(totals) - 2)
+    part = float(np.clip((budget - totals[k]) / max(1.0, totals[k + 1] - totals[k]), 0.0, 1.0))
+    each = {block: int(n[k] + part * (n[k + 1] - n[k])) for block, n in rising.items()}
+    return tuple(0 if block is None else each[block] for block in blocks)
+
+
+@lru_cache(maxsize=256)
+def _curve(block: NeuronFacts) -> Array:
+    """Return the share of the neurons that 0, 1, 2, ... successive tokens use together."""
+    return Use(block)._successive(np.arange(_MOST_AGE + 1, dtype=float))
+
+
 def _block_seconds(
-    block: NeuronFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float
-) -> Array:  # fmt: skip
+    block: NeuronFacts, room: float, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float
+) -> Array:
+    """Return the seconds of one layer's block. room: share of its neurons that memory has room for."""
     rates, use, nbytes = rates_of(hardware, block), Use(block), float(block.neurons * block.record)
-    stored, room = float(block.neurons * block.read_bytes), block.room(policy.neurons) / block.neurons
+    stored = float(block.neurons * block.read_bytes)
     batches = np.ceil(sweeps.decoding / policy.gpu_batch_size - 1e-9)
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
     used = use.used(rows)
@@ -134,22 +165,19 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
 
 def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
     """Return the bytes of records that a gpu_batch of decoding sequences reads."""
-    rooms = ((b, b.room(policy.neurons) / b.neurons) for b in model.blocks if b is not None)
-    return sum(float(Use(b).missing(np.asarray(rows), room)) * b.neurons * b.read_bytes for b, room in rooms)
+    held = zip(model.blocks, rooms(model.blocks, policy.neurons), strict=True)
+    return sum(float(Use(b).missing(np.asarray(rows), room / b.neurons)) * b.neurons * b.read_bytes
+               for b, room in held if b is not None)  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _grouped(blocks: tuple[NeuronFacts | None, ...]) -> dict[NeuronFacts, int]:
+    """Return the number of layers of each different block."""
     counts: dict[NeuronFacts, int] = {}
     for block in blocks:
         if block is not None:
             counts[block] = counts.get(block, 0) + 1
     return counts
-
-
-def _alike(model: ModelFacts) -> dict[NeuronFacts, int]:
-    """Return the number of layers of each different block."""
-    return _grouped(model.blocks)
 
 
 def share_of(model: ModelFacts, free: int | None) -> float:
@@ -158,12 +186,12 @@ def share_of(model: ModelFacts, free: int | None) -> float:
     Args:
         free: bytes that are left if the share is 0. Each block has a few neurons in memory then.
     """
-    blocks = [block for block in model.blocks if block is not None]
-    if free is None or not blocks:
-        return float(bool(blocks))
+    if free is None or not any(model.blocks):
+        return float(any(model.blocks))
 
     def booked(thousandths: int) -> int:
-        return sum(aligned(block.room(thousandths / 1000) * block.record) for block in blocks)
+        held = zip(model.blocks, rooms(model.blocks, thousandths / 1000), strict=True)
+        return sum(aligned(room * block.record) for block, room in held if block is not None)
 
     most = free + booked(0)
     return max(0, bisect_right(range(1001), most, key=booked) - 1) / 1000

@@ -25,7 +25,8 @@ from flexengine.model.expert_layers import ExpertLayer, bind_meta
 from flexengine.model.products import add_expert, by_expert
 from flexengine.places import DISK
 from flexengine.plan.buffers import SHORT_READ
-from flexengine.plan.layout import EXPERT_STAGES, NEURONS, RECORDS, Layout
+from flexengine.plan.layout import Layout
+from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS
 from flexengine.tier.base import ALIGN, Region, Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import part_of, spread
@@ -265,7 +266,7 @@ class ExpertBlocks:
         """Return the block of a layer, and have the layer's matrices be its memory."""
         opened, facts = self._opened, self._opened.facts.blocks[number]
         assert facts is not None
-        room = facts.room(layout.policy.neurons)
+        room = layout.rooms[number]
         whole = self._machine.device.view(self._regions.take("device", room * facts.record, NEURONS))
         memory, start, pieces = dict[str, Tensor](), 0, dict[str, list[Region]]()
         for name, slot in layer.matrices.items():

@@ -22,7 +22,8 @@ from flexengine.flash.reader import Reader
 from flexengine.lossy import ORACLE
 from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import FeedForward, RecordFirst
-from flexengine.plan.layout import NEURONS, PREDICTORS, RECORDS, STREAMED, Layout
+from flexengine.plan.layout import Layout
+from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
@@ -178,11 +179,9 @@ class Neurons:
 
     def _block(self, layer: int, feed: FeedForward, bundle: Bundle, streams: list[Tensor]) -> Block:
         """Return the block of a layer, and have the layer use it."""
-        nbytes, facts = bundle.form.nbytes, self._opened.facts.blocks[layer]
-        assert facts is not None
+        nbytes, room = bundle.form.nbytes, self._layout.rooms[layer]
         fit = STREAMED // nbytes
         one, two = (stream[: fit * nbytes].view(fit, nbytes) for stream in streams)
-        room = facts.room(self._layout.policy.neurons)
         region = self._regions.take("device", room * nbytes, NEURONS)
         memory = self._machine.device.view(region).view(room, nbytes)
         first = feed.modules[0]

@@ -8,7 +8,7 @@ import pytest
 
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
-from flexengine.plan.neurons import Use, reads, share_of
+from flexengine.plan.neurons import Use, reads, rooms, share_of
 from flexengine.policy import Policy
 
 
@@ -62,14 +62,36 @@ def test_share_of(free: int) -> None:
     blocks = (experts(8, 2, 9000), None, experts(6, 2, 7000), NeuronFacts(200, 500, "records"))
     known = facts(*blocks)
 
-    def room(block: NeuronFacts, thousandths: int) -> int:
-        least = 1 if block.experts else 64
-        return min(block.neurons, max(least, -(-thousandths * block.neurons // 1000)))
-
     def taken(thousandths: int) -> int:
-        return sum(-(-room(b, thousandths) * b.record // 4096) * 4096 for b in blocks if b is not None)
+        held = zip(blocks, rooms(blocks, thousandths / 1000), strict=True)
+        return sum(-(-room * b.record // 4096) * 4096 for b, room in held if b is not None)
 
     best = max(t for t in range(1001) if taken(t) - taken(0) <= free)
     assert share_of(known, free) == best / 1000
     assert share_of(known, None) == 1.0
     assert share_of(facts(), free) == share_of(replace(known, blocks=(None,)), 5) == 0.0
+
+
+def block(active: float, neurons: int = 1000) -> NeuronFacts:
+    """Return a block of which k successive tokens use active * sqrt(k) of the neurons."""
+    return NeuronFacts(neurons, 512, "records", reuse=tuple(active * k**0.5 for k in range(1, 17)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
+def test_rooms(share: float) -> None:
+    """Together they take the share of all bytes. Layers have room for the neurons of equally many tokens."""
+    blocks = (block(0.02), None, block(0.08), block(0.02, 500))
+    found = rooms(blocks, share)
+    assert found[1] == 0
+    assert all(64 <= n <= b.neurons for n, b in zip(found, blocks, strict=True) if b is not None)
+    if share == 1:
+        assert found == (1000, 0, 1000, 500)
+    if share in (0.05, 0.2):  # above the least, and below all neurons of the second block
+        assert sum(found) == pytest.approx(share * 2500, abs=3)
+        assert found[2] == pytest.approx(4 * found[0], rel=0.03)
+        assert found[0] == pytest.approx(2 * found[3], rel=0.03) or found[3] == 64
+
+
+def test_equal_layers_have_equal_rooms() -> None:
+    assert rooms((block(0.1), block(0.1)), 0.3) == (300, 300)
+    assert rooms((NeuronFacts(1000, 512, "records"),) * 2, 0.3) == (300, 300)

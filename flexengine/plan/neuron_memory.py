@@ -1,0 +1,43 @@
+"""Memory for neurons that are read on demand: their rooms, predictors, and buffers of reads."""
+
+from typing import Protocol
+
+from flexengine.plan.buffers import SHORT_READ
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.neurons import rooms
+from flexengine.plan.sizes import ALIGN, aligned
+from flexengine.policy import Policy
+
+NEURONS = "neurons"
+PREDICTORS = "predictors"
+RECORDS = "records on their way"
+STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
+EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
+RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
+
+
+class Booked(Protocol):
+    """The part of a `plan.layout.Layout` that is read and booked here; its attributes are described there."""
+
+    policy: Policy
+    rooms: tuple[int, ...]
+
+    def book(self, tier: str, what: str, nbytes: int) -> None:
+        """Add bytes to the account of a tier."""
+
+
+def book_neurons(layout: Booked, model: ModelFacts) -> None:
+    """Book device memory for neurons and their predictors, and RAM for records that are read."""
+    place = "host" if model.gpu else "device"
+    layout.rooms = rooms(model.blocks, layout.policy.neurons)
+    blocks = [block for block in model.blocks if block is not None]
+    for block, room in zip(model.blocks, layout.rooms, strict=True):
+        if block is None:
+            continue
+        layout.book("device", NEURONS, aligned(room * block.record))
+        layout.book("device", PREDICTORS, aligned(block.predictor))
+    if records := [block.record for block in blocks if not block.experts]:
+        readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
+        layout.book(place, RECORDS, 2 * STREAMED + readers)
+    if experts_read := [block.read_bytes for block in blocks if block.experts]:
+        layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))
