@@ -14,9 +14,9 @@ seconds of reads and its bytes per token:
 Reads are those of `flexengine.flash.reader`, with direct I/O, 32 at a time, and no gaps between neurons are read. They
 are done for --layers of the layers, and their seconds and bytes are scaled to all bytes of a step, or to all layers.
 For naive, the blocks' records are read in place of all weights. In two reads, a neuron's halves lie in the two halves
-of one file, as two matrices of a checkpoint do. All steps take turns; medians count. The last steps leave out the first
-tokens, which have no full window behind them. One JSON line. The exit code is 1 if bytes differ from their arithmetic,
-or if a step takes no less time than the one before.
+of one file, as two matrices of a checkpoint do. The steps take turns with every token; medians of --turns count. The
+last steps leave out the first tokens, which have no full window behind them. One JSON line. The exit code is 1 if bytes
+differ from their arithmetic, or if a step takes no less time than the one before.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from flexengine import Engine, Lossy  # before torch, as it sets how idle threads wait
 
@@ -49,6 +50,7 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
 
 START = 64  # position of the first token of the sequence
+Wanted = tuple[Bundle, Numbers]  # a file, and the records of it to read
 STEPS = ("naive", "resident", "predictor", "window", "bundles")
 
 
@@ -104,7 +106,7 @@ class Ladder:
     @property
     def tokens(self) -> int:
         """Tokens with a full window behind them."""
-        return self.layers[0].trace.shape[1] - self.window
+        return int(self.layers[0].trace.shape[1]) - self.window
 
     def predicted(self) -> dict[str, float]:
         """Return the bytes per token and measured layer of each step but naive, by arithmetic."""
@@ -118,22 +120,34 @@ class Ladder:
         each = [sum(found) / len(self.layers) for found in (blocks, named, new)]
         return dict(zip(STEPS[1:], (*each, each[-1]), strict=True))
 
-    def plans(self) -> dict[str, Callable[[Layer], Iterator[tuple[Bundle, Numbers]]]]:
+    def plans(self) -> dict[str, Callable[[Layer], Iterator[Wanted]]]:
         """Return the reads of each step in a layer: one per token, or one for all tokens."""
 
-        def whole(layer: Layer) -> Iterator[tuple[Bundle, Numbers]]:
+        def whole(layer: Layer) -> Iterator[Wanted]:
             yield layer.bundle, np.arange(layer.bundle.neurons)
 
-        def predictor(layer: Layer) -> Iterator[tuple[Bundle, Numbers]]:
+        def predictor(layer: Layer) -> Iterator[Wanted]:
             return ((layer.halves, in_halves(layer, n)) for n in layer.used(self.window))
 
-        def window(layer: Layer) -> Iterator[tuple[Bundle, Numbers]]:
+        def window(layer: Layer) -> Iterator[Wanted]:
             return ((layer.halves, in_halves(layer, n)) for n in layer.new(self.window, self.room))
 
-        def bundles(layer: Layer) -> Iterator[tuple[Bundle, Numbers]]:
+        def bundles(layer: Layer) -> Iterator[Wanted]:
             return ((layer.bundle, n) for n in layer.new(self.window, self.room))
 
         return dict(zip(STEPS, (whole, whole, predictor, window, bundles), strict=True))
+
+
+class Read(NamedTuple):
+    """Seconds of reads, their bytes and requests."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    requests: int = 0
+
+    def plus(self, other: "Read") -> "Read":
+        """Return the sums."""
+        return Read(self.seconds + other.seconds, self.bytes + other.bytes, self.requests + other.requests)
 
 
 def in_halves(layer: Layer, numbers: Numbers) -> Numbers:
@@ -158,7 +172,7 @@ def window_of(traces: list[Trace], share: float) -> int:
     Raises:
         ValueError: the neurons of a single token are more.
     """
-    longest = traces[0].shape[1] - 1
+    longest = int(traces[0].shape[1]) - 1
     for k in range(1, longest + 1):
         windows = (np.lib.stride_tricks.sliding_window_view(trace[0], k, axis=0) for trace in traces)
         if (most := max(float(found.any(-1).mean(-1).max()) for found in windows)) > share:
@@ -168,39 +182,40 @@ def window_of(traces: list[Trace], share: float) -> int:
     return longest
 
 
-def measure(ladder: Ladder, reader: Reader, step: str, target: Tensor) -> tuple[float, int, int]:
-    """Return the seconds, bytes and requests of a step, over the measured layers and all tokens."""
-    seconds, nbytes, requests = 0.0, 0, 0
+def measure(ladder: Ladder, reader: Reader, target: Tensor) -> dict[str, Read]:
+    """Return what each step reads in the measured layers, for all tokens. The steps take turns with every token."""
+    found = dict.fromkeys(STEPS, Read())
     for layer in ladder.layers:
-        for bundle, numbers in ladder.plans()[step](layer):
-            rows = target.view(-1, bundle.form.nbytes)
-            places, chosen = torch.arange(len(numbers)), torch.from_numpy(numbers)
-            began = time.perf_counter()
-            traffic = reader.read(bundle, chosen, rows, places)
-            seconds += time.perf_counter() - began
-            nbytes, requests = nbytes + traffic.bytes, requests + traffic.requests
-    return seconds, nbytes, requests
+        plans = ladder.plans()
+        for reads in zip_longest(*(plans[step](layer) for step in STEPS)):
+            for step, read in zip(STEPS, reads, strict=True):
+                if read is not None:
+                    found[step] = found[step].plus(_timed(reader, read, target))
+    return found
+
+
+def _timed(reader: Reader, read: Wanted, target: Tensor) -> Read:
+    bundle, numbers = read
+    rows, chosen, places = target.view(-1, bundle.form.nbytes), torch.from_numpy(numbers), torch.arange(len(numbers))
+    began = time.perf_counter()
+    traffic = reader.read(bundle, chosen, rows, places)
+    return Read(time.perf_counter() - began, traffic.bytes, traffic.requests)
 
 
 def climbed(ladder: Ladder, turns: int) -> dict[str, Record]:
     """Return, by step, seconds, bytes, arithmetic bytes and requests per token, of all layers."""
-    expected = ladder.predicted()
-    made: dict[str, list[tuple[float, int, int]]] = {step: [] for step in STEPS}
+    expected, steps = ladder.predicted(), dict[str, Record]()
     target = aligned_buffer(max(layer.bundle.nbytes for layer in ladder.layers)).fill_(0)
-    files = [each for layer in ladder.layers for each in (layer.bundle, layer.halves)]
-    with Reader(files, gap=0) as reader:
-        for _ in range(turns):
-            for step in STEPS:
-                made[step].append(measure(ladder, reader, step, target))
-    steps: dict[str, Record] = {}
-    for step, found in made.items():
+    with Reader([each for layer in ladder.layers for each in (layer.bundle, layer.halves)], gap=0) as reader:
+        made = [measure(ladder, reader, target) for _ in range(turns)]
+    for step in STEPS:
         tokens = 1 if step in STEPS[:2] else ladder.tokens
-        read = found[0][1] / tokens / len(ladder.layers)
-        scale = ladder.model / read if step == "naive" else ladder.count
-        factor = scale / tokens / len(ladder.layers)
-        steps[step] = {"seconds": [factor * seconds for seconds, _, _ in found], "bytes": round(scale * read),
-                       "arithmetic": ladder.model if step == "naive" else round(ladder.count * expected[step]),
-                       "requests": round(factor * found[0][2])}  # fmt: skip
+        each = made[0][step].bytes / tokens / len(ladder.layers)  # of a layer
+        layers = ladder.model / each if step == "naive" else ladder.count
+        factor = layers / tokens / len(ladder.layers)
+        steps[step] = {"seconds": [factor * found[step].seconds for found in made], "bytes": round(layers * each),
+                       "arithmetic": ladder.model if step == "naive" else round(layers * expected[step]),
+                       "requests": round(factor * made[0][step].requests)}  # fmt: skip
     return steps
 
 
