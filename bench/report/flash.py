@@ -35,6 +35,7 @@ def _disk(by_size: dict[int, Record]) -> str:
 
 def _ladder(line: Record) -> str:
     case, steps = line["case"], line["steps"]
+    turns = len(steps["naive"]["seconds"])
     head = (f"reads of a token, {case['shape']}", "MB", "MB by arithmetic", "reads", "ms", "least-most ms")
     rows = []
     for name, step in steps.items():
@@ -42,7 +43,7 @@ def _ladder(line: Record) -> str:
         rows.append((STEPS[name], *(short(step[key] / 1e6) for key in ("bytes", "arithmetic")), f"{step['requests']:,}",
                      short(median(ms)), f"{short(min(ms))}-{short(max(ms))}"))  # fmt: skip
     about = (f"The memory has room for {100 * case['share']:.0f} % of the neurons, which is the last {line['window']}"
-             f" tokens. {case['layers']} layers were measured, {len(steps['naive']['seconds'])} times each, on"
+             f" tokens. {case['layers']} layers were measured, {turns} times each, on"
              f" {line['time'][:10]}.")  # fmt: skip
-    command = f"python -m bench.flash.ladder DIR --layers {case['layers']} --out flash.jsonl"
+    command = f"python -m bench.flash.ladder DIR --layers {case['layers']} --turns {turns} --out flash.jsonl"
     return f"{table(head, rows)}\n\n{about}\n\nCommand: `{command}`"
