@@ -176,6 +176,7 @@ ALLOW: dict[str, tuple[str, str | float]] = {
     **{f"{codec}-compute": ("compute", codec) for codec in COMPUTE},
     **{f"{codec}-cache": ("cache", codec) for codec in CACHE},
     "sparse-attention": ("sparse_attention", 0.1),
+    **{f"flash-{mode}": ("flash", mode) for mode in FLASH},
 }
 QUALITY = {
     "exact": (),
@@ -185,7 +186,8 @@ QUALITY = {
 
 
 def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
-    """Return every combination of the allowed switches, exact first, then by number of switches.
+    """Return every combination of the allowed switches, exact first, then by number of switches. Combinations that
+    `Lossy` refuses are left out.
 
     Args:
         allowed: names in ALLOW.
@@ -200,5 +202,6 @@ def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
     for name, (switch, value) in ALLOW.items():
         if name in names:
             values[switch].append(value)
-    made = (Lossy(*combination) for combination in product(*values.values()))
+    combinations = [dict(zip(SWITCHES, each, strict=True)) for each in product(*values.values())]
+    made = [Lossy(**each) for each in combinations if each["flash"] is None or each["weights"] in (None, *RECORDED)]
     return tuple(sorted(dict.fromkeys(made), key=lambda lossy: len(lossy.enabled)))

@@ -107,7 +107,7 @@ def watching(model: Any) -> Iterator[list[Tensor]]:
 def nll(model: Any, rows: Tensor) -> float:
     """Return the mean nats per token of rows that begin with <s>."""
     with torch.no_grad():
-        logits = torch.cat([model(part).logits[:, :-1] for part in rows.split(16)])
+        logits = torch.cat([model(part).logits[:, :-1] for part in torch.split(rows, 16)])
     return float(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
@@ -134,7 +134,7 @@ def train(shape: Shape, directory: Path) -> dict[str, Any]:
             active = float(torch.stack([(a > 0).float().mean() for a in activations]).mean())
             activations.clear()
             optimizer.zero_grad()
-            (loss + shape.sparsity * penalty).backward()
+            torch.autograd.backward(loss + shape.sparsity * penalty)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if step % 50 == 49:

@@ -1,4 +1,4 @@
-"""The block of docs/benchmarks.md about neurons on demand: rates of a disk for records, and the ladder of I/O."""
+"""The block of docs/benchmarks.md about neurons on demand: rates of a disk for records, the ladder of I/O, predictors."""
 
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,10 @@ def flash_block(folder: Path = RESULTS) -> str:
     found = records("flash", folder=folder)
     disk = {line["case"]["kib"]: line for line in found if line["bench"] == "flash.disk"}
     ladders = {line["case"]["shape"]: line for line in found if line["bench"] == "flash.ladder"}
+    trained = [line for line in found if line["bench"] == "relu_lm"]
     parts = [_disk(disk)] if disk else []
-    return "\n\n".join(parts + [_ladder(line) for line in ladders.values()]) or "Not recorded yet."
+    parts += [_ladder(line) for line in ladders.values()]
+    return "\n\n".join(parts + [_trained(line) for line in trained[-1:]]) or "Not recorded yet."
 
 
 def _disk(by_size: dict[int, Record]) -> str:
@@ -47,3 +49,13 @@ def _ladder(line: Record) -> str:
              f" {line['time'][:10]}.")  # fmt: skip
     command = f"python -m bench.flash.ladder DIR --layers {case['layers']} --turns {turns} --out flash.jsonl"
     return f"{table(head, rows)}\n\n{about}\n\nCommand: `{command}`"
+
+
+def _trained(line: Record) -> str:
+    nll, about = line["nll"], f"{line['parameters'] / 1e6:.1f} M parameters, trained for {line['train_seconds']:.0f} s"
+    head = (f"ReLU model of {about}", "active", "predicted", "misses", "false alarms", "nats per token", "more")
+    shares = [f"{100 * line[key]:.1f} %" for key in ("active", "predicted", "misses", "false_alarms")]
+    rows = [("exact", shares[0], "", "", "", f"{nll['dense']:.4g}", ""),
+            ("oracle", shares[0], "", "", "", f"{nll['oracle']:.4g}", short(nll["oracle"] - nll["dense"])),
+            ("predictors", *shares, f"{nll['predictor']:.4g}", short(line["nll_more"]))]  # fmt: skip
+    return f"{table(head, rows)}\n\nCommand: `python -m bench.flash.relu_lm --out flash.jsonl`"

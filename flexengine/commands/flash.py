@@ -87,8 +87,9 @@ def _train(args: argparse.Namespace, content: str) -> "Trained":
     import torch
 
     from flexengine.engine import flash_training as training
+    from flexengine.flash.training import Settings
 
-    settings = training.Settings(args.misses, args.rank)
+    settings = Settings(args.misses, args.rank)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     with engine_class(

@@ -8,6 +8,7 @@ import torch
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
 from flexengine.job.same_job import MODEL_FILES
+from flexengine.lossy import PREDICTORS
 from flexengine.model import identity
 from flexengine.model.linear import numerics as product_numerics
 
@@ -46,6 +47,10 @@ def model_files(core: Core, known: Mapping[str, Any]) -> dict[str, dict[str, Any
 
 
 def switches(core: Core, calibrator: Calibrator) -> dict[str, Any]:
-    """Return the lossy switches that are set. The calibration text is named by a digest of its tokens."""
-    text = calibrator.text
-    return core.lossy.enabled | ({"calibrate": text.digest} if text is not None else {})
+    """Return the lossy switches that are set. The calibration text is named by a digest of its tokens, and predictors
+    by a digest of their files."""
+    text, trained = calibrator.text, core.opened.trained
+    named = {"calibrate": text.digest} if text is not None else {}
+    if core.lossy.flash == PREDICTORS and trained is not None:
+        named["flash"] = f"{PREDICTORS} {trained.digest[:16]}"
+    return core.lossy.enabled | named

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flexengine.activity import activity
 from flexengine.engine.calibration import Score
@@ -147,6 +146,23 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     return trained.load(directory, checkpoint, blocks)
 
 
+def latest(core: Core) -> Trained:
+    """Return the predictors that were trained last for a model.
+
+    Raises:
+        UnsupportedModel: the model has no sparse feed-forward block.
+        InvalidInput: there are no predictors.
+        BadCheckpoint: their files are damaged.
+    """
+    blocks, files = sparse_blocks(core), core.opened.given
+    if (directory := trained.find(files)) is None:
+        raise InvalidInput(f"there are no predictors of active neurons for {core.source.name}, or its files have"
+                           f" changed since; train them: flexengine flash train {core.source.directory}")  # fmt: skip
+    if core.verifier:
+        core.verifier.prepared(directory)
+    return trained.load(directory, trained.checkpoint_key(files), blocks)
+
+
 def _tokens(text: Text) -> int:
     return sum(map(len, text.stretches))
 
@@ -202,16 +218,12 @@ class _Training:
         true, predicted = held_out.active, predicted_trace(predictor, held_out)
         return LayerPredictor(
             predictor, errors, statistics.sharing(true), statistics.sharing(predicted),
-            _frequency(recorded.active), _frequency(predicted),
+            torch.from_numpy(recorded.frequency), torch.from_numpy(statistics.frequency(predicted)),
         )  # fmt: skip
 
 
 def predicted_trace(predictor: Predictor, recorded: Recorded) -> Trace:
     """Return the neurons that are predicted active, bool [stretches, tokens, neurons]."""
     return np.stack([predictor.active(x.float()).numpy() for x in recorded.x])
-
-
-def _frequency(trace: Trace) -> Tensor:
-    return torch.from_numpy(statistics.frequency(trace))
 
 

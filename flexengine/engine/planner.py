@@ -134,11 +134,16 @@ class Planner:
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
         """Set and return the switches with the shortest predicted time; see `least_lossy` below."""
 
+        found = dict[Lossy, float]()
+
         def seconds(lossy: Lossy) -> float:
             self.use(lossy)
-            return self.choose(workload).total_seconds
+            found[lossy] = self.choose(workload).total_seconds
+            return found[lossy]
 
         self.use(best := least_lossy(among, seconds))
+        message(f"predicted seconds of the job: {', '.join(f'{x:.3g} {lossy}' for lossy, x in found.items())}",
+                logging.INFO if any(lossy.flash for lossy in found) else logging.DEBUG)  # fmt: skip
         return best
 
     def plan(self, workload: Workload, resident: Policy | None = None) -> Plan:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class Predictor:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
         """Return the predictor on a device, in a dtype; None keeps the dtypes, as on a CPU."""
-        return replace(self, **{name: tensor.to(device, dtype) for name, tensor in self.tensors.items()})
+        moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors.items()}
+        return replace(self, **moved)
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores [tokens, neurons] in x's dtype. x: [tokens, width], input of the block."""

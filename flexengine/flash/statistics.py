@@ -75,4 +75,4 @@ def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
 
 def frequency(trace: Trace) -> NDArray[Any]:
     """Return the share of tokens for which each neuron is active, fp32 [neurons]."""
-    return trace.mean((0, 1), dtype=np.float64).astype(np.float32)
+    return np.asarray(trace.mean((0, 1), dtype=np.float64), np.float32)

@@ -49,6 +49,14 @@ class Recorded:
         """The active neurons, bool [stretches, tokens, neurons]."""
         return np.unpackbits(self.bits, axis=-1, count=self.neurons).view(np.bool_)
 
+    @property
+    def frequency(self) -> NDArray[np.float32]:
+        """Share of tokens for which each neuron is active, fp32 [neurons]."""
+        counts = np.zeros(self.neurons, np.int64)
+        for bits in self.bits:  # one stretch at a time, as bools take 8 times the memory of bits
+            counts += np.unpackbits(bits, axis=-1, count=self.neurons).sum(0, dtype=np.int64)
+        return np.asarray(counts / (self.bits.shape[0] * self.bits.shape[1]), np.float32)
+
 
 class Recorder:
     """Records the blocks of an engine's model. Every stretch must be computed as one piece."""
@@ -73,7 +81,7 @@ class Recorder:
         if total > IN_MEMORY:
             check_room(folder, "inputs of the feed-forward blocks", total)
         limit = IN_MEMORY // len(blocks) if total > IN_MEMORY else total
-        self._files = [tempfile.SpooledTemporaryFile(max_size=limit, dir=folder) for _ in blocks]  # noqa: SIM115
+        self._files = [tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder)) for _ in blocks]  # noqa: SIM115
 
     def __enter__(self) -> "Recorder":
         return self
@@ -125,7 +133,7 @@ class Recorder:
             raise RuntimeError(f"{count} of {self._count} stretches were recorded of block {number}")
         file, block = self._files[number], self._blocks[number]
         file.seek(0)
-        data = np.frombuffer(bytearray(file.read()), np.uint8).reshape(self._count, self._tokens, self._widths[number])
+        data = np.frombuffer(file.read(), np.uint8).reshape(self._count, self._tokens, self._widths[number])
         x = torch.from_numpy(np.ascontiguousarray(data[..., : 2 * block.width])).view(torch.float16)
         return Recorded(x, np.ascontiguousarray(data[..., 2 * block.width :]), block.neurons)
 

@@ -56,11 +56,13 @@ class Trained:
         layers: by layer; None for one without a sparse feed-forward block.
         about: settings and text.
         directory: of the files; None before they are saved.
+        digest: of the files; "" before they are saved.
     """
 
     layers: tuple[LayerPredictor | None, ...]
     about: Mapping[str, Any]
     directory: Path | None = None
+    digest: str = ""
 
     @property
     def known(self) -> list[LayerPredictor]:
@@ -144,7 +146,7 @@ def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None])
     except (KeyError, TypeError, ValueError) as error:
         raise BadCheckpoint(f"{directory / ABOUT} is damaged: {error!r}; {_REMEDY}") from error
     _check(layers, blocks, directory)
-    return Trained(layers, content["about"], directory)
+    return Trained(layers, content["about"], directory, _digest(content))
 
 
 def _read(path: Path) -> bytes:
@@ -174,8 +176,8 @@ def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any])
     for name in ("a", "b", "bias"):
         check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
     predictor = Predictor(a, b, bias, float(about["threshold"]))
-    shares = (_sharing(about[name]) for name in ("true", "predicted"))
-    return LayerPredictor(predictor, Errors(**about["errors"]), *shares, frequency, predicted)
+    true, shared = _sharing(about["true"]), _sharing(about["predicted"])
+    return LayerPredictor(predictor, Errors(**about["errors"]), true, shared, frequency, predicted)
 
 
 def _sharing(about: Mapping[str, Any]) -> Sharing:

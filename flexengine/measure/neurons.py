@@ -108,11 +108,9 @@ def _products(
 
     def block_of(neurons: int) -> Block:
         few = replace(feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
-        product = opened.skeleton.product
-        return Block(few, form, memory, (buffer, buffer), lambda *_: lambda: None, _nothing, product)
+        return Block(few, form, memory, (buffer, buffer), lambda *_: lambda: None, _nothing)
 
     block, whole = block_of(count), block_of(len(buffer))
-    block.arena.fetch(np.arange(count))
     used = max(1, int(USED * count))
     for tokens in SOME:
         x = fill(torch.empty(tokens, form.width, dtype=opened.dtype, device=machine.compute), 1.0)
@@ -120,7 +118,8 @@ def _products(
         out = torch.zeros_like(x)
 
         def some(_: int, x: Tensor = x, uses: Tensor = uses, out: Tensor = out) -> None:
-            block.add(x, uses, np.sort(rng.choice(count, used, replace=False)), out)
+            rows = np.sort(rng.choice(count, used, replace=False))
+            block.add(x, uses, rows, memory, rows, out)
 
         rates["some"].append((float(tokens), used * form.nbytes / seconds_per_call(some, SECONDS, machine)))
     for tokens in ALL:

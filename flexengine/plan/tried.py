@@ -40,15 +40,17 @@ class Tried:
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
-        policy = self._with_neurons(sensible(policy))
+        given = sensible(policy)
+        policy = self._with_neurons(given)
         if policy in self.refused or self.shapes.too_large(policy):
+            self.refused.update({given: self.refused[policy]} if policy in self.refused else {})
             return None
         if policy not in self.predictions:
             tick()
             try:
                 prediction = self.cost.predict(self.laid_out(policy, self.capacity))
             except OutOfMemory as error:
-                self.refused[policy] = error
+                self.refused[policy] = self.refused[given] = error
                 return None
             self.predictions[policy] = prediction
             self._compare(prediction)

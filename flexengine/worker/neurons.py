@@ -20,7 +20,7 @@ from flexengine.flash.arena import Arena, Numbers
 from flexengine.flash.bundles import Bundle
 from flexengine.flash.reader import Reader
 from flexengine.lossy import ORACLE
-from flexengine.model.linear import FastLinear, Product
+from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import FeedForward, RecordFirst
 from flexengine.plan.layout import NEURONS, PREDICTORS, RECORDS, STREAMED, Layout
 from flexengine.tier.base import aligned
@@ -60,10 +60,10 @@ class Block:
 
     def __init__(
         self, feed: FeedForward, form: RecordForm, memory: Tensor, streamed: tuple[Tensor, Tensor], read: Read,
-        predict: Predict, product: Product,
+        predict: Predict,
     ) -> None:  # fmt: skip
         self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
-        self.read, self.predict, self.product = read, predict, product
+        self.read, self.predict = read, predict
         self.arena = Arena(feed.neurons, len(memory))
         self.counts = Counts()
 
@@ -85,7 +85,7 @@ class Block:
         for numbers in self.arena.parts(np.flatnonzero(uses.any(0).cpu().numpy())):
             fetch = self.arena.fetch(numbers)
             self._bring(fetch.neurons, fetch.rows)
-            self.add(x, uses, numbers, out)
+            self.add(x, uses, numbers, self.memory, self.arena.rows(numbers), out)
             self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
         return out
 
@@ -103,25 +103,29 @@ class Block:
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
-    def add(self, x: Tensor, uses: Tensor, numbers: Numbers, out: Tensor) -> None:
-        """Add what neurons in memory contribute to the output.
+    def add(
+        self, x: Tensor, uses: Tensor | None, numbers: Numbers, records: Tensor, rows: Numbers, out: Tensor
+    ) -> None:  # fmt: skip
+        """Add what neurons contribute to the output.
 
         Args:
             x: [n, width].
-            uses: bool [n, neurons]: neurons of each token.
+            uses: bool [n, neurons]: neurons of each token; None if every token uses all neurons.
             numbers: neurons to compute, rising.
+            records: uint8 [room, form.nbytes], on the device.
+            rows: row of each neuron's record.
             out: [n, width].
         """
-        kernel, form = kernels.load_for(x.device), self.form
-        chosen = torch.from_numpy(numbers).to(x.device)
-        rows, bias = torch.from_numpy(self.arena.rows(numbers)).to(x.device), self._bias(chosen)
-        a = self.feed.act(kernel.record_products(x, self.memory, rows, form, 0, bias))
+        kernel, form, device = kernels.load_for(x.device), self.form, x.device
+        chosen, places = torch.from_numpy(numbers).to(device), torch.from_numpy(rows).to(device)
+        a = self.feed.act(kernel.record_products(x, records, places, form, 0, self._bias(chosen)))
         if form.gated:
-            a = a * kernel.record_products(x, self.memory, rows, form, 1, self._bias(chosen, 1))
-        a = torch.where(uses[:, chosen], a, 0.0)
-        out += kernel.record_sum(a, self.memory, rows, form, form.down)
+            a = a * kernel.record_products(x, records, places, form, 1, self._bias(chosen, 1))
+        if uses is not None:
+            a = torch.where(uses[:, chosen], a, 0.0)
+        out += kernel.record_sum(a, records, places, form, form.down)
 
-    def _bias(self, chosen: Tensor | slice, index: int = 0) -> Tensor | None:
+    def _bias(self, chosen: Tensor, index: int = 0) -> Tensor | None:
         """Return the biases of neurons in `first` or `up`."""
         module = self.feed.modules[index]
         assert module is not None
@@ -138,25 +142,14 @@ class Block:
             arrive()
             if i + 1 < len(runs):
                 coming = self._coming(runs[i + 1], i + 1)
-            self._add_all(x, run, records.to(x.device), out)
+            rows = np.arange(len(records))
+            self.add(x, None, run.start + rows, records.to(x.device), rows, out)
         return out
 
     def _coming(self, run: slice, number: int) -> tuple[Tensor, Callable[[], object]]:
         """Begin to read a run of records into one of the two buffers. Return the records and what waits for them."""
         buffer = self.streamed[number % 2][: run.stop - run.start]
         return buffer, self.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
-
-    def _add_all(self, x: Tensor, run: slice, records: Tensor, out: Tensor) -> None:
-        """Add what a run of neurons contributes to the output of tokens [n, width]."""
-        form, product = self.form, self.product
-        a = self.feed.act(product(x, self._vectors(records, 0), self._bias(run)))
-        if form.gated:
-            a = a * product(x, self._vectors(records, 1), self._bias(run, 1))
-        out += product(a, self._vectors(records, form.down).t().contiguous())
-
-    def _vectors(self, records: Tensor, index: int) -> Tensor:
-        """Return one vector of each record, in the dtype of the products."""
-        return self.form.decode(records, index).to(self.product.dtype)
 
 
 class Neurons:
@@ -192,11 +185,10 @@ class Neurons:
         room = facts.room(self._layout.policy.neurons)
         region = self._regions.take("device", room * nbytes, NEURONS)
         memory = self._machine.device.view(region).view(room, nbytes)
-        product = self._opened.skeleton.product
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
         read = partial(self._read, bundle)
-        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, first), product)
+        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, first))
         return first.block
 
     def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:

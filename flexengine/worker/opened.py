@@ -15,7 +15,7 @@ from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
 from flexengine.flash.trained import Trained
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
-from flexengine.lossy import EXACT, ORACLE, Lossy
+from flexengine.lossy import EXACT, ORACLE, PREDICTORS, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
@@ -103,7 +103,7 @@ class Opened:
         if self.blocks:
             use_weights(skeleton, self.blocks, self._whole)
         self.blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
-        self.trained = self._trained(lossy) if self.blocks else None
+        self.trained = self._trained() if self.blocks else None
         if self.blocks:
             self._whole = use_records(skeleton, self.blocks, keep_first=lossy.flash == ORACLE)
         use_forms(skeleton, forms(skeleton, lossy.coded))
@@ -149,15 +149,17 @@ class Opened:
         source = self.source.directory, self.given, self.locations
         return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier)
 
-    def _trained(self, lossy: Lossy) -> Trained | None:
-        """Return the predictors of the model. Raise InvalidInput if there are none, unless an oracle replaces them."""
+    def _trained(self) -> Trained | None:
+        """Return the predictors of the model, which were trained last; None if there are none."""
         directory = trained.find(self.given) if self.given else None
-        if directory is not None:
-            return trained.load(directory, trained.checkpoint_key(self.given), self.blocks)
-        if lossy.flash == ORACLE:
+        return trained.load(directory, trained.checkpoint_key(self.given), self.blocks) if directory else None
+
+    def _not_trained(self, lossy: Lossy) -> str | None:
+        """Return why the model has no predictors, if it needs some."""
+        if lossy.flash != PREDICTORS or (self.given and trained.find(self.given)):
             return None
-        raise InvalidInput(f"{self.source.name} has no predictors; train them: flexengine flash train"
-                           f" {self.source.directory}, or let flash be {ORACLE}")  # fmt: skip
+        return (f"{self.source.name} has no predictors; train them: flexengine flash train {self.source.directory}, or"
+                f" let flash be {ORACLE}")  # fmt: skip
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""
@@ -166,7 +168,7 @@ class Opened:
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
-        if lossy.flash and (reason := self._not_sparse()):
+        if lossy.flash and (reason := self._not_sparse() or self._not_trained(lossy)):
             return reason
         if reason := layer_formats.mismatch(lossy.weights, self.skeleton.total):
             return reason
@@ -180,6 +182,8 @@ class Opened:
 
     def _not_sparse(self) -> str | None:
         """Return why no neurons can be read apart; None if they can."""
+        if len(self.skeleton.layers) < self.skeleton.total:
+            return "flash is set with stages, of which none has all layers; leave out one of them"
         blocks = self.blocks or find(self.skeleton)
         known = {block.activation for block in blocks if block is not None}
         if any(block is not None and block.sparse for block in blocks):

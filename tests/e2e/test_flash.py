@@ -165,3 +165,19 @@ def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
         Lossy(weights="int2", flash="oracle")
     with pytest.raises(InvalidInput, match=r"policy neurons is 1\.5; it must be a share from 0 to 1"):
         Policy(neurons=1.5)
+
+
+def test_other_predictors_do_not_continue_a_job(sparse: Any, tmp_path: Path) -> None:
+    known = sparse("opt")
+    plant(known, 0)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text("".join(f'{{"prompt_token_ids": {p}}}\n' for p in known.prompts))
+    policy = Policy(2, 1, neurons=0.5)
+    with Engine(known.directory, lossy=PREDICTORS, policy=policy) as engine:
+        engine.run_job(prompts, output, GREEDY)
+    plant(known, 1)
+    with (
+        Engine(known.directory, lossy=PREDICTORS, policy=policy) as engine,
+        pytest.raises(InvalidInput, match="flash: was predictors [0-9a-f]{16}, now predictors [0-9a-f]{16}"),
+    ):
+        engine.run_job(prompts, output, GREEDY)

@@ -9,7 +9,7 @@ import torch
 
 from flexengine import Engine, Policy
 from flexengine.engine import flash_training
-from flexengine.engine.flash_training import Text, cut, predictors, sparse_blocks
+from flexengine.engine.flash_training import Text, cut, latest, predictors, sparse_blocks
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.flash import traces
 from flexengine.flash.traces import Recorder
@@ -46,7 +46,7 @@ def by_transformers(model: Any, stretches: Any) -> list[tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("memory", [0, traces.IN_MEMORY])
+@pytest.mark.parametrize("memory", [LAYERS, traces.IN_MEMORY])  # one byte each: on disk
 def test_recorded_is_what_transformers_computes(
     policy: str, memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +101,15 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
     monkeypatch.delattr(flash_training, "Recorder")  # nothing is recorded again
     with Engine(tmp_path, prefix_sharing=False) as engine:
         again = predictors(engine, read, Settings(rank=8))
+        found = latest(engine.core)
     assert (again.directory, again.errors) == (made.directory, made.errors)
+    assert (found.directory, found.errors) == (made.directory, made.errors)
+
+
+def test_without_predictors(own_cache: Path, tmp_path: Path) -> None:
+    make_relu(tmp_path)
+    with Engine(tmp_path) as engine, pytest.raises(InvalidInput, match="flexengine flash train"):
+        latest(engine.core)
 
 
 def test_dense_models_are_refused_with_their_share(cache: Path, tmp_path: Path) -> None:
