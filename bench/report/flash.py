@@ -1,4 +1,4 @@
-"""The block of docs/benchmarks.md about neurons on demand: a disk's rates for records, the ladder of I/O, predictors."""
+"""The block of docs/benchmarks.md about neurons on demand: rates of a disk for records, ladder of I/O, predictors."""
 
 from pathlib import Path
 from statistics import median
