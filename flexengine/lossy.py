@@ -34,7 +34,8 @@ class Lossy:
             weights matter. MIXED weights need a text: None is BUNDLED for them.
         budget: for MIXED weights, most bytes of all weights on the device, or text such as "6G". Becomes a number.
         flash: of sparse feed-forward blocks, read only the neurons that become active, from FLASH: ORACLE computes
-            which ones these are, from half or a third of the block's weights, and is exact; PREDICTORS guess.
+            which ones these are, from half or a third of the block's weights, and is exact; PREDICTORS guess. Of
+            mixtures of experts, ORACLE reads the experts that the router chooses, and is exact.
 
     Raises:
         InvalidInput: a value is not allowed, `calibrate` is set for weights of which none is in FITTED, `budget` is set

@@ -90,7 +90,7 @@ class Policy:
         partition: what each attention worker holds (Lamina, section 3.4). requests: whole sequences; heads:
             some heads of all sequences; tokens: some tokens of all sequences, whose partial results are merged.
         neurons: share of the neurons of sparse feed-forward blocks whose weights stay on the device, if the others are
-            read when they become active (LLM in a flash, section 3.3).
+            read when they become active (LLM in a flash, section 3.3), or of the experts of each layer.
         queries_first: whether attention workers get queries before keys and values are computed, and begin with the
             cached tokens (Lamina, section 3.4).
 

@@ -10,7 +10,7 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,29 +27,38 @@ _SKIPPED = ("site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3
 
 
 @dataclass(frozen=True)
-class Shape:
+class Training:
+    """Length and rate of a training.
+
+    Attributes:
+        context: most tokens of a sequence.
+        rows: sequences of a step.
+        rate: highest learning rate.
+        steps: number of steps; 1,200 of the ReLU model take about 7 minutes on two idle cores.
+        seed: of weights and rows.
+    """
+
+    context: int = 256
+    rows: int = 6
+    rate: float = 2e-3
+    steps: int = 1200
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Shape(Training):
     """Sizes and training of the model.
 
     Attributes:
         width, layers, heads, neurons: of OPT.
-        context: most tokens of a sequence.
-        rows: sequences of a step.
-        rate: highest learning rate.
         sparsity: weight of the mean activation in the loss.
-        steps: number of steps; 1,200 take about 7 minutes on two idle cores.
-        seed: of weights and rows.
     """
 
     width: int = 192
     layers: int = 4
     heads: int = 6
     neurons: int = 1536
-    context: int = 256
-    rows: int = 6
-    rate: float = 2e-3
     sparsity: float = 0.3
-    steps: int = 1200
-    seed: int = 0
 
 
 def tokenizer() -> Any:
@@ -120,27 +129,51 @@ def train(shape: Shape, directory: Path) -> dict[str, Any]:
         dropout=0.0, attention_dropout=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=1, init_std=0.04,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids, began = ids_of(source(TRAIN)), time.perf_counter()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=shape.rate, betas=(0.9, 0.95), weight_decay=0.1)
     with watching(model) as activations:
-        for step in range(shape.steps):
-            rate = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / shape.steps)))
-            optimizer.param_groups[0]["lr"] = shape.rate * rate
-            starts = torch.randint(len(ids) - shape.context, (shape.rows,))
-            rows = torch.stack([ids[s : s + shape.context] for s in starts.tolist()])
+
+        def loss_of(rows: Tensor) -> tuple[Tensor, dict[str, float]]:
             logits = model(rows).logits[:, :-1]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
             penalty = torch.stack([a.mean() for a in activations]).mean()
             active = float(torch.stack([(a > 0).float().mean() for a in activations]).mean())
             activations.clear()
-            optimizer.zero_grad()
-            torch.autograd.backward(loss + shape.sparsity * penalty)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if step % 50 == 49:
-                print(f"step {step + 1}: loss {loss.item():.3f}, active {active:.1%}", file=sys.stderr, flush=True)
+            return loss + shape.sparsity * penalty, {"loss": loss.item(), "active": active}
+
+        made = fit(model, shape, loss_of)
+    save(model, directory)
+    return made
+
+
+def fit(
+    model: Any, shape: Training, loss_of: Callable[[Tensor], tuple[Tensor, dict[str, float]]]
+) -> dict[str, Any]:  # fmt: skip
+    """Train a model on the TRAIN text, and return the parameters, the seconds and the last values.
+
+    Args:
+        model: in training mode.
+        shape: length and rate.
+        loss_of: returns the loss of rows [rows, context], and values to print and return.
+    """
+    ids, began, values = ids_of(source(TRAIN)), time.perf_counter(), dict[str, float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=shape.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(shape.steps):
+        rate = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / shape.steps)))
+        optimizer.param_groups[0]["lr"] = shape.rate * rate
+        starts = torch.randint(len(ids) - shape.context, (shape.rows,))
+        loss, values = loss_of(torch.stack([ids[s : s + shape.context] for s in starts.tolist()]))
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 49:
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+            print(f"step {step + 1}: {shown}", file=sys.stderr, flush=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    last = {f"train_{name}": value for name, value in values.items()}
+    return {"parameters": parameters, "train_seconds": time.perf_counter() - began, **last}
+
+
+def save(model: Any, directory: Path) -> None:
+    """Save a model with its tokenizer."""
     model.eval().save_pretrained(directory)
     tokenizer().save_pretrained(directory)
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "train_seconds": time.perf_counter() - began,
-            "train_loss": loss.item(), "train_active": active}  # fmt: skip

@@ -27,6 +27,7 @@ from flexengine.runtime.trace import Spans, Trace
 from flexengine.schedule.program import Program
 from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
+from flexengine.worker.expert_blocks import ExpertBlocks
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.neurons import Neurons
 from flexengine.worker.opened import Layers, open_model
@@ -233,7 +234,10 @@ class Core:
             neurons = Neurons(self.opened, layout, self.machine) if self.opened.blocks else None
             if neurons is not None:
                 undo.callback(neurons.close)
-            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, neurons)
+            experts = ExpertBlocks(self.opened, layout, self.machine) if self.opened.experts else None
+            if experts is not None:
+                undo.callback(experts.close)
+            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, neurons, experts)
             undo.pop_all()
         return worker
 

@@ -98,6 +98,10 @@ class Arena:
         """Return the rows of neurons that are all in memory."""
         return self._row_of[neurons]
 
+    def drop(self, neurons: Numbers) -> None:
+        """Free the rows of neurons that are in memory."""
+        self._free(self._row_of[neurons])
+
     def _pins_outside(self, inside: Numbers) -> int:
         """Return how many rows pinned neurons hold, without the rows `inside`."""
         held = self._neuron_at[self._neuron_at >= 0]

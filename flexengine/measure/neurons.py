@@ -45,7 +45,7 @@ class _File(Bundle):
 def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Table]]:
     """Return `Hardware.blocks` of a model. A block that does not fit in memory is left out."""
     found = dict[str, dict[str, Table]]()
-    for feed, facts in zip(opened.blocks, opened.facts.blocks, strict=True):
+    for feed, facts in zip(opened.blocks, opened.facts.blocks, strict=False):
         if feed is None or facts is None or facts.signature in found:
             continue
         form = record_form(feed, opened.locations, opened.record_kind)

@@ -120,7 +120,8 @@ def knows(hardware: Hardware, facts: ModelFacts) -> bool:
 
 def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether reads and products of this model's records were measured."""
-    return {block.signature for block in facts.blocks if block is not None} <= set(hardware.blocks)
+    records = {block.signature for block in facts.blocks if block is not None and not block.experts}
+    return records <= set(hardware.blocks)
 
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:

@@ -145,16 +145,13 @@ class RecordDown(FastLinear):
         return block if self.bias is None else block + self.bias
 
 
-def use_records(
-    skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_first: bool
-) -> list[dict[str, ParamRef]]:
-    """Have blocks computed elsewhere, and take their weights out of `skeleton.layers`. Return the complete layers.
+def use_records(skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_first: bool) -> None:
+    """Have blocks computed elsewhere, and take their weights out of `skeleton.layers`.
 
     Args:
         blocks: by layer; None leaves a layer as it is.
         keep_first: whether the weight of `first` stays a weight of the layer.
     """
-    whole = list(skeleton.layers)
     for j, block in enumerate(blocks):
         if block is None:
             continue
@@ -163,12 +160,11 @@ def use_records(
                 module.__class__ = kind
         block.modules[0].__dict__["block"] = None
         out = set(block.weights[keep_first:])
-        skeleton.layers[j] = {name: slot for name, slot in whole[j].items() if name not in out}
-    return whole
+        skeleton.layers[j] = {name: slot for name, slot in skeleton.layers[j].items() if name not in out}
 
 
 def use_weights(skeleton: Skeleton, blocks: Sequence[FeedForward | None], whole: list[dict[str, ParamRef]]) -> None:
-    """Undo `use_records`. whole: the layers that it returned."""
+    """Undo `use_records`. whole: the layers before it."""
     skeleton.layers[:] = whole
     for block in blocks:
         for module in block.modules if block is not None else ():

@@ -5,7 +5,7 @@ rows. torch's own products and activation functions do not guarantee this.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,8 @@ def is_experts(module: nn.Module) -> bool:
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs, [tokens, hidden], added in the order of the experts.
 
-    The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`.
+    The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`. If the module has a
+    block (worker/expert_blocks.py), which reads the chosen experts, the block computes the sum.
 
     On a GPU this synchronises once, to read the router's choice, unless the GPU supports grouped products (`_grouped`).
 
@@ -42,23 +43,46 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     """
     if hidden.is_meta:
         return torch.empty_like(hidden)
+    if (block := module.__dict__.get("block")) is not None:
+        return cast(Tensor, block(hidden, chosen, weights))
     if (by_rows := module.__dict__.get("by_rows")) is not None:
         layer, names = by_rows
         pause(Rows(layer, names, chosen))
     if _grouped(module, hidden):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
     out = torch.zeros_like(hidden)
-    experts, order = chosen.reshape(-1).sort(stable=True)
-    shares, start = weights.reshape(-1), 0
-    for expert, count in enumerate(_counts(experts, len(module.down_proj))):
-        if not count:
-            continue
-        picked = order[start : start + count]
-        tokens = picked // chosen.shape[-1]
-        result = _expert(module, hidden[tokens], expert) * shares[picked, None]
-        out.index_add_(0, tokens, result.to(out.dtype))
-        start += count
+    for expert, picked in by_expert(chosen, len(module.down_proj)):
+        add_expert(module, hidden, weights, picked, out, expert, expert)
     return out
+
+
+def by_expert(chosen: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each chosen expert, rising, with its indices in the flattened `chosen`. number: of experts."""
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    start = 0
+    for expert, count in enumerate(_counts(experts, number)):
+        if count:
+            yield expert, order[start : start + count]
+        start += count
+
+
+def add_expert(
+    module: Any, hidden: Tensor, weights: Tensor, picked: Tensor, out: Tensor, expert: int, row: int
+) -> None:
+    """Add the weighted output of one expert to `out`, [tokens, hidden].
+
+    Args:
+        module: the experts.
+        hidden: [tokens, hidden].
+        weights: shares of the experts, [tokens, top_k].
+        picked: int64, indices in the flattened `weights` of the tokens that use the expert.
+        out: changed in place.
+        expert: its number.
+        row: its row in the stacked matrices.
+    """
+    tokens = picked // weights.shape[-1]
+    result = _expert(module, hidden[tokens], expert, row) * weights.reshape(-1)[picked, None]
+    out.index_add_(0, tokens, result.to(out.dtype))
 
 
 def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
@@ -88,15 +112,15 @@ def _counts(experts: Tensor, number: int) -> list[int]:
     return counts.scatter_add_(0, experts, torch.ones_like(experts)).tolist()  # type: ignore[no-any-return]
 
 
-def _expert(module: Any, x: Tensor, expert: int) -> Tensor:
-    x = _one(module, x, "gate_up_proj" if module.has_gate else "up_proj", expert)
+def _expert(module: Any, x: Tensor, expert: int, row: int) -> Tensor:
+    x = _one(module, x, "gate_up_proj" if module.has_gate else "up_proj", expert, row)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _one(module, x, "down_proj", expert)
+    x = _one(module, x, "down_proj", expert, row)
     return cast(Tensor, module.post_expert_norm(x)) if getattr(module, "has_post_expert_norm", False) else x
 
 
-def _one(module: Any, x: Tensor, name: str, expert: int) -> Tensor:
-    weight, form = getattr(module, name)[expert], getattr(module, "forms", {}).get(name)
+def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
+    weight, form = getattr(module, name)[row], getattr(module, "forms", {}).get(name)
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     if watch := module.__dict__.get("watch"):  # see importance.Recorder
         watch[name](expert, x)

@@ -66,7 +66,8 @@ def read_buffers(model: ModelFacts, layout: Booked) -> int:
     A disk has buffers for short reads and, if any read is long, for long reads. Consecutive weights are one read. Only
     the part of a buffer that the longest read fills takes RAM.
     """
-    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
+    expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
+    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
     used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}

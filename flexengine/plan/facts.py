@@ -58,6 +58,8 @@ class NeuronFacts:
         guess: bytes that are read from memory to tell which neurons become active.
         unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
         reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together; () if not measured.
+        stored: bytes of the weights of one neuron on the disk, if these are others than `record`; else 0.
+        experts: whether the neurons are the experts of a mixture, which the router names. Prompts use all of them.
     """
 
     neurons: int
@@ -67,15 +69,23 @@ class NeuronFacts:
     guess: int = 0
     unions: tuple[float, ...] = ()
     reuse: tuple[float, ...] = ()
+    stored: int = 0
+    experts: bool = False
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the bytes that are read of one neuron."""
+        return self.stored or self.record
 
     @property
     def signature(self) -> str:
         """Return the key of `Hardware.blocks`: equal for blocks whose records are read and computed at equal rates."""
-        return f"records of {self.record} bytes, {self.form}"
+        return f"{'experts' if self.experts else 'records'} of {self.record} bytes, {self.form}"
 
     def room(self, share: float) -> int:
         """Return the number of neurons in memory, for a share of all neurons."""
-        return min(self.neurons, max(LEAST_NEURONS, math.ceil(share * self.neurons)))
+        least = 1 if self.experts else LEAST_NEURONS
+        return min(self.neurons, max(least, math.ceil(share * self.neurons)))
 
 
 class CacheGroup(NamedTuple):

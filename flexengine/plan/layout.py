@@ -11,7 +11,7 @@ from itertools import chain
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
 from flexengine.plan import experts, gpu
-from flexengine.plan.buffers import book_delegation, read_buffers
+from flexengine.plan.buffers import SHORT_READ, book_delegation, read_buffers
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.pools import check_partition, empty_pools, shared_out
@@ -46,6 +46,7 @@ NEURONS = "neurons"
 PREDICTORS = "predictors"
 RECORDS = "records on their way"
 STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
+EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
 RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
 COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
@@ -212,14 +213,16 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
 
 def _neurons(layout: Layout, model: ModelFacts) -> None:
     """Book device memory for the neurons of sparse blocks, and RAM for records that are read."""
-    if not model.blocks:
-        return
-    largest = max(block.record for block in model.blocks if block is not None)
-    for block in filter(None, model.blocks):
+    place = "host" if model.gpu else "device"
+    blocks = [block for block in model.blocks if block is not None]
+    for block in blocks:
         layout.book("device", NEURONS, aligned(block.room(layout.policy.neurons) * block.record))
         layout.book("device", PREDICTORS, aligned(block.predictor))
-    readers = aligned(RECORD_READERS * (max(RECORD_READ, largest) + 2 * ALIGN))
-    layout.book("host" if model.gpu else "device", RECORDS, 2 * STREAMED + readers)
+    if records := [block.record for block in blocks if not block.experts]:
+        readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
+        layout.book(place, RECORDS, 2 * STREAMED + readers)
+    if experts_read := [block.read_bytes for block in blocks if block.experts]:
+        layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))
 
 
 def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:

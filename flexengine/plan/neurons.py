@@ -5,8 +5,12 @@ reads s(k + 1) - s(k) of the neurons, where s(k) is the mean share that k succes
 systems 4.4). The memory's room decides k. Tokens of different sequences in a gpu_batch are taken as independent:
 
     s(k) of b sequences = 1 - (1 - s(k) of one) ^ e(b),    e(b) = log(1 - union of b) / log(1 - union of 1)
+
+The experts of a mixture are counted in the same way. Experts of the next layer that are read early are counted as if
+they were read when they are needed, so such a job may be faster than predicted.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +20,7 @@ from flexengine.plan.facts import ModelFacts, NeuronFacts
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.paging import Array
 from flexengine.plan.profile import Profile
-from flexengine.plan.sizes import ALIGN
+from flexengine.plan.sizes import aligned
 from flexengine.policy import Policy
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
@@ -99,15 +103,19 @@ def _block_seconds(
     block: NeuronFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float
 ) -> Array:  # fmt: skip
     rates, use, nbytes = rates_of(hardware, block), Use(block), float(block.neurons * block.record)
+    stored, room = float(block.neurons * block.read_bytes), block.room(policy.neurons) / block.neurons
     batches = np.ceil(sweeps.decoding / policy.gpu_batch_size - 1e-9)
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
     used = use.used(rows)
-    missing = use.missing(rows, block.room(policy.neurons) / block.neurons)
-    read = missing * nbytes / values_at(rates["read"], np.maximum(1.0, missing * block.neurons))
+    missing = use.missing(rows, room)
+    read = missing * stored / values_at(rates["read"], np.maximum(1.0, missing * block.neurons))
     computed = used * nbytes / values_at(rates["some"], np.maximum(1.0, rows))
     predicted = block.guess / hardware.elementwise * np.ones(rows.shape)
     whole = sweeps.prompt / prompt  # gpu_batches of prompts
-    streamed = max(nbytes / values_at(rates["stream"], block.neurons), nbytes / values_at(rates["all"], prompt))
+    multiplied = prompt * block.reuse[0] if block.experts else prompt  # tokens of a neuron
+    kept = block.experts and room >= 1  # experts that prompts read stay in memory, unlike records
+    stream = 0.0 if kept else stored / values_at(rates["stream"], block.neurons)
+    streamed = max(stream, nbytes / values_at(rates["all"], multiplied))
     return np.where(batches > 0, batches * (read + computed + predicted), 0.0) + whole * streamed
 
 
@@ -115,7 +123,7 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
     """Return the tables of a block; assumed ones where nothing was measured."""
     matrix = hardware.products.get("float16") or next(iter(hardware.products.values()))
     disk, memory = hardware.checkpoint_read, hardware.elementwise
-    one, many = at(disk, block.record), at(disk, block.record * block.neurons)
+    one, many = at(disk, block.read_bytes), at(disk, block.read_bytes * block.neurons)
     element = 2.0 * 8 / 16  # FLOP per byte of a 16-bit weight and token
     assumed: dict[str, Table] = {
         "read": ((1.0, one),), "stream": ((1.0, many),), "some": ((1.0, memory),),
@@ -127,7 +135,7 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
 def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
     """Return the bytes of records that a gpu_batch of decoding sequences reads."""
     rooms = ((b, b.room(policy.neurons) / b.neurons) for b in model.blocks if b is not None)
-    return sum(float(Use(b).missing(np.asarray(rows), room)) * b.neurons * b.record for b, room in rooms)
+    return sum(float(Use(b).missing(np.asarray(rows), room)) * b.neurons * b.read_bytes for b, room in rooms)
 
 
 @lru_cache(maxsize=64)
@@ -145,10 +153,17 @@ def _alike(model: ModelFacts) -> dict[NeuronFacts, int]:
 
 
 def share_of(model: ModelFacts, free: int | None) -> float:
-    """Return the largest share of the neurons, in thousandths, whose records fit into free bytes; None is no limit."""
+    """Return the largest share of the neurons, in thousandths, whose records fit; None is no limit.
+
+    Args:
+        free: bytes that are left if the share is 0. Each block has a few neurons in memory then.
+    """
     blocks = [block for block in model.blocks if block is not None]
     if free is None or not blocks:
         return float(bool(blocks))
-    free -= sum(block.record + ALIGN for block in blocks)  # lost by rounding up
-    total = sum(block.neurons * block.record for block in blocks)
-    return min(1.0, max(0, 1000 * free // total) / 1000)
+
+    def booked(thousandths: int) -> int:
+        return sum(aligned(block.room(thousandths / 1000) * block.record) for block in blocks)
+
+    most = free + booked(0)
+    return max(0, bisect_right(range(1001), most, key=booked) - 1) / 1000

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
 from flexengine.model.encoding import encoded, forms, use_forms
+from flexengine.model.expert_layers import ExpertLayer, find_experts, use_experts_apart, use_experts_inside
 from flexengine.model.files import set_links
 from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
@@ -29,6 +31,7 @@ from flexengine.model.neurons import FeedForward, find, use_records, use_weights
 from flexengine.model.skeleton import ParamRef, Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
+from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts, TensorFact
 from flexengine.worker import layer_formats
 
@@ -55,7 +58,8 @@ class Opened:
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
         blocks: by layer, the feed-forward block whose neurons are read when they become active; () without `flash`.
-        trained: predictors of these blocks, and statistics; None if there are none.
+        experts: by layer, the mixture whose experts are read when they are chosen; () if `flash` is no oracle.
+        trained: predictors of `blocks`, and statistics; None if there are none.
     """
 
     source: Source
@@ -69,8 +73,9 @@ class Opened:
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
     blocks: tuple[FeedForward | None, ...] = ()
+    experts: tuple[ExpertLayer | None, ...] = ()
     trained: Trained | None = None
-    _whole: list[dict[str, ParamRef]] = field(default_factory=list)  # the layers with all weights, if there are blocks
+    _whole: list[dict[str, ParamRef]] = field(default_factory=list)  # the layers with all weights, with `flash`
 
     @property
     def forms(self) -> dict[str, WeightFormat]:
@@ -100,16 +105,10 @@ class Opened:
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
         self.lossy, skeleton = lossy, self.skeleton
-        if self.blocks:
-            use_weights(skeleton, self.blocks, self._whole)
-        self.blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
-        self.trained = self._trained() if self.blocks else None
-        if self.blocks:
-            self._whole = use_records(skeleton, self.blocks, keep_first=lossy.flash == ORACLE)
-        use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
-        held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
-        self.held = held | dict.fromkeys(self.forms, torch.uint8)
+        self._take_out(lossy)
+        use_forms(skeleton, forms(skeleton, lossy.coded))
+        self.held |= dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
@@ -120,10 +119,29 @@ class Opened:
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+        pairs = zip_longest(self.blocks, self.experts)
         self.facts = replace(self.facts, kv_form=lossy.cache or "", blocks=tuple(
-            None if block is None else self._block(j, block) for j, block in enumerate(self.blocks)))  # fmt: skip
+            self._block(j, block) if block else expert_facts(experts, self.locations, self.held) if experts else None
+            for j, (block, experts) in enumerate(pairs)))  # fmt: skip
         for name in ("origins", "bundles"):
             self.__dict__.pop(name, None)
+
+    def _take_out(self, lossy: Lossy) -> None:
+        """Set the blocks whose weights are read on demand, take these out of the layers, and set the dtypes of all
+        weights on the device."""
+        skeleton, oracle = self.skeleton, lossy.flash == ORACLE
+        if self._whole:
+            use_experts_inside(skeleton, self.experts, self._whole)
+            use_weights(skeleton, self.blocks, self._whole)
+        self._whole = list(skeleton.layers) if lossy.flash else []
+        self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
+        blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
+        self.blocks = blocks if any(blocks) else ()
+        self.trained = self._trained() if self.blocks else None
+        use_records(skeleton, self.blocks, keep_first=oracle)
+        experts = find_experts(skeleton) if oracle else ()
+        self.experts = experts if any(experts) else ()
+        use_experts_apart(skeleton, self.experts)
 
     def _block(self, layer: int, block: FeedForward) -> NeuronFacts:
         """Return the sizes of a block and, if they are known, how its neurons are used."""
@@ -168,7 +186,7 @@ class Opened:
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
-        if lossy.flash and (reason := self._not_sparse() or self._not_trained(lossy)):
+        if lossy.flash and (reason := self._not_sparse(lossy) or self._not_trained(lossy)):
             return reason
         if reason := layer_formats.mismatch(lossy.weights, self.skeleton.total):
             return reason
@@ -180,14 +198,25 @@ class Opened:
                     " let compute be 'int8'")  # fmt: skip
         return None
 
-    def _not_sparse(self) -> str | None:
+    def _experts_refused(self, lossy: Lossy) -> str | None:
+        """Return why experts cannot be read with these switches; None if they can."""
+        if lossy.flash != ORACLE:
+            return (f"flash is {lossy.flash!r}, but the routers of {self.source.name} choose its experts exactly, so"
+                    f" that nothing is to be predicted; let flash be {ORACLE}")  # fmt: skip
+        if lossy.coded is not None or not lossy.decided:
+            return (f"flash reads the experts of {self.source.name} as the checkpoint has them, so weights cannot be"
+                    " encoded; leave weights and compute out, or leave flash out")  # fmt: skip
+        return None
+
+    def _not_sparse(self, lossy: Lossy) -> str | None:
         """Return why no neurons can be read apart; None if they can."""
-        if len(self.skeleton.layers) < self.skeleton.total:
-            return "flash is set with stages, of which none has all layers; leave out one of them"
         blocks = self.blocks or find(self.skeleton)
         known = {block.activation for block in blocks if block is not None}
         if any(block is not None and block.sparse for block in blocks):
-            return None
+            staged = len(self.skeleton.layers) < self.skeleton.total
+            return "flash is set with stages, of which none has all layers; leave out one of them" if staged else None
+        if any(self.experts or find_experts(self.skeleton)):
+            return self._experts_refused(lossy)
         what = f"its activation function is {', '.join(sorted(known))}" if known else "its layers have no known block"
         return (f"flash reads the neurons that become active, but no neuron of {self.source.name} stays inactive:"
                 f" {what}; use a model with ReLU (OPT, or a model that was trained further with ReLU), or leave flash"
@@ -293,6 +322,16 @@ def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtyp
         return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
+
+
+def expert_facts(layer: ExpertLayer, stored: Mapping[str, Origin], held: Mapping[str, torch.dtype]) -> NeuronFacts:
+    """Return the sizes of a layer's experts. Tokens are expected to choose independently and evenly."""
+    elements = {name: stored[name].nbytes // stored[name].dtype.itemsize for name in layer.matrices}
+    record = sum(n * held[name].itemsize for name, n in elements.items()) // layer.experts
+    on_disk = sum(stored[name].nbytes for name in layer.matrices) // layer.experts
+    form = f"{len(elements)} matrices, {layer.active} of {layer.experts} experts"
+    successive = tuple(float(share(layer.active, layer.experts, tokens)) for tokens in range(1, 65))
+    return NeuronFacts(layer.experts, record, form, reuse=successive, stored=on_disk, experts=True)
 
 
 def model_facts(

@@ -22,6 +22,7 @@ from flexengine.schedule.program import Op, Task
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
+from flexengine.worker.expert_blocks import ExpertBlocks
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.neurons import Neurons
@@ -107,6 +108,7 @@ class Worker:
         hidden: offloaded hidden states of the job.
         attenders: by place, for each place to which the policy delegates attention.
         neurons: blocks whose neurons are read when they become active, if any.
+        expert_blocks: mixtures whose experts are read when they are chosen, if any.
 
     Attributes:
         sampled: by sequence id, the token sampled in the sweep.
@@ -115,10 +117,10 @@ class Worker:
 
     def __init__(
         self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender],
-        neurons: Neurons | None = None,
+        neurons: Neurons | None = None, expert_blocks: ExpertBlocks | None = None,
     ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
-        self.attenders, self.neurons = attenders, neurons
+        self.attenders, self.neurons, self.expert_blocks = attenders, neurons, expert_blocks
         self.layers = len(skeleton.layers)
         if cache.layout.policy.queries_first:
             use_queries_first(skeleton.model)
@@ -369,4 +371,6 @@ class Worker:
         self.experts.close()
         if self.neurons is not None:
             self.neurons.close()
+        if self.expert_blocks is not None:
+            self.expert_blocks.close()
         self._regions.free()

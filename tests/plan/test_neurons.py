@@ -1,0 +1,75 @@
+"""plan.neurons for experts: shares against a simulation, and the memory that fits."""
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexengine.plan.experts import share
+from flexengine.plan.facts import ModelFacts, NeuronFacts
+from flexengine.plan.neurons import Use, reads, share_of
+from flexengine.policy import Policy
+
+
+def experts(count: int, active: int, record: int = 1000) -> NeuronFacts:
+    reuse = tuple(float(share(active, count, tokens)) for tokens in range(1, 65))
+    return NeuronFacts(count, record, "experts", reuse=reuse, stored=record // 2, experts=True)
+
+
+def simulated(count: int, active: int, rows: int, room: int, steps: int = 4000) -> float:
+    """Return the mean share of the experts that least recently used memory misses, if tokens choose evenly."""
+    rng, held, missed = np.random.default_rng(0), OrderedDict[int, None](), 0
+    for _ in range(steps):
+        chosen = {int(e) for _ in range(rows) for e in rng.choice(count, active, replace=False)}
+        missed += len(chosen - held.keys())
+        for expert in chosen:
+            held[expert] = None
+            held.move_to_end(expert)
+        while len(held) > room:
+            held.popitem(last=False)
+    return missed / steps / count
+
+
+@pytest.mark.parametrize(("count", "active", "rows", "room"), [(8, 2, 1, 4), (64, 4, 1, 32), (64, 4, 4, 40)])
+def test_missing_experts(count: int, active: int, rows: int, room: int) -> None:
+    found = float(Use(experts(count, active)).missing(np.asarray(float(rows)), room / count))
+    assert found == pytest.approx(simulated(count, active, rows, room), rel=0.12)
+
+
+def test_no_expert_is_missing_if_all_fit() -> None:
+    assert not Use(experts(8, 2)).missing(np.array([1.0, 4.0]), 1.0).any()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_used_experts(rows: int) -> None:
+    assert Use(experts(8, 2)).used(np.array([float(rows)]))[0] == pytest.approx(1 - 0.75**rows)
+
+
+def facts(*blocks: NeuronFacts | None) -> ModelFacts:
+    return ModelFacts((), (), None, None, 100, 8, 8, 1, 1, 8, 4, blocks=blocks)
+
+
+def test_reads_are_stored_bytes() -> None:
+    """Half of the experts in memory: a quarter of those that a token of a mixture of two in eight uses are new."""
+    found = reads(facts(experts(8, 2), None), Policy(neurons=0.5), 1.0)
+    assert found == pytest.approx(0.25 * (1 - 0.5) * 8 * 500, rel=0.05)
+
+
+@pytest.mark.parametrize("free", [0, 3000, 50_000, 123_456, 10**9])
+def test_share_of(free: int) -> None:
+    """The largest share of thousandths whose rooms, in whole pages, take at most `free` bytes more than the least."""
+    blocks = (experts(8, 2, 9000), None, experts(6, 2, 7000), NeuronFacts(200, 500, "records"))
+    known = facts(*blocks)
+
+    def room(block: NeuronFacts, thousandths: int) -> int:
+        least = 1 if block.experts else 64
+        return min(block.neurons, max(least, -(-thousandths * block.neurons // 1000)))
+
+    def taken(thousandths: int) -> int:
+        return sum(-(-room(b, thousandths) * b.record // 4096) * 4096 for b in blocks if b is not None)
+
+    best = max(t for t in range(1001) if taken(t) - taken(0) <= free)
+    assert share_of(known, free) == best / 1000
+    assert share_of(known, None) == 1.0
+    assert share_of(facts(), free) == share_of(replace(known, blocks=(None,)), 5) == 0.0
