@@ -106,15 +106,15 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
 
     files = sorted(directory.glob("*.safetensors"))
     tensors = read_checkpoint(directory)
-    codes = _read(tensors, "model.decoder.embed_positions.weight")[2:, : shape.code]
+    codes = read_tensor(tensors, "model.decoder.embed_positions.weight")[2:, : shape.code]
     starts = [16 + 24 * i for i in range(8)]  # prompts differ by 24 tokens
     stretches = torch.stack([codes[start : start + 64] for start in starts if start + 64 <= len(codes)])
     choose = torch.zeros(shape.code, shape.hidden)
     choose[:, : shape.code] = torch.eye(shape.code)
 
     def layer(j: int) -> LayerPredictor:
-        rows = _read(tensors, f"model.decoder.layers.{j}.fc1.weight")[:, : shape.code]
-        bias = _read(tensors, f"model.decoder.layers.{j}.fc1.bias")
+        rows = read_tensor(tensors, f"model.decoder.layers.{j}.fc1.weight")[:, : shape.code]
+        bias = read_tensor(tensors, f"model.decoder.layers.{j}.fc1.bias")
         predictor = Predictor(choose.bfloat16(), rows.bfloat16(), bias.float(), -MARGIN)
         scores = stretches.float() @ rows.float().T + bias.float()
         true, predicted = (scores > 0).numpy(), (scores > -MARGIN).numpy()
@@ -129,7 +129,7 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
     return prepared(directory, files, build, f"planted predictors, margin {MARGIN}", label="predictors, planted")
 
 
-def _read(tensors: Any, name: str) -> Any:
+def read_tensor(tensors: Any, name: str) -> Any:
     """Return a tensor of a checkpoint."""
     from safetensors import safe_open
 

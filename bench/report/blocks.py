@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.harness import Record
 from bench.report.devices import devices_block
+from bench.report.flash import flash_block
 from bench.report.lines import (
     MODELS,
     RESULTS,
@@ -222,5 +223,5 @@ def faults_block(folder: Path = RESULTS) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
     "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
-    "devices": devices_block,
+    "devices": devices_block, "flash": flash_block,
 }  # fmt: skip

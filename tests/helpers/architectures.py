@@ -295,6 +295,8 @@ def rendered(findings: list[Finding]) -> str:
         "",
         *" ".join((__doc__ or "").split("\n\n")[2].split()).split("\n"),
         "",
+        "Models that run in flash mode, which reads only the neurons that a token uses: [Flash mode](flash.md#models).",
+        "",
         "| verdict | architectures | meaning |",
         "|---|---|---|",
     ]
