@@ -157,8 +157,9 @@ class Lossy:
 
     @property
     def described(self) -> str:
-        """Return the switches as text, with the command that measures their cost."""
-        return f"{self}; flexengine quality shows what that costs" if self else str(self)
+        """Return the switches as text, with the command that measures their cost, if they have one."""
+        free = self.enabled == {"flash": ORACLE}
+        return f"{self}; flexengine quality shows what that costs" if self and not free else str(self)
 
 
 def weights_text(weights: str | Formats | None) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from flexengine.errors import InvalidInput
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.neurons import rooms
@@ -27,7 +28,14 @@ class Booked(Protocol):
 
 
 def book_neurons(layout: Booked, model: ModelFacts) -> None:
-    """Book device memory for neurons and their predictors, and RAM for records that are read."""
+    """Book device memory for neurons and their predictors, and RAM for records that are read.
+
+    Raises:
+        InvalidInput: the policy has a share of neurons in memory, but none are read on demand.
+    """
+    if layout.policy.neurons and not any(model.blocks):
+        raise InvalidInput(f"policy neurons is {layout.policy.neurons}, but no neurons are read on demand; set flash"
+                           " (--flash), or leave neurons out of the policy")  # fmt: skip
     place = "host" if model.gpu else "device"
     layout.rooms = rooms(model.blocks, layout.policy.neurons)
     blocks = [block for block in model.blocks if block is not None]

@@ -111,7 +111,8 @@ def rooms(blocks: tuple[NeuronFacts | None, ...], share: float) -> tuple[int, ..
     Args:
         share: of the bytes of all neurons. Each block has room for `NeuronFacts.least` at least.
     """
-    kinds = _grouped(blocks)
+    if not (kinds := _grouped(blocks)):
+        return (0,) * len(blocks)
     budget = share * sum(layers * block.neurons * block.record for block, layers in kinds.items())
     # By block: neurons of the last 0, 1, 2, ... tokens, and at last all neurons.
     rising = {block: np.append(np.clip(np.ceil(_curve(block) * block.neurons), block.least, block.neurons),

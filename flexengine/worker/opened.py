@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.errors import InvalidInput
+from flexengine.errors import FlexError, InvalidInput
 from flexengine.flash import trained
 from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
 from flexengine.flash.trained import Trained
@@ -168,14 +168,23 @@ class Opened:
         return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier)
 
     def _trained(self) -> Trained | None:
-        """Return the predictors of the model, which were trained last; None if there are none."""
-        directory = trained.find(self.given) if self.given else None
-        return trained.load(directory, trained.checkpoint_key(self.given), self.blocks) if directory else None
+        """Return the predictors of the model, which were trained last; None if there are none, or if an oracle, which
+        needs only their statistics, finds them damaged."""
+        if not self.given or (directory := trained.find(self.given)) is None:
+            return None
+        try:
+            return trained.load(directory, trained.checkpoint_key(self.given), self.blocks)
+        except FlexError:
+            if self.lossy.flash == ORACLE:
+                return None
+            raise
 
     def _not_trained(self, lossy: Lossy) -> str | None:
         """Return why the model has no predictors, if it needs some."""
         if lossy.flash != PREDICTORS or (self.given and trained.find(self.given)):
             return None
+        if not self.files:
+            return f"{self.source.name} has no weights here, so no predictors; let flash be {ORACLE}"
         return (f"{self.source.name} has no predictors; train them: flexengine flash train {self.source.directory}, or"
                 f" let flash be {ORACLE}")  # fmt: skip
 
@@ -217,10 +226,10 @@ class Opened:
             return "flash is set with stages, of which none has all layers; leave out one of them" if staged else None
         if any(self.experts or find_experts(self.skeleton)):
             return self._experts_refused(lossy)
-        what = f"its activation function is {', '.join(sorted(known))}" if known else "its layers have no known block"
-        return (f"flash reads the neurons that become active, but no neuron of {self.source.name} stays inactive:"
-                f" {what}; use a model with ReLU (OPT, or a model that was trained further with ReLU), or leave flash"
-                " out")  # fmt: skip
+        what = (f"no neuron of {self.source.name} stays inactive: its activation function is {', '.join(sorted(known))}"
+                if known else f"the layers of {self.source.name} have no block that it knows")  # fmt: skip
+        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU (OPT, or a model that was"
+                " trained further with ReLU), or leave flash out")  # fmt: skip
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""

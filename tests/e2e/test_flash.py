@@ -155,7 +155,7 @@ def test_all_records_are_read_once_if_all_fit(sparse: Any, tmp_path: Path, monke
 def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"no neuron of .* stays inactive: its activation function is SiLU"):
         Engine(families("llama").directory, lossy=ORACLE)
-    with pytest.raises(InvalidInput, match="its layers have no known block"):
+    with pytest.raises(InvalidInput, match=r"the layers of .* have no block that it knows"):
         Engine(families("gpt2").directory, lossy=ORACLE)
     with pytest.raises(InvalidInput, match="has no predictors; train them: flexengine flash train"):
         Engine(sparse("opt-350m").directory, lossy=PREDICTORS)
@@ -165,6 +165,11 @@ def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
         Lossy(weights="int2", flash="oracle")
     with pytest.raises(InvalidInput, match=r"policy neurons is 1\.5; it must be a share from 0 to 1"):
         Policy(neurons=1.5)
+    with (
+        Engine(sparse("opt").directory, policy=Policy(neurons=0.5)) as engine,
+        pytest.raises(InvalidInput, match=r"policy neurons is 0\.5, but no neurons are read on demand"),
+    ):
+        engine.generate([{"prompt_token_ids": [5]}])
 
 
 def test_other_predictors_do_not_continue_a_job(sparse: Any, tmp_path: Path) -> None:
