@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -143,6 +144,7 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     what = json.dumps({"predictors": VERSION, "dtype": str(core.dtype), **about})
     label = f"predictors, {settings.misses:.1%} misses"
     directory = prepared(core.source.directory, files, build, what, core.verifier, label)
+    os.utime(directory / trained.ABOUT)  # `trained.find` takes the latest
     return trained.load(directory, checkpoint, blocks)
 
 

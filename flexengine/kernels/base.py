@@ -247,8 +247,10 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
-        """Return a @ V, where V has vector `index` of the records at `places`, in the order of `places`.
+    def record_sum(
+        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+    ) -> Tensor:
+        """Return start + a @ V, where V has vector `index` of the records at `places`, in the order of `places`.
 
         Vectors are widened, or decoded as by form.decode, without loss. On a CPU records with weights of 0 in all rows
         are not read.
@@ -256,11 +258,14 @@ class Kernels(ABC):
         Args:
             a: float [T, n], any strides; weights of the records at `places`.
             records, places, form, index: as in `record_products`.
+            start: fp32 [T, form.width], such as the sum of earlier records; None for zeros.
 
         Returns:
-            [T, form.width] in a's dtype, summed in fp32. On a CPU a row is summed in the order of `places` without
-            weights of 0, which do not count even if the vector is not finite. So the row is bitwise the same for any
-            other rows, any further places with weights of 0, any places of its records, and any number of threads.
+            fp32 [T, form.width]. On a CPU a row is summed in the order of `places` without weights of 0, which do not
+            count even if the vector is not finite. So the row is bitwise the same for any other rows, any further
+            places with weights of 0, any places of its records, and any number of threads. With native kernels, and
+            vectors of whole blocks, it is also the same if `places` is summed in parts, each from the sum of the parts
+            before.
         """
 
     @abstractmethod

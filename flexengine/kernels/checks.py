@@ -175,6 +175,15 @@ def check_record_products(
         raise InvalidInput(f"bias {list(bias.shape)} {bias.dtype} must be fp32 {list(places.shape)}, one per place")
 
 
+def check_record_sum(
+    a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None
+) -> None:
+    """Raise InvalidInput if the arguments of `record_sum` do not fit together."""
+    check_records(a, len(places), records, places, form, index)
+    if start is not None and (start.shape != (len(a), form.width) or start.dtype != torch.float32):
+        raise InvalidInput(f"start {list(start.shape)} {start.dtype} must be fp32 {[len(a), form.width]}, one per row")
+
+
 def check_places(places: Tensor, records: Tensor) -> None:
     """Raise InvalidInput if an entry of `places` is no record."""
     bad = (places < 0) | (places >= len(records))

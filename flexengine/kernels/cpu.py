@@ -239,17 +239,20 @@ class NativeKernels(ReferenceKernels):
         checks.check_record_products(x, records, places, form, index, bias)
         bias = None if bias is None else bias.contiguous()
         out = torch.empty((len(x), len(places)), dtype=torch.float32, device="cpu")
-        self._with_records(self._record_products, x, records, places, form, index, (out, bias, None))
+        self._with_records(self._record_products, x, records, places, form, index, (out, bias, None, None))
         return out.to(x.dtype)
 
-    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
+    def record_sum(
+        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+    ) -> Tensor:
         if not _native(a, records, places) or not _in_blocks(form):
-            return super().record_sum(a, records, places, form, index)
-        checks.check_records(a, len(places), records, places, form, index)
+            return super().record_sum(a, records, places, form, index, start)
+        checks.check_record_sum(a, records, places, form, index, start)
+        start = None if start is None else start.contiguous()
         out = torch.empty((len(a), form.width), dtype=torch.float32, device="cpu")
         scratch = torch.empty(sum((4 * rows + 8) * (len(places) + 2) for rows in (len(a), 1)), dtype=torch.uint8)
-        self._with_records(self._record_sum, a, records, places, form, index, (out, None, scratch))
-        return out.to(a.dtype)
+        self._with_records(self._record_sum, a, records, places, form, index, (out, None, scratch, start))
+        return out
 
     @staticmethod
     def _with_records(
@@ -260,14 +263,14 @@ class NativeKernels(ReferenceKernels):
 
         Args:
             x, records, places, form, index: as in `record_products` and `record_sum`.
-            others: (out, bias, scratch).
+            others: (out, bias, scratch, start).
         """
         rows, places = _rows(x.float()), places.contiguous()
         out = others[0]
         assert out is not None
         call = structs.Records(
             *(x.data_ptr() for x in (rows, records, places)),
-            *(None if x is None else x.data_ptr() for x in (others[1], out, others[2])),
+            *(None if x is None else x.data_ptr() for x in (others[1], others[3], out, others[2])),
             *(len(rows), len(places), len(records), form.nbytes, index * form.vector_bytes, form.width),
             *(rows.stride(0), out.stride(0)),
             *(CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16, torch.get_num_threads()),

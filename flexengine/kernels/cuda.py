@@ -141,13 +141,15 @@ class CudaKernels(ReferenceKernels):
             out[:, some] = x.to(v.dtype) @ v.T if bias is None else x.to(v.dtype) @ v.T + bias[some]
         return out
 
-    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
-        checks.check_records(a, len(places), records, places, form, index)
-        out = a.new_zeros((len(a), form.width), dtype=torch.float32)
+    def record_sum(
+        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+    ) -> Tensor:
+        checks.check_record_sum(a, records, places, form, index, start)
+        out = a.new_zeros((len(a), form.width), dtype=torch.float32) if start is None else start.clone()
         for some in _slices(len(places), BUFFER // (GATHERED * form.width)):
             v = _vectors(records, places[some], form, index, a.dtype)
             out += a[:, some].to(v.dtype) @ v
-        return out.to(a.dtype)
+        return out
 
 
 def is_ampere(x: Tensor) -> bool:

@@ -17,10 +17,11 @@ constexpr int64_t CACHED = 1 << 17;  // bytes of neurons that are summed togethe
 constexpr int64_t SPAN = 64;         // blocks whose scales are widened together by products
 constexpr int64_t LITTLE = 1 << 18;  // bytes; for at most these, one thread is faster than several
 
-// products: out[t][s] = bias[s] + x[t] . (vector of neuron s). sum: out[t] = sum over s of x[t][s] * (vector of neuron
-// s). The vector is `shift` bytes from the start of record places[s], which has `nbytes` bytes.
+// products: out[t][s] = bias[s] + x[t] . (vector of neuron s). sum: out[t] = start[t] (0 without one), and then the sum
+// over s of x[t][s] * (vector of neuron s). The vector is `shift` bytes from the start of record places[s], which has `nbytes` bytes.
 struct Records {
-    const float* x; const char* records; const int64_t* places; const float* bias; float* out; char* scratch;
+    const float* x; const char* records; const int64_t* places; const float* bias; const float* start; float* out;
+    char* scratch;
     int64_t rows, n, room, nbytes, shift, width, x_row, out_row;
     int32_t kind, threads;  // kind: enum Dtype of simd.h or enum Codes of codes.h
 
@@ -231,7 +232,11 @@ template <class F> void sum_slice(const Records& a, const Used& used, int64_t fi
     const int64_t blocks = end - first, from = first * F::SIZE, columns = blocks * F::SIZE;
     const int64_t chunk = CACHED / F::BYTES / blocks;
     float scales[F::SCALES * CACHED / F::BYTES + 1];
-    for (int64_t t = 0; t < a.rows; t++) memset(a.out + t * a.out_row + from, 0, size_t(columns) * 4);
+    for (int64_t t = 0; t < a.rows; t++) {
+        float* row = a.out + t * a.out_row + from;
+        if (a.start) memcpy(row, a.start + t * a.out_row + from, size_t(columns) * 4);
+        else memset(row, 0, size_t(columns) * 4);
+    }
     for (int64_t s = 0; s < used.n; s += chunk) {
         const int64_t n = used.n - s < chunk ? used.n - s : chunk, left = used.n - s - n;
         Tokens next = used.rows + s + n;
@@ -270,6 +275,7 @@ template <class F> void sum_all(const Records& a) {
         if (!used.bad[t]) continue;
         Records one = a;
         one.x += t * a.x_row, one.out += t * a.out_row, one.rows = 1;
+        if (a.start) one.start += t * a.out_row;
         one.scratch = used.end;
         sum_all<F>(one);
     }

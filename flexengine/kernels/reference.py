@@ -169,10 +169,12 @@ class ReferenceKernels(base.Kernels):
             out[:, low : low + NEURONS] = linear_fp32(x.float(), padded)[:, : len(v)]
         return (out if bias is None else out + bias).to(x.dtype)
 
-    def record_sum(self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int) -> Tensor:
-        checks.check_records(a, len(places), records, places, form, index)
+    def record_sum(
+        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+    ) -> Tensor:
+        checks.check_record_sum(a, records, places, form, index, start)
         checks.check_places(places, records)
-        out = torch.zeros((len(a), form.width), dtype=torch.float32, device=a.device)
+        out = a.new_zeros((len(a), form.width), dtype=torch.float32) if start is None else start.clone()
         step = max(1, WIDENED // (4 * form.width))
         for row, weights in zip(out, a.float(), strict=True):
             used = weights.nonzero()[:, 0]
@@ -180,7 +182,7 @@ class ReferenceKernels(base.Kernels):
                 run = used[low : low + step]
                 v = form.decode(records[places[run]], index)
                 row += linear_fp32(weights[None, run], v.T.contiguous())[0]
-        return out.to(a.dtype)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         checks.check_norm(x, weight)

@@ -92,7 +92,7 @@ class Records(ctypes.Structure):
     """struct Records of neurons.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "records", "places", "bias", "out", "scratch")),
+        *((name, c_void_p) for name in ("x", "records", "places", "bias", "start", "out", "scratch")),
         *((name, c_int64) for name in ("rows", "n", "room", "nbytes", "shift", "width", "x_row", "out_row")),
         *((name, c_int32) for name in ("kind", "threads")),
     ]

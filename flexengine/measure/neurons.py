@@ -43,13 +43,13 @@ class _File(Bundle):
 
 @torch.no_grad()
 def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Table]]:
-    """Return `Hardware.blocks` of a model. A block that does not fit in memory is left out."""
+    """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out."""
     found = dict[str, dict[str, Table]]()
     for feed, facts in zip(opened.blocks, opened.facts.blocks, strict=False):
         if feed is None or facts is None or facts.signature in found:
             continue
         form = record_form(feed, opened.locations, opened.record_kind)
-        reads = _reads(opened, form, feed.neurons)
+        found[facts.signature] = reads = _reads(opened, form, feed.neurons)
         regions = Regions(machine)
         try:
             with unnoticed(machine):
@@ -119,7 +119,7 @@ def _products(
 
         def some(_: int, x: Tensor = x, uses: Tensor = uses, out: Tensor = out) -> None:
             rows = np.sort(rng.choice(count, used, replace=False))
-            block.add(x, uses, rows, memory, rows, out)
+            block.added(out, x, uses, rows, memory, rows)
 
         rates["some"].append((float(tokens), used * form.nbytes / seconds_per_call(some, SECONDS, machine)))
     for tokens in ALL:

@@ -172,6 +172,8 @@ def corrected(
             `hardware`.
     """
     own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
+    if any(facts.blocks):  # the device also waits for records, at rates that are not corrected
+        own = set()
     names = {lane: {lane} for lane in hardware.links} | {"device": own & {*hardware.layers, *hardware.heads}}
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():

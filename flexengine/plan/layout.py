@@ -171,7 +171,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     """Return the part of a layout that depends only on the policy's weights, slots and neurons.
 
     Args:
-        capacity: only its places and `staged` matter.
+        capacity: only its places, `staged` and `shared` matter.
 
     Raises:
         InvalidInput: the policy names a place that the machine does not have.
@@ -195,7 +195,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.layer_reads = {tier: nbytes / count for tier, (nbytes, count) in reads.items() if count}
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
-    book_neurons(layout, model)
+    book_neurons(layout, model, capacity.shared)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))

@@ -27,8 +27,11 @@ class Booked(Protocol):
         """Add bytes to the account of a tier."""
 
 
-def book_neurons(layout: Booked, model: ModelFacts) -> None:
+def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
     """Book device memory for neurons and their predictors, and RAM for records that are read.
+
+    Args:
+        shared: whether host and device are one memory.
 
     Raises:
         InvalidInput: the policy has a share of neurons in memory, but none are read on demand.
@@ -36,7 +39,7 @@ def book_neurons(layout: Booked, model: ModelFacts) -> None:
     if layout.policy.neurons and not any(model.blocks):
         raise InvalidInput(f"policy neurons is {layout.policy.neurons}, but no neurons are read on demand; set flash"
                            " (--flash), or leave neurons out of the policy")  # fmt: skip
-    place = "host" if model.gpu else "device"
+    place = "device" if shared else "host"
     layout.rooms = rooms(model.blocks, layout.policy.neurons)
     blocks = [block for block in model.blocks if block is not None]
     for block, room in zip(model.blocks, layout.rooms, strict=True):

@@ -82,13 +82,18 @@ class Block:
 
     def _some(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use the neurons that the predictor names."""
-        uses, out = self.predict(x), x.new_zeros(x.shape)
+        uses, out = self.predict(x), self._zeros(x)
         for numbers in self.arena.parts(np.flatnonzero(uses.any(0).cpu().numpy())):
             fetch = self.arena.fetch(numbers)
-            self._bring(fetch.neurons, fetch.rows)
-            self.add(x, uses, numbers, self.memory, self.arena.rows(numbers), out)
+            self._bring(*fetch)
+            out = self.added(out, x, uses, numbers, self.memory, self.arena.rows(numbers))
             self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
-        return out
+        return out.to(x.dtype)
+
+    @staticmethod
+    def _zeros(x: Tensor) -> Tensor:
+        """Return the sum of no neurons, in fp32: it is rounded to x's dtype once, at the end."""
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
     def _bring(self, numbers: Numbers, rows: Numbers) -> None:
         """Read records into the memory."""
@@ -104,18 +109,18 @@ class Block:
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
-    def add(
-        self, x: Tensor, uses: Tensor | None, numbers: Numbers, records: Tensor, rows: Numbers, out: Tensor
-    ) -> None:  # fmt: skip
-        """Add what neurons contribute to the output.
+    def added(
+        self, out: Tensor, x: Tensor, uses: Tensor | None, numbers: Numbers, records: Tensor, rows: Numbers
+    ) -> Tensor:
+        """Return a sum with what more neurons contribute to the output, fp32 [n, width].
 
         Args:
+            out: the sum of neurons with lower numbers, fp32 [n, width].
             x: [n, width].
             uses: bool [n, neurons]: neurons of each token; None if every token uses all neurons.
             numbers: neurons to compute, rising.
             records: uint8 [room, form.nbytes], on the device.
             rows: row of each neuron's record.
-            out: [n, width].
         """
         kernel, form, device = kernels.load_for(x.device), self.form, x.device
         chosen, places = torch.from_numpy(numbers).to(device), torch.from_numpy(rows).to(device)
@@ -124,7 +129,7 @@ class Block:
             a = a * kernel.record_products(x, records, places, form, 1, self._bias(chosen, 1))
         if uses is not None:
             a = torch.where(uses[:, chosen], a, 0.0)
-        out += kernel.record_sum(a, records, places, form, form.down)
+        return kernel.record_sum(a, records, places, form, form.down, out)
 
     def _bias(self, chosen: Tensor, index: int = 0) -> Tensor | None:
         """Return the biases of neurons in `first` or `up`."""
@@ -133,10 +138,16 @@ class Block:
         return None if module.bias is None else module.bias[chosen].float()
 
     def all(self, x: Tensor) -> Tensor:
-        """Return the output of tokens [n, width] that use all neurons. While some records are computed, the next ones
-        are read."""
-        out, size = x.new_zeros(x.shape), len(self.streamed[0])
+        """Return the output of tokens [n, width] that use all neurons: of those in memory, if all fit, else of records
+        on their way. While some of these are computed, the next ones are read."""
+        out, size = self._zeros(x), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
+        if self.arena.room == self.feed.neurons:
+            for run in runs:
+                numbers = np.arange(run.start, run.stop)
+                self._bring(*self.arena.fetch(numbers))
+                out = self.added(out, x, None, numbers, self.memory, self.arena.rows(numbers))
+            return out.to(x.dtype)
         coming = self._coming(runs[0], 0)
         for i, run in enumerate(runs):
             records, arrive = coming
@@ -144,8 +155,8 @@ class Block:
             if i + 1 < len(runs):
                 coming = self._coming(runs[i + 1], i + 1)
             rows = np.arange(len(records))
-            self.add(x, None, run.start + rows, records.to(x.device), rows, out)
-        return out
+            out = self.added(out, x, None, run.start + rows, records.to(x.device), rows)
+        return out.to(x.dtype)
 
     def _coming(self, run: slice, number: int) -> tuple[Tensor, Callable[[], object]]:
         """Begin to read a run of records into one of the two buffers. Return the records and what waits for them."""
@@ -168,6 +179,7 @@ class Neurons:
         known = [bundle for bundle in opened.bundles if bundle is not None]
         with ExitStack() as undo:
             undo.callback(self._regions.free)
+            undo.callback(self._release)
             self._reader = undo.enter_context(Reader(known))
             self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
             take, view = self._regions.take, machine.tier(place).view
@@ -205,11 +217,14 @@ class Neurons:
         device, dtype = self._machine.compute, self._opened.dtype
         return known.predictor.to(device, None if device.type == "cpu" else dtype).active
 
-    def close(self) -> None:
-        """Free the memory."""
+    def _release(self) -> None:
+        """Have no layer use a block."""
         for block in self.blocks:
             first = block.feed.modules[0]
             assert isinstance(first, RecordFirst)
             first.block = None
         self.blocks = []
+
+    def close(self) -> None:
+        """Free the memory."""
         self._ended.close()

@@ -104,10 +104,21 @@ class Opened:
         lossy = layer_formats.read(lossy, self.source.name, self.skeleton.total)
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
+        before = self.lossy
+        try:
+            self._set(lossy)
+        except FlexError:  # predictors may be damaged
+            if lossy != before:
+                self._set(before)
+            raise
+
+    def _set(self, lossy: Lossy) -> None:
+        """Set the lossy switches, which are not refused."""
         self.lossy, skeleton = lossy, self.skeleton
         skeleton.product.compute = cast(Compute | None, lossy.compute)
         self._take_out(lossy)
-        use_forms(skeleton, forms(skeleton, lossy.coded))
+        kept = {block.first for block in self.blocks if block}  # an oracle's, as the checkpoint has them
+        use_forms(skeleton, {name: form for name, form in forms(skeleton, lossy.coded).items() if name not in kept})
         self.held |= dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
@@ -133,6 +144,7 @@ class Opened:
         if self._whole:
             use_experts_inside(skeleton, self.experts, self._whole)
             use_weights(skeleton, self.blocks, self._whole)
+        use_forms(skeleton, {})  # also of weights that are taken out now
         self._whole = list(skeleton.layers) if lossy.flash else []
         self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
         blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
@@ -221,15 +233,21 @@ class Opened:
         """Return why no neurons can be read apart; None if they can."""
         blocks = self.blocks or find(self.skeleton)
         known = {block.activation for block in blocks if block is not None}
-        if any(block is not None and block.sparse for block in blocks):
-            staged = len(self.skeleton.layers) < self.skeleton.total
-            return "flash is set with stages, of which none has all layers; leave out one of them" if staged else None
-        if any(self.experts or find_experts(self.skeleton)):
-            return self._experts_refused(lossy)
+        sparse = any(block is not None and block.sparse for block in blocks)
+        experts = any(self.experts or find_experts(self.skeleton))
+        if experts and (not sparse or lossy.flash == ORACLE) and (reason := self._experts_refused(lossy)):
+            return reason
+        if sparse and len(self.skeleton.layers) < self.skeleton.total:
+            return "flash is set with stages, of which none has all layers; leave out one of them"
+        if sparse and lossy.compute is not None:
+            return (f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored; leave out"
+                    " one of them")  # fmt: skip
+        if sparse or experts:
+            return None
         what = (f"no neuron of {self.source.name} stays inactive: its activation function is {', '.join(sorted(known))}"
                 if known else f"the layers of {self.source.name} have no block that it knows")  # fmt: skip
-        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU (OPT, or a model that was"
-                " trained further with ReLU), or leave flash out")  # fmt: skip
+        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU, such as OPT, or one that"
+                " was trained further with ReLU, or leave flash out")  # fmt: skip
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""

@@ -176,7 +176,8 @@ class Worker:
                 if text.targets:
                     own = text.scored(piece.start, piece.count)
                     targets += [(first + i, target) for i, target in own]
-                    predicted += [first + i for i, _ in own]
+                    context = len(text.prompt) - len(text.targets)  # `generate` would compute it with all neurons
+                    predicted += [first + i for i, _ in own if piece.start + i > context]
                     scored.append((piece.sequence, len(own)))
                 elif piece.final:
                     keep.append(len(ids) - 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.flash import trained
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Sharing
@@ -17,7 +17,6 @@ from flexengine.flash.trained import LayerPredictor, Trained
 from flexengine.flash.training import Errors
 from flexengine.lossy import Lossy
 from flexengine.model.prepare import prepared
-from flexengine.worker.neurons import Neurons
 from tests.e2e.test_exactness import GRID
 from tests.helpers.families import FAMILIES, NEW, Family
 
@@ -137,19 +136,71 @@ def test_predictors(sparse: Any, tmp_path: Path, family: str) -> None:
         assert tokens(known, policy, PREDICTORS, tmp_path) == expected
 
 
-def test_all_records_are_read_once_if_all_fit(sparse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory keeps what it has read: a decode step reads only neurons that no token used before."""
-    known, seen = sparse("opt"), list[tuple[int, int]]()
-    close = Neurons.close
+def logprobs(known: Family, policy: Policy, lossy: Lossy) -> list[list[float]]:
+    sampling = SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=1)
+    with Engine(known.directory, policy=policy, lossy=lossy) as engine:
+        return [[step["logprob"] for step in r.logprobs] for r in engine.generate(known.rows, sampling)]
 
-    def closing(neurons: Neurons) -> None:
-        seen.extend((block.counts.read, len(block.arena.held)) for block in neurons.blocks)
-        close(neurons)
 
-    monkeypatch.setattr(Neurons, "close", closing)
-    tokens(known, Policy(2, 2, neurons=1.0), ORACLE, tmp_path)
-    assert len(seen) == 4
-    assert all(0 < read == held <= 112 for read, held in seen)
+@pytest.mark.parametrize("family", ["opt", "reglu"])
+@pytest.mark.parametrize("lossy", [ORACLE, PREDICTORS], ids=str)
+def test_bits_do_not_depend_on_memory_and_batch(sparse: Any, family: str, lossy: Lossy) -> None:
+    """Also if the tokens of a batch use more neurons than there is room for."""
+    known = sparse(family)
+    plant(known)
+    policies = (Policy(8, 1, neurons=1.0), Policy(8, 1, neurons=0.0), Policy(1, 1, neurons=0.6), Policy(3, 2))
+    first, *others = [logprobs(known, policy, lossy) for policy in policies]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("lossy", [ORACLE, PREDICTORS], ids=str)
+def test_scores_are_those_of_generated_tokens(sparse: Any, lossy: Lossy) -> None:
+    known, policy = sparse("opt"), Policy(4, 1, neurons=0.5)
+    plant(known)
+    with Engine(known.directory, policy=policy, lossy=lossy) as engine:
+        sampling = SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=1)
+        made = engine.generate(known.rows, sampling)
+        scored = engine.score(known.prompts, [r.token_ids for r in made])
+    for one, other in zip(made, scored, strict=True):
+        assert other.is_greedy
+        found = [step["logprob"] for step in other.logprobs]
+        assert found == pytest.approx([step["logprob"] for step in one.logprobs], abs=1e-4)
+
+
+def test_damaged_predictors_leave_the_engine_as_it_was(sparse: Any) -> None:
+    known = sparse("opt")
+    plant(known, 2)
+    found = trained.find(sorted(known.directory.glob("*.safetensors")))
+    assert found is not None
+    file = found / trained.TENSORS
+    data = file.read_bytes()
+    try:
+        file.chmod(0o600)
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with Engine(known.directory, policy=Policy(4, 1)) as engine:
+            with pytest.raises(BadCheckpoint, match="truncated or damaged"):
+                engine.use(PREDICTORS)
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+    finally:
+        file.write_bytes(data)
+
+
+def test_switches_of_one_engine(families: Any) -> None:
+    """Formats of weights that are taken out do not outlive their switches."""
+    known = families("mixtral")
+    with Engine(known.directory) as engine:
+        for lossy in (Lossy(weights="int8"), ORACLE, Lossy(weights="int4"), ORACLE, Lossy()):
+            engine.use(lossy)
+            found = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
+            assert (found == known.expected) == (lossy.weights is None)
+
+
+def test_all_records_are_read_once_if_all_fit(sparse: Any, tmp_path: Path) -> None:
+    """The memory keeps what it has read. Records are read in whole, so bytes are those of all records."""
+    known = sparse("opt")
+    with Engine(known.directory, policy=Policy(2, 2, neurons=1.0), lossy=ORACLE) as engine:
+        engine.generate(known.rows, GREEDY)
+        assert engine.summary.bytes["disk_read"] == 4 * 112 * 512  # layers, neurons, two vectors of 64 fp32
 
 
 def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
@@ -163,6 +214,8 @@ def test_refusals(sparse: Any, families: Any, tmp_path: Path) -> None:
         Lossy(flash="maybe")
     with pytest.raises(InvalidInput, match="flash is 'oracle' with weights int2"):
         Lossy(weights="int2", flash="oracle")
+    with pytest.raises(InvalidInput, match="compute is 'int8' with flash"):
+        Engine(sparse("opt").directory, lossy=Lossy(compute="int8", flash="oracle"))
     with pytest.raises(InvalidInput, match=r"policy neurons is 1\.5; it must be a share from 0 to 1"):
         Policy(neurons=1.5)
     with (

@@ -21,11 +21,12 @@ from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint
 from flexengine.flash import reader as module
 from flexengine.flash.bundles import Bundle
-from flexengine.flash.reader import GAP, MOST, Reader, Traffic, requests
+from flexengine.flash.reader import GAP, MOST, THREADS, Reader, Traffic, requests
 from flexengine.kernels import reads
 from flexengine.read_retries import PAUSES
 from flexengine.tier.base import ALIGN
 from flexengine.tier.memory import aligned_buffer
+from flexengine.plan.neuron_memory import RECORD_READ, RECORD_READERS
 from tests.helpers.patience import in_time
 from tests.helpers.tiers import refuse_direct
 
@@ -165,6 +166,7 @@ def test_requests(numbers: list[int], nbytes: int, gap: int, most: int) -> None:
 def test_traffic(tmp_path: Path, numbers: list[int], traffic: tuple[int, int]) -> None:
     """Records of 4096 bytes: the bytes of all requests, gaps included."""
     assert (GAP, MOST) == (3 * 4096, 32 * 4096)
+    assert (RECORD_READERS, RECORD_READ) == (THREADS, MOST)
     bundle, data = written(tmp_path, RecordForm("float32", 512), 40)
     with Reader([bundle], threads=3) as reader:
         target = rows(bundle, 40)
