@@ -240,14 +240,14 @@ class Opened:
         if sparse and len(self.skeleton.layers) < self.skeleton.total:
             return "flash is set with stages, of which none has all layers; leave out one of them"
         if sparse and lossy.compute is not None:
-            return (f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored; leave out"
-                    " one of them")  # fmt: skip
+            return (f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored; leave"
+                    " out one of them")  # fmt: skip
         if sparse or experts:
             return None
         what = (f"no neuron of {self.source.name} stays inactive: its activation function is {', '.join(sorted(known))}"
                 if known else f"the layers of {self.source.name} have no block that it knows")  # fmt: skip
-        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU, such as OPT, or one that"
-                " was trained further with ReLU, or leave flash out")  # fmt: skip
+        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU, such as OPT, or one"
+                " that was trained further with ReLU, or leave flash out")  # fmt: skip
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""

@@ -23,10 +23,10 @@ from flexengine.flash import reader as module
 from flexengine.flash.bundles import Bundle
 from flexengine.flash.reader import GAP, MOST, THREADS, Reader, Traffic, requests
 from flexengine.kernels import reads
+from flexengine.plan.neuron_memory import RECORD_READ, RECORD_READERS
 from flexengine.read_retries import PAUSES
 from flexengine.tier.base import ALIGN
 from flexengine.tier.memory import aligned_buffer
-from flexengine.plan.neuron_memory import RECORD_READ, RECORD_READERS
 from tests.helpers.patience import in_time
 from tests.helpers.tiers import refuse_direct
 
