@@ -16,6 +16,7 @@ from flexengine.places import (
     place_names,
     worker_names,
 )
+from flexengine.plan import neurons
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import attention_words
@@ -64,7 +65,7 @@ def report(
         [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
         policy_words(prediction.policy), topk_words(model, prediction), [""],
         placement(model, workload, prediction, hardware.shared), [""],
-        memory(prediction, hardware, verbose), [""],
+        memory(prediction, hardware, verbose), neuron_words(model, prediction), [""],
         lanes_table(prediction, hardware), [""],
         bottleneck(model, hardware, workload, prediction), [""],
         *([words, sharing_words(model, hardware, prediction), [""]] if words else []),
@@ -198,6 +199,22 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
     return [indent + line for line in lines]
 
 
+def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
+    """Return a line on the neurons, or experts, that a gpu_batch of decoding rows uses and reads; [] if all are in
+    memory as other weights."""
+    blocks = [block for block in model.blocks if block is not None]
+    if not blocks:
+        return []
+    policy, total = prediction.policy, sum(block.neurons * block.read_bytes for block in blocks)
+    rows = max(1.0, min(policy.gpu_batch_size, prediction.alive))
+    used, read = neurons.used(model, rows), neurons.reads(model, policy, rows)
+    what = "experts" if all(block.experts for block in blocks) else "neurons"
+    guessed = "" if all(block.reuse for block in blocks) else " (assumed)"
+    return [f"  {what}  {100 * policy.neurons:.1f} % of {size(total)} in memory; a token of"
+            f" {count(round(rows), 'row', 'rows')} uses {100 * used:.1f} %{guessed} and reads"
+            f" {100 * read / total:.2f} %: {size(read)}"]  # fmt: skip
+
+
 def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
     """Return a table with the seconds of a mean sweep of each kind, and of each lane's work in this sweep."""
     used = [lane for lane in hardware.lanes if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
@@ -241,6 +258,8 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     by, sweep = prediction.lanes[kind], prediction.sweep_seconds[kind]
     lane = busiest(by)
     what = waits_for(lane, cost.hardware.shared)
+    if lane == "device" and any(cost.model.blocks):
+        what += " and reads of neurons"
     share = by[lane] / sweep
     text = f"waits for {what}: busy {percent(min(1.0, share))} of a sweep"
     if lane not in ("device", "cpu"):

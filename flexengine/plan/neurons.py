@@ -164,6 +164,12 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
     return {**assumed, **hardware.blocks.get(block.signature, {})}
 
 
+def used(model: ModelFacts, rows: float) -> float:
+    """Return the share of all neurons, by their bytes, that a gpu_batch of decoding sequences uses."""
+    nbytes = {block: layers * block.neurons * block.read_bytes for block, layers in _grouped(model.blocks).items()}
+    return sum(float(Use(b).used(np.asarray([rows]))[0]) * n for b, n in nbytes.items()) / max(1, sum(nbytes.values()))
+
+
 def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
     """Return the bytes of records that a gpu_batch of decoding sequences reads."""
     held = zip(model.blocks, rooms(model.blocks, policy.neurons), strict=True)

@@ -172,7 +172,8 @@ def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
 def _faster_disk(hardware: Hardware) -> Hardware:
     """Return hardware on which the offload directories and the model's files are twice as fast."""
     faster = _twice_as_fast(hardware, *filter(is_disk, hardware.links))
-    return replace(faster, checkpoint_read=_twice(hardware.checkpoint_read))
+    return replace(faster, checkpoint_read=_twice(hardware.checkpoint_read),
+                   blocks=_faster_blocks(hardware, "read", "stream"))  # fmt: skip
 
 
 def faster_device(hardware: Hardware) -> Hardware:
@@ -187,7 +188,14 @@ def faster_device(hardware: Hardware) -> Hardware:
         attention={shape: _faster_attention(tables) for shape, tables in hardware.attention.items()},
         vector_flops=2 * hardware.vector_flops, elementwise=2 * hardware.elementwise,
         cell_seconds=hardware.cell_seconds / 2, layers=_halves(hardware.layers), heads=_halves(hardware.heads),
+        blocks=_faster_blocks(hardware, "some", "all"),
     )  # fmt: skip
+
+
+def _faster_blocks(hardware: Hardware, *names: str) -> dict[str, dict[str, Table]]:
+    """Return the tables of `Hardware.blocks`, with twice the rates in those of these names."""
+    return {key: {name: _twice(table) if name in names else table for name, table in tables.items()}
+            for key, tables in hardware.blocks.items()}  # fmt: skip
 
 
 def four_bits(model: ModelFacts) -> ModelFacts | None:

@@ -56,7 +56,6 @@ class Block:
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
         read: begins to read records.
         predict: names the neurons of each token.
-        pinned: neurons that stay in memory.
     """
 
     def __init__(

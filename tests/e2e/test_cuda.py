@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine import Engine, Policy, SamplingParams
+from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.kernels import CudaKernels, ReferenceKernels
 from flexengine.kernels.cuda import fused_kernels
 from tests.e2e.test_exactness import GRID
@@ -61,6 +61,15 @@ def test_bf16(tmp_path: Path, family: str, case: int) -> None:
         assert (top - chosen <= 0.04 * (top - logits.min(dim=1).values)).all()
         best += int((top == chosen).sum())
     assert best >= 0.9 * NEW * len(LENGTHS)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["opt", "mixtral"])
+def test_neurons_on_demand(families: Any, tmp_path: Path, family: str, share: float) -> None:
+    known = families(family)
+    options = dict(device="cuda", device_mem="2G", host_mem="2G", dtype="float32", offload_dir=tmp_path)
+    with Engine(known.directory, policy=Policy(3, 2, neurons=share), lossy=Lossy(flash="oracle"), **options) as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
 @pytest.fixture(params=SETS)

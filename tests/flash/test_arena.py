@@ -11,17 +11,17 @@ TRACES = 10_000
 class Known:
     """Neurons in memory, with the step of their last use: what should be there, in plain words."""
 
-    def __init__(self, room: int, pinned: set[int], window: int | None) -> None:
-        self.room, self.pinned, self.window, self.used, self.step = room, pinned, window, dict[int, int](), 0
+    def __init__(self, room: int, window: int | None) -> None:
+        self.room, self.window, self.used, self.step = room, window, dict[int, int](), 0
 
     def fetch(self, neurons: set[int]) -> set[int] | None:
         missing = neurons - set(self.used)
-        if len(neurons | (self.pinned & set(self.used))) > self.room:
+        if len(neurons) > self.room:
             return None
         self.step += 1
         self.used.update(dict.fromkeys(neurons & set(self.used), self.step))
         if self.window is not None:
-            gone = [n for n, last in self.used.items() if last <= self.step - self.window and n not in self.pinned]
+            gone = [n for n, last in self.used.items() if last <= self.step - self.window]
             for n in gone:
                 del self.used[n]
         self.used.update(dict.fromkeys(missing, self.step))
@@ -33,9 +33,8 @@ def test_arena_against_a_dict(part: int) -> None:
     random = np.random.default_rng(part)
     for _ in range(TRACES // 4):
         neurons, room = int(random.integers(1, 40)), int(random.integers(1, 30))
-        pins = random.choice(neurons, min(int(random.integers(0, 4)), room - 1, neurons), replace=False)
         window = int(random.integers(1, 6)) if random.random() < 0.5 else None
-        arena, known = Arena(neurons, room, pins, window), Known(room, set(pins.tolist()), window)
+        arena, known = Arena(neurons, room, window), Known(room, window)
         row_of = dict[int, int]()  # what a reader of the answers alone would know
         for _ in range(int(random.integers(1, 12))):
             wanted = np.flatnonzero(random.random(neurons) < random.random())
@@ -54,9 +53,8 @@ def test_arena_against_a_dict(part: int) -> None:
             held = set(arena.held.tolist())
             assert held <= set(known.used)
             assert len(held) == min(len(known.used), room)
-            assert set(pins.tolist()) & set(known.used) <= held
             gone = [known.used[n] for n in set(known.used) - held]
-            free = [known.used[n] for n in held - set(pins.tolist())]
+            free = [known.used[n] for n in held]
             assert not gone or max(gone) <= min(free, default=known.step)  # the least recently used left
             for n in set(known.used) - held:
                 del known.used[n]
@@ -74,15 +72,14 @@ def test_a_window_reads_what_the_arithmetic_says() -> None:
 
 
 def test_more_neurons_than_rows_come_in_parts() -> None:
-    arena = Arena(10, 3, pinned=[9])
+    arena = Arena(10, 3)
     arena.fetch(np.array([8, 9]))
-    parts = list(arena.parts(np.arange(6)))
-    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    parts = list(arena.parts(np.arange(7)))
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6]]
     for part in parts:
         arena.fetch(part)
         assert set(part.tolist()) <= set(arena.held.tolist())
-    assert arena.held.tolist() == [4, 5, 9]
-
+    assert arena.held.tolist() == [4, 5, 6]
 
 def test_dropped_neurons_give_their_rows_to_the_next_ones() -> None:
     arena = Arena(10, 3)

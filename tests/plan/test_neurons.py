@@ -6,10 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine.plan import explain
+from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
-from flexengine.plan.neurons import Use, reads, rooms, share_of
+from flexengine.plan.neurons import Use, reads, rooms, seconds, share_of
+from flexengine.plan.search import search
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from tests.helpers.explained import CPU
+from tests.helpers.explained import model as toy_model
 
 
 def experts(count: int, active: int, record: int = 1000) -> NeuronFacts:
@@ -95,3 +101,36 @@ def test_rooms(share: float) -> None:
 def test_equal_layers_have_equal_rooms() -> None:
     assert rooms((block(0.1), block(0.1)), 0.3) == (300, 300)
     assert rooms((NeuronFacts(1000, 512, "records"),) * 2, 0.3) == (300, 300)
+
+
+FORM = "2 vectors of 16 float32"
+RATES = {"read": ((1.0, 1e6),), "stream": ((1.0, 4e6),), "some": ((1.0, 5e7),), "all": ((1.0, 2e7),)}
+
+
+def of(reuse: tuple[float, ...]) -> NeuronFacts:
+    return NeuronFacts(1000, 128, FORM, guess=2_000_000, reuse=reuse)
+
+
+def test_seconds() -> None:
+    """Each decode sweep reads the missing neurons and computes the used ones; a prompt passes over all of them."""
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03, 0.035)), None))
+    machine = replace(CPU, blocks={facts.blocks[0].signature: RATES})
+    policy, work = Policy(1, 1, neurons=0.03), Workload({(8, 5): 1})
+    cost = Cost(facts, machine, work)
+    sweeps = cost.sweeps(policy)
+    found = seconds(facts, machine, policy, sweeps, 8.0)
+    room = max(64, 30) / 1000
+    missing = float(Use(facts.blocks[0]).missing(np.asarray(1.0), room))
+    each = missing * 128_000 / 1e6 + 0.02 * 128_000 / 5e7 + 2_000_000 / machine.elementwise
+    decode = sweeps.decoding > 0
+    assert found[decode] == pytest.approx(np.full(decode.sum(), each))
+    assert found[~decode] == pytest.approx(np.full((~decode).sum(), 128_000 / 4e6))
+
+
+def test_the_report_has_what_is_used_and_read() -> None:
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03, 0.035)), None))
+    found = search(facts, replace(CPU, device_bytes=None), Workload({(8, 5): 1})).best
+    assert found.policy.neurons == 1.0
+    text = explain.report("toy", facts, CPU, Workload({(8, 5): 1}), found)
+    assert "neurons  100.0 % of 128 kB in memory; a token of 1 row uses 2.0 % and reads 0.00 %: 0 B" in text
+    assert "waits for computing and reads of neurons" in text
