@@ -12,13 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 from bench.harness import Job, report
+from bench.peers.flexengine_side import generated, options_of
 
 
 def main() -> None:
     """Run one job."""
     job = Job.from_json(sys.stdin.read())
     start = time.perf_counter()
-    from flexengine import Engine, Lossy, Policy, SamplingParams
+    from flexengine import Engine
     from flexengine.plan import experts
     from flexengine.worker.expert_blocks import ExpertBlocks
     from flexengine.worker.worker import Worker
@@ -38,15 +39,9 @@ def main() -> None:
 
     setattr(Worker, "begin", beginning)  # noqa: B010 - a method is replaced
     setattr(ExpertBlocks, "close", closing)  # noqa: B010
-    options: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "offload_dir": job.scratch}
-    options |= {"device_mem": job.device_mem, "policy": Policy(**job.policy) if job.policy else None}
-    options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
-    rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in job.requests]
-    most = max(r.max_tokens for r in job.requests)
-    given = {name: value for name, value in options.items() if value is not None}
-    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **given) as engine:
+    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options_of(job)) as engine:
         loaded = time.perf_counter()
-        results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
+        results = generated(engine, job)
         seconds = time.perf_counter() - loaded
         summary = engine.summary.to_json()
     if errors := [r.error for r in results if r.error]:

@@ -15,22 +15,36 @@ def cuda_peak() -> dict[str, Any]:
     return {"cuda_peak_bytes": torch.cuda.max_memory_reserved(), "gpu": torch.cuda.get_device_name()}
 
 
-def main() -> None:
-    """Run one job."""
-    job = Job.from_json(sys.stdin.read())
-    start = time.perf_counter()
-    from flexengine import Engine, Lossy, Policy, SamplingParams
+def options_of(job: Job) -> dict[str, Any]:
+    """Return the options of the engine that runs a job."""
+    from flexengine import Lossy, Policy
 
     options: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "offload_dir": job.scratch}
     options |= {"device_mem": job.device_mem, "policy": Policy(**job.policy) if job.policy else None}
     options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
-    options = {k: v for k, v in options.items() if v is not None}
+    return {k: v for k, v in options.items() if v is not None}
+
+
+def generated(engine: Any, job: Job) -> list[Any]:
+    """Return the results of a job's rows, after as many tokens as each asks for."""
+    from flexengine import SamplingParams
+
     rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in job.requests]
     most = max(r.max_tokens for r in job.requests)
-    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options) as engine:
+    results: list[Any] = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
+    return results
+
+
+def main() -> None:
+    """Run one job."""
+    job = Job.from_json(sys.stdin.read())
+    start = time.perf_counter()
+    from flexengine import Engine
+
+    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options_of(job)) as engine:
         engine.prepare()  # encodes weights, once per model
         loaded = time.perf_counter()
-        results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
+        results = generated(engine, job)
         seconds = time.perf_counter() - loaded
         summary = engine.summary.to_json()
     if errors := [r.error for r in results if r.error]:

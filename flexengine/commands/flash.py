@@ -66,20 +66,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--threads is {args.threads}; it must be at least 1")
     if args.tokens < 1:
         raise InvalidInput(f"--tokens is {args.tokens}; it must be at least 1")
-    content = read(args.text)
+    content = texts.calibration() if args.text is None else texts.read(args.text)
     trained = _train(args, content)
     print(json.dumps(as_json(trained)) if args.json else report(trained))
     return DONE
-
-
-def read(path: str | None) -> str:
-    """Return the text of a file, or the bundled one. Raise InvalidInput if the file cannot be read."""
-    if path is None:
-        return texts.calibration()
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--text {path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _train(args: argparse.Namespace, content: str) -> "Trained":

@@ -134,10 +134,7 @@ def read(path: str | None, rows: int, tokens: int) -> Text:
     """Return the text of a file, or the bundled sample. Raise InvalidInput if the file cannot be read."""
     if path is None:
         return Text(", ".join(texts.SAMPLE), texts.sample(), rows, tokens)
-    try:
-        return Text(Path(path).name, Path(path).read_text(encoding="utf-8"), rows, tokens)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--text {path} cannot be read as UTF-8 text: {error}") from error
+    return Text(Path(path).name, texts.read(path), rows, tokens)
 
 
 def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]]:

@@ -148,23 +148,6 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     return trained.load(directory, checkpoint, blocks)
 
 
-def latest(core: Core) -> Trained:
-    """Return the predictors that were trained last for a model.
-
-    Raises:
-        UnsupportedModel: the model has no sparse feed-forward block.
-        InvalidInput: there are no predictors.
-        BadCheckpoint: their files are damaged.
-    """
-    blocks, files = sparse_blocks(core), core.opened.given
-    if (directory := trained.find(files)) is None:
-        raise InvalidInput(f"there are no predictors of active neurons for {core.source.name}, or its files have"
-                           f" changed since; train them: flexengine flash train {core.source.directory}")  # fmt: skip
-    if core.verifier:
-        core.verifier.prepared(directory)
-    return trained.load(directory, trained.checkpoint_key(files), blocks)
-
-
 def _tokens(text: Text) -> int:
     return sum(map(len, text.stretches))
 

@@ -29,6 +29,7 @@ from flexengine.policy import Policy
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
 ASSUMED_REUSE = 0.6  # exponent: k successive tokens use k^this times as many neurons as one
 _CERTAIN = 1 - 1e-9
+_MOST_AGE = 4096  # tokens
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class Use:
         if room >= 1:
             return np.zeros(np.shape(rows))
         ages, each = np.arange(_MOST_AGE + 1, dtype=float), np.atleast_1d(rows)
-        shares = self._successive(ages)
-        found = []
+        shares, found = _curve(self.block), []
         for count in each:
             together = self._together(shares, count)
             k = float(np.interp(room, together, ages))
@@ -85,9 +85,6 @@ class Use:
         beyond = exponents[-1] * np.asarray(rows) / len(unions)
         inside = np.interp(rows, (0, *measured), (0.0, *exponents))
         return np.asarray(np.where(np.asarray(rows) > len(unions), beyond, inside))
-
-
-_MOST_AGE = 4096  # tokens
 
 
 def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:

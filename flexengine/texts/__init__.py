@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from importlib.resources import files
+from pathlib import Path
 
 from flexengine.errors import InvalidInput
 
@@ -33,3 +34,11 @@ def calibration() -> str:
 
 def _joined(chosen: Iterable[str]) -> str:
     return "\n\n".join(text(name).strip() for name in chosen)
+
+
+def read(path: str) -> str:
+    """Return the text of the file that --text names. Raise InvalidInput if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--text {path} cannot be read as UTF-8 text: {error}") from error

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine import Engine, Policy
+from flexengine import Engine, Lossy, Policy
 from flexengine.engine import flash_training
-from flexengine.engine.flash_training import Text, cut, latest, predictors, sparse_blocks
+from flexengine.engine.flash_training import Text, cut, predictors, sparse_blocks
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.flash import traces
 from flexengine.flash.traces import Recorder
@@ -101,7 +101,9 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
     monkeypatch.delattr(flash_training, "Recorder")  # nothing is recorded again
     with Engine(tmp_path, prefix_sharing=False) as engine:
         again = predictors(engine, read, Settings(rank=8))
-        found = latest(engine.core)
+        engine.use(Lossy(flash="predictors"))
+        found = engine.core.opened.trained
+    assert found is not None
     assert (again.directory, again.errors) == (made.directory, made.errors)
     assert (found.directory, found.errors) == (made.directory, made.errors)
 
@@ -109,7 +111,7 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
 def test_without_predictors(own_cache: Path, tmp_path: Path) -> None:
     make_relu(tmp_path)
     with Engine(tmp_path) as engine, pytest.raises(InvalidInput, match="flexengine flash train"):
-        latest(engine.core)
+        engine.use(Lossy(flash="predictors"))
 
 
 def test_dense_models_are_refused_with_their_share(cache: Path, tmp_path: Path) -> None:

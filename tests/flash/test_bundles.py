@@ -17,6 +17,7 @@ from flexengine.model import encoding
 from flexengine.model.neurons import find
 from flexengine.model.verify import Verifier
 from flexengine.worker.opened import Opened, open_model
+from tests.model.test_encoded_files import FAULTS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 NAMES = {"opt": ("fc1", "fc2"), "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
@@ -138,11 +139,6 @@ def test_an_interrupted_run_goes_on(families: Any, cache: Path, monkeypatch: pyt
     assert set(names) == {"00002", "00003"}
     assert [bundle.path.name for bundle in made] == [f"0000{j}.records" for j in range(4)]
     assert not list(cache.glob("*.part"))
-
-
-FAULTS: list[tuple[str, type[Exception], str]] = [
-    ("read", BadCheckpoint, "cannot be read: .*reading byte"), ("write", InvalidInput, "cannot be written: .*writing"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "error", "says"), FAULTS)
