@@ -27,9 +27,8 @@ from flexengine.runtime.trace import Spans, Trace
 from flexengine.schedule.program import Program
 from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
-from flexengine.worker.expert_blocks import ExpertBlocks
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.neurons import Neurons
+from flexengine.worker.on_demand import OnDemand
 from flexengine.worker.opened import Layers, open_model
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
@@ -116,6 +115,10 @@ class Core:
         return str(self.opened.cache_form(bits)) if (bits := self.lossy.cache_bits) else ""
 
     @property
+    def _traces(self) -> list[Spans]:
+        return [trace for trace in (self.trace, self.sample) if trace is not None]
+
+    @property
     def resident(self) -> Policy | None:
         """Return the policy of the weights in memory; None if no weights are in memory."""
         return self._weights.layout.policy if self._weights is not None else None
@@ -166,7 +169,7 @@ class Core:
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
         # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
-        executor = Executor(worker.perform, lanes, *filter(None, (self.trace, self.sample)))
+        executor = Executor(worker.perform, lanes, *self._traces)
         machine.synchronize()
         return LocalStage(worker, self._program(worker, watch), executor, watch)
 
@@ -231,13 +234,9 @@ class Core:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
                 self._weights.load_all_resident()
-            neurons = Neurons(self.opened, layout, self.machine) if self.opened.blocks else None
-            if neurons is not None:
-                undo.callback(neurons.close)
-            experts = ExpertBlocks(self.opened, layout, self.machine) if self.opened.experts else None
-            if experts is not None:
-                undo.callback(experts.close)
-            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, neurons, experts)
+            on_demand = OnDemand(self.opened, layout, self.machine, [trace.add for trace in self._traces])
+            undo.callback(on_demand.close)
+            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, on_demand)
             undo.pop_all()
         return worker
 

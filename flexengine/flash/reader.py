@@ -7,12 +7,12 @@ from 128 KiB on, the disk gave its full rate of 1.2 to 1.3 GB/s. bench/flash/dis
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from flexengine.tier.base import ALIGN, aligned
 from flexengine.tier.file import File, memory, read_fully
 from flexengine.tier.memory import aligned_buffer
 
+T = TypeVar("T")
 THREADS = 32  # requests in flight; 16 gave 0.77 to 1.0 of their rate, and one 0.25 to 0.5
 # Bytes between two wanted records that are read too. Two requests took 1.1 to 1.2 times as long as one with a gap of
 # 8 KiB, 1.0 to 1.1 times with 12 KiB, 0.9 to 1.0 times with 16 KiB and 0.8 to 0.9 times with 24 KiB.
@@ -119,9 +120,9 @@ class Reader:
         ends = numbers.numpy()
         return Traffic(int((ends[bounds[1:] - 1] - ends[bounds[:-1]] + 1).sum()) * nbytes, len(bounds) - 1)
 
-    def begin(self, bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> "Future[Traffic]":
-        """Begin a read in a thread of the reader, and return its end. Arguments and errors as in `read`."""
-        return self._ahead.submit(self.read, bundle, numbers, target, places)
+    def begin(self, call: Callable[[], T]) -> "Future[T]":
+        """Begin a call that reads, in a thread of the reader, and return its end. Calls run one after the other."""
+        return self._ahead.submit(call)
 
     def _read(self, file: "_BundleFile", records: Records) -> None:
         """Read by native threads. Without them, and for what they could not read, use threads of Python."""

@@ -20,6 +20,7 @@ from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.neurons import FeedForward
 from flexengine.plan.hardware import Table
+from flexengine.tier.base import Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.neurons import Block
 from flexengine.worker.opened import Opened
@@ -49,7 +50,7 @@ def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Tabl
         if feed is None or facts is None or facts.signature in found:
             continue
         form = record_form(feed, opened.locations, opened.record_kind)
-        found[facts.signature] = reads = _reads(opened, form, feed.neurons)
+        found[facts.signature] = reads = _reads(opened, form, feed.neurons, machine.disk)
         regions = Regions(machine)
         try:
             with unnoticed(machine):
@@ -61,8 +62,8 @@ def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Tabl
     return found
 
 
-def _reads(opened: Opened, form: RecordForm, neurons: int) -> dict[str, Table]:
-    """Return the rates of reads; {} without a file that is large enough."""
+def _reads(opened: Opened, form: RecordForm, neurons: int, disk: Tier) -> dict[str, Table]:
+    """Return the rates of reads; {} without a file that is large enough. disk: tier of records."""
     largest = max(opened.files, key=lambda path: path.stat().st_size, default=None)
     total = largest.stat().st_size // form.nbytes if largest else 0
     if largest is None or total < neurons:
@@ -76,7 +77,7 @@ def _reads(opened: Opened, form: RecordForm, neurons: int) -> dict[str, Table]:
             rows = torch.arange(count)
 
             def call(_: int, count: int = count, rows: Tensor = rows) -> None:
-                reader.read(bundle, torch.from_numpy(draw(count)), target, rows)
+                disk.read_by(lambda: reader.read(bundle, torch.from_numpy(draw(count)), target, rows).bytes)
 
             rates.append((float(count), count * form.nbytes / seconds_per_call(call, SECONDS)))
         return tuple(rates)

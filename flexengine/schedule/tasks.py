@@ -10,6 +10,8 @@ LOADING = "loading"  # key of the seconds of LOAD_RESIDENT, which are reported a
 
 
 class Op(enum.Enum):
+    """Operations. READ_USED is in traces only: a read that a task of the device has begun."""
+
     LOAD_RESIDENT = "load resident weights"
     LOAD_WEIGHT = "load weight"
     LOAD_CACHE = "load cache"
@@ -30,6 +32,7 @@ class Op(enum.Enum):
     RESUME = "compute from the rows on"
     ENTER = "take hidden states from a port"
     LEAVE = "put hidden states into a port"
+    READ_USED = "read neurons or experts"
 
 
 class Task(NamedTuple):

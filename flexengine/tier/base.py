@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -108,6 +108,11 @@ class Tier(ABC):
         self.load_all([
             (plain.part(int(rows[a]) * width, (b - a) * width), target[a:b].view(-1)) for a, b in bounds
         ])  # fmt: skip
+
+    def read_by(self, read: Callable[[], int]) -> None:
+        """Read by a function that has its own way to the tier's bytes, such as other files of a disk. It returns how
+        many bytes it has read, which are counted."""
+        self.count(read=read())
 
     @abstractmethod
     def store(self, source: torch.Tensor, region: Region) -> None:

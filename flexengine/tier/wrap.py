@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -81,6 +81,14 @@ class Throttled(Tier):
         began = time.perf_counter()
         self.inner.pick(region, rows, width, target)
         self._wait("read", target.nbytes, began)
+
+    def read_by(self, read: Callable[[], int]) -> None:
+        def waiting() -> int:
+            began, nbytes = time.perf_counter(), read()
+            self._wait("read", nbytes, began)
+            return nbytes
+
+        self.inner.read_by(waiting)
 
     def put(self, source: torch.Tensor, region: Region, rows: torch.Tensor) -> None:
         began = time.perf_counter()

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from flexengine.flash.arena import Arena
 from flexengine.model.expert_layers import ExpertLayer, bind_meta
 from flexengine.model.products import add_expert, by_expert
-from flexengine.places import DISK
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.layout import Layout
 from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS
-from flexengine.tier.base import ALIGN, Region, Tier
+from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.demand_reads import DemandReads
 from flexengine.worker.mover import part_of, spread
 from flexengine.worker.neurons import Counts
 from flexengine.worker.opened import Opened
@@ -73,11 +73,11 @@ class ExpertReads:
     """Reads in a thread, one after the other.
 
     Args:
-        disk: tier of the checkpoint.
+        disk: reads the checkpoint.
         stages: RAM through which experts are read to a GPU; None if they are read straight into the memory.
     """
 
-    def __init__(self, disk: Tier, stages: list[Tensor] | None) -> None:
+    def __init__(self, disk: DemandReads, stages: list[Tensor] | None) -> None:
         self.disk, self.stages = disk, stages
         self._thread = ThreadPoolExecutor(1, "flexengine-experts", lambda: torch.set_grad_enabled(False))
 
@@ -234,7 +234,7 @@ class ExpertBlocks:
 
     guessing = True  # whether experts of the next layer are read early
 
-    def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
+    def __init__(self, opened: Opened, layout: Layout, machine: Machine, disk: DemandReads) -> None:
         self._machine, self._opened, self._regions, self._ended = machine, opened, Regions(machine), ExitStack()
         self.blocks: list[ExpertBlock] = []
         place = "device" if machine.capacity.shared else "host"
@@ -242,7 +242,7 @@ class ExpertBlocks:
             undo.callback(self._regions.free)
             self._regions.keep_room(place, SHORT_READ + 2 * ALIGN, RECORDS)
             stages = self._stages(place)
-            self._reads = ExpertReads(machine.tier(DISK), stages)
+            self._reads = ExpertReads(disk, stages)
             undo.callback(self._reads.close)
             undo.callback(self._release)
             for j, layer in enumerate(opened.experts):

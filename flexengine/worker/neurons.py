@@ -26,6 +26,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
+from flexengine.worker.demand_reads import DemandReads
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
@@ -170,8 +171,8 @@ class Neurons:
         OutOfMemory: a tier has less memory than the layout books.
     """
 
-    def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
-        self._regions, self._ended = Regions(machine), ExitStack()
+    def __init__(self, opened: Opened, layout: Layout, machine: Machine, disk: DemandReads) -> None:
+        self._disk, self._regions, self._ended = disk, Regions(machine), ExitStack()
         self._machine, self._opened, self._layout = machine, opened, layout
         self.blocks: list[Block] = []
         place = "device" if machine.capacity.shared else "host"
@@ -202,8 +203,11 @@ class Neurons:
         return first.block
 
     def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
-        coming = self._reader.begin(bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
-        return lambda: self._machine.disk.count(read=coming.result().bytes)
+        return self._reader.begin(lambda: self._read_now(bundle, numbers, target, rows)).result
+
+    def _read_now(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+        wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
+        self._disk.read_by(lambda: self._reader.read(bundle, *wanted).bytes)
 
     def _predict(self, layer: int, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""

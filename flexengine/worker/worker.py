@@ -15,6 +15,7 @@ from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
+from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.order import Batch
@@ -22,10 +23,9 @@ from flexengine.schedule.program import Op, Task
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
-from flexengine.worker.expert_blocks import ExpertBlocks
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.neurons import Neurons
+from flexengine.worker.on_demand import OnDemand
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
@@ -107,8 +107,7 @@ class Worker:
         cache: KV cache of the job.
         hidden: offloaded hidden states of the job.
         attenders: by place, for each place to which the policy delegates attention.
-        neurons: blocks whose neurons are read when they become active, if any.
-        expert_blocks: mixtures whose experts are read when they are chosen, if any.
+        on_demand: neurons and experts that are read when tokens use them.
 
     Attributes:
         sampled: by sequence id, the token sampled in the sweep.
@@ -117,10 +116,10 @@ class Worker:
 
     def __init__(
         self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender],
-        neurons: Neurons | None = None, expert_blocks: ExpertBlocks | None = None,
+        on_demand: OnDemand,
     ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
-        self.attenders, self.neurons, self.expert_blocks = attenders, neurons, expert_blocks
+        self.attenders, self.on_demand = attenders, on_demand
         self.layers = len(skeleton.layers)
         if cache.layout.policy.queries_first:
             use_queries_first(skeleton.model)
@@ -189,7 +188,7 @@ class Worker:
         kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
         scores = Scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS) if targets else None
         inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
-        if self.neurons is not None:
+        if self.on_demand.neurons is not None:
             inputs.predicted = torch.zeros(len(ids), dtype=torch.bool)
             inputs.predicted[predicted] = True
         return inputs, self.embedding.look_up(in_ram), scored
@@ -197,6 +196,8 @@ class Worker:
     def perform(self, task: Task) -> None:
         """Execute one task. On CUDA, only queue its work on the current stream."""
         cell = task.cell
+        if task.lane == DEVICE:
+            self.on_demand.reads.cell = cell
         if task.op is Op.LOAD_RESIDENT:
             self.weights.load_resident(cell.layer)
         elif task.op is Op.LOAD_WEIGHT:
@@ -370,8 +371,5 @@ class Worker:
             attender.close()
         self.embedding.close()
         self.experts.close()
-        if self.neurons is not None:
-            self.neurons.close()
-        if self.expert_blocks is not None:
-            self.expert_blocks.close()
+        self.on_demand.close()
         self._regions.free()

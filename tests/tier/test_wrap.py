@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 
 from flexengine.tier.ledger import Ledger
@@ -41,3 +42,15 @@ def test_throttled_takes_the_time_of_the_link() -> None:
     read = time.perf_counter() - began
     assert read >= 0.15  # three loads, one after the other; a busy machine may add to it
     assert 0.025 <= written < read  # the store is the last to start, and waits for no load
+
+
+def test_throttled_reads_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that reads by itself takes the time of the link, too: on a clock that moves by sleeping only."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    tier = Throttled(MemoryTier("host", Ledger("host")), read_rate=2e6)
+    for number in range(1, 4):
+        tier.read_by(lambda: 100_000)
+        assert now[0] == pytest.approx(number * 0.05)
+        assert tier.bytes_read == tier.inner.bytes_read == number * 100_000
