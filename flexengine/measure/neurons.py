@@ -109,7 +109,7 @@ def _products(
 
     def block_of(neurons: int) -> Block:
         few = replace(feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
-        return Block(few, form, memory, (buffer, buffer), lambda *_: lambda: None, _nothing)
+        return Block(few, form, memory, (buffer, buffer), lambda *_: lambda: None, lambda *_: None, _nothing)
 
     block, whole = block_of(count), block_of(len(buffer))
     used = max(1, int(USED * count))

@@ -30,8 +30,9 @@ from flexengine.worker.demand_reads import DemandReads
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-# Begins to read records by number to rows of uint8 [room, bytes of a record] in RAM. Returns what waits for the end.
-Read = Callable[[Numbers, Tensor, Numbers], Callable[[], object]]
+# Reads records by number to rows of uint8 [room, bytes of a record] in RAM.
+ReadNow = Callable[[Numbers, Tensor, Numbers], object]
+Read = Callable[[Numbers, Tensor, Numbers], Callable[[], object]]  # begins it, and returns what waits for the end
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
@@ -55,16 +56,17 @@ class Block:
         form: format of the records.
         memory: uint8 [room, form.nbytes], on the device.
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
-        read: begins to read records.
+        read: begins to read records in another thread.
+        read_now: reads records.
         predict: names the neurons of each token.
     """
 
     def __init__(
         self, feed: FeedForward, form: RecordForm, memory: Tensor, streamed: tuple[Tensor, Tensor], read: Read,
-        predict: Predict,
+        read_now: ReadNow, predict: Predict,
     ) -> None:  # fmt: skip
         self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
-        self.read, self.predict = read, predict
+        self.read, self.read_now, self.predict = read, read_now, predict
         self.arena = Arena(feed.neurons, len(memory))
         self.counts = Counts()
 
@@ -100,12 +102,12 @@ class Block:
         if not len(numbers):
             return
         if self.memory.device.type == "cpu":
-            self.read(numbers, self.memory, rows)()
+            self.read_now(numbers, self.memory, rows)
             return
         stage = self.streamed[0]
         for low in range(0, len(numbers), len(stage)):
             part = numbers[low : low + len(stage)]
-            self.read(part, stage, np.arange(len(part)))()
+            self.read_now(part, stage, np.arange(len(part)))
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
@@ -198,14 +200,14 @@ class Neurons:
         memory = self._machine.device.view(region).view(room, nbytes)
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
-        read = partial(self._read, bundle)
-        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, first))
+        begin, now = partial(self._begin, bundle), partial(self._read, bundle)
+        first.block = Block(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, first))
         return first.block
 
-    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
-        return self._reader.begin(lambda: self._read_now(bundle, numbers, target, rows)).result
+    def _begin(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
+        return self._reader.begin(lambda: self._read(bundle, numbers, target, rows)).result
 
-    def _read_now(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
         wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self._disk.read_by(lambda: self._reader.read(bundle, *wanted).bytes)
 
