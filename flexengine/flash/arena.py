@@ -57,14 +57,17 @@ class Arena:
         """Numbers of the neurons in memory, rising."""
         return np.flatnonzero(self._row_of >= 0)
 
-    def parts(self, neurons: Numbers) -> Iterator[Numbers]:
+    def parts(self, neurons: Numbers, most: int | None = None) -> Iterator[Numbers]:
         """Yield the neurons in as few runs as `fetch` can take, one after the other.
 
         Args:
             neurons: numbers, rising, without repeats.
+            most: neurons of a run; None for `room`. With half of the room, each run's neurons stay until the run after
+                the next.
         """
-        for low in range(0, len(neurons), self.room):
-            yield neurons[low : low + self.room]
+        most = most or self.room
+        for low in range(0, len(neurons), most):
+            yield neurons[low : low + most]
 
     def fetch(self, neurons: Numbers) -> Fetch:
         """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.codec.records import RecordForm
-from flexengine.flash.arena import Arena, Numbers
+from flexengine.flash.arena import Arena, Fetch, Numbers
 from flexengine.flash.bundles import Bundle
 from flexengine.flash.reader import Reader
 from flexengine.lossy import ORACLE
@@ -85,12 +85,31 @@ class Block:
     def _some(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use the neurons that the predictor names."""
         uses, out = self.predict(x), self._zeros(x)
-        for numbers in self.arena.parts(np.flatnonzero(uses.any(0).cpu().numpy())):
-            fetch = self.arena.fetch(numbers)
-            self._bring(*fetch)
+        union = np.flatnonzero(uses.any(0).cpu().numpy())
+        if len(union) <= self.arena.room:
+            self._bring(*self._fetched(union))
+            return self.added(out, x, uses, union, self.memory, self.arena.rows(union)).to(x.dtype)
+        # Rows of a half of the memory are computed while the other half is read: rows of the part before leave last.
+        parts = list(self.arena.parts(union, self.arena.room // 2))
+        arrive = self._begin(self._fetched(parts[0]))
+        for i, numbers in enumerate(parts):
+            arrive()
+            if i + 1 < len(parts):
+                arrive = self._begin(self._fetched(parts[i + 1]))
             out = self.added(out, x, uses, numbers, self.memory, self.arena.rows(numbers))
-            self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
         return out.to(x.dtype)
+
+    def _fetched(self, numbers: Numbers) -> Fetch:
+        """Make room for neurons, count them, and return those that must be read."""
+        fetch = self.arena.fetch(numbers)
+        self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
+        return fetch
+
+    def _begin(self, fetch: Fetch) -> Callable[[], object]:
+        """Begin to read records into the memory, and return what waits for them. With a GPU they are read by the
+        latter, while the GPU computes what was queued before."""
+        in_ram = self.memory.device.type == "cpu"
+        return self.read(fetch.neurons, self.memory, fetch.rows) if in_ram else partial(self._bring, *fetch)
 
     @staticmethod
     def _zeros(x: Tensor) -> Tensor:

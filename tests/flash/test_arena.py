@@ -76,6 +76,7 @@ def test_more_neurons_than_rows_come_in_parts() -> None:
     arena.fetch(np.array([8, 9]))
     parts = list(arena.parts(np.arange(7)))
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [part.tolist() for part in arena.parts(np.arange(3), 2)] == [[0, 1], [2]]
     for part in parts:
         arena.fetch(part)
         assert set(part.tolist()) <= set(arena.held.tolist())

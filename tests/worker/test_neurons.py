@@ -1,8 +1,10 @@
-"""worker.neurons.Block: sums against a formula, and when its records are read, with a reader that overwrites at once."""
+"""worker.neurons.Block: sums against a formula, and when records are read, with a reader that overwrites at once."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,3 +73,19 @@ def test_neurons_that_fit_are_read_in_the_calling_thread() -> None:
     assert toy.check(some([1, 5, 8, 9])) == [("now", 2), "compute"]
     assert toy.check(some([1, 5])) == ["compute"]
     assert toy.block.counts == (9, 5)
+
+
+def test_of_more_neurons_one_half_is_read_while_the_other_is_computed() -> None:
+    toy = Toy(10)
+    events = toy.check(some(list(range(20, 38))))
+    assert events == [("begin", 5), "arrive", ("begin", 5), "compute", "arrive", ("begin", 5), "compute", "arrive",
+                      ("begin", 3), "compute", "arrive", "compute"]  # fmt: skip
+    assert toy.block.counts == (18, 18)
+
+
+@pytest.mark.parametrize("room", [2, 3, 10, 47])
+def test_any_tokens(room: int) -> None:
+    """No part overwrites the one that is computed, whatever is in memory."""
+    toy, rng = Toy(room), np.random.default_rng(room)
+    for _ in range(60):
+        toy.check(torch.from_numpy(rng.random((int(rng.integers(1, 5)), NEURONS)) < rng.random() ** 2) | some([3]))
