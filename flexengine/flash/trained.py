@@ -222,3 +222,30 @@ def find(files: Sequence[Path]) -> Path | None:
         if hold(directory):
             return directory
     return None
+
+
+class Latest:
+    """The predictors of a checkpoint that were trained last, searched and loaded once.
+
+    Args:
+        files: as for `find`; none if the model has no files.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._directory: Path | None = None
+        self._loaded: Trained | None = None
+
+    def find(self) -> Path | None:
+        """Return the directory of the predictors; None if there are none."""
+        if self._directory is None and self._files:
+            self._directory = find(self._files)
+        return self._directory
+
+    def load(self, blocks: Sequence[FeedForward | None]) -> Trained | None:
+        """Return the predictors; None if there are none. Arguments and errors as in `trained.load`."""
+        if self._loaded is None and (directory := self.find()) is not None:
+            self._directory = None  # after an error they are searched again, as they may be trained again
+            self._loaded = load(directory, checkpoint_key(self._files), blocks)
+            self._directory = directory
+        return self._loaded

@@ -11,9 +11,8 @@ import torch
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.flash import trained
 from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
-from flexengine.flash.trained import Trained
+from flexengine.flash.trained import Latest, Trained
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, ORACLE, PREDICTORS, Lossy
@@ -179,13 +178,15 @@ class Opened:
         source = self.source.directory, self.given, self.locations
         return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier)
 
+    @cached_property
+    def _latest(self) -> Latest:
+        return Latest(self.given)
+
     def _trained(self) -> Trained | None:
         """Return the predictors of the model, which were trained last; None if there are none, or if an oracle, which
         needs only their statistics, finds them damaged."""
-        if not self.given or (directory := trained.find(self.given)) is None:
-            return None
         try:
-            return trained.load(directory, trained.checkpoint_key(self.given), self.blocks)
+            return self._latest.load(self.blocks)
         except FlexError:
             if self.lossy.flash == ORACLE:
                 return None
@@ -193,7 +194,7 @@ class Opened:
 
     def _not_trained(self, lossy: Lossy) -> str | None:
         """Return why the model has no predictors, if it needs some."""
-        if lossy.flash != PREDICTORS or (self.given and trained.find(self.given)):
+        if lossy.flash != PREDICTORS or self._latest.find():
             return None
         if not self.files:
             return f"{self.source.name} has no weights here, so no predictors; let flash be {ORACLE}"

@@ -1,6 +1,7 @@
 """Files of predictors: what is written is read, and damaged files and those of other checkpoints are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,13 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from flexengine import Engine
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.flash import trained
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Sharing
-from flexengine.flash.trained import ABOUT, TENSORS, LayerPredictor, Trained, checkpoint_key, find, load, write
+from flexengine.flash.trained import ABOUT, TENSORS, Latest, LayerPredictor, Trained, checkpoint_key, find, load, write
 from flexengine.flash.training import Errors
 from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import prepared
+from tests.helpers.relu import LAYERS, make_relu
+from tests.helpers.relu import NEURONS as MANY
+from tests.helpers.relu import WIDTH as WIDE
 
 RANK, WIDTH, NEURONS = 4, 16, 24
 
@@ -109,3 +115,57 @@ def test_the_newest_predictors_of_a_checkpoint_are_found(own_cache: Path, tmp_pa
     assert find([other]) == made[2]
     (made[1] / ABOUT).write_text("{")
     assert find([mine]) == made[0]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions that searched and loaded predictors."""
+    called = list[str]()
+
+    def counted(name: str) -> None:
+        real = getattr(trained, name)
+        monkeypatch.setattr(trained, name, lambda *args: (called.append(name), real(*args))[1])
+
+    for name in ("find", "load"):
+        counted(name)
+    return called
+
+
+def test_the_latest_predictors_are_loaded_once(own_cache: Path, tmp_path: Path, calls: list[str]) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("weights")
+    latest = Latest([weights])
+    assert latest.find() is latest.load(BLOCKS) is None
+    calls.clear()
+
+    def write_one(directory: Path) -> None:
+        write(TRAINED, checkpoint_key([weights]), directory)
+
+    first = prepared(weights, [weights], write_one, "first")
+    tensors = (first / TENSORS).read_bytes()
+    (first / TENSORS).write_bytes(b"damaged")
+    with pytest.raises(BadCheckpoint):
+        latest.load(BLOCKS)
+    (first / TENSORS).write_bytes(tensors)
+    found = latest.load(BLOCKS)
+    assert found is not None
+    assert found is latest.load(BLOCKS)
+    assert found.directory == latest.find() == first
+    assert calls == ["find", "load"] * 2
+    assert Latest([]).find() is None
+
+
+def test_an_engine_loads_predictors_once(own_cache: Path, tmp_path: Path, calls: list[str]) -> None:
+    """Also if the planner tries several switches that use predictors."""
+    make_relu(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+
+    def made(seed: int) -> LayerPredictor:
+        predictor = Predictor(torch.ones(2, WIDE), torch.ones(MANY, 2), torch.zeros(MANY))
+        return replace(layer(seed), predictor=predictor)
+
+    given = Trained(tuple(made(seed) for seed in range(LAYERS)), {})
+    prepared(tmp_path, files, lambda path: write(given, checkpoint_key(files), path), "toy")
+    with Engine(tmp_path, allow=["flash-oracle", "flash-predictors", "int8-cache"]) as engine:
+        assert engine.generate([{"prompt_token_ids": [5], "max_tokens": 2}])[0].error is None
+    assert calls == ["find", "load"]
