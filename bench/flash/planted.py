@@ -119,14 +119,14 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
         scores = stretches.float() @ rows.float().T + bias.float()
         true, predicted = (scores > 0).numpy(), (scores > -MARGIN).numpy()
         errors = Errors(true.size, int(true.sum()), int(predicted.sum()), int((true & ~predicted).sum()))
-        often = (torch.from_numpy(statistics.frequency(trace)) for trace in (true, predicted))
-        return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted), *often)
+        return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted))
 
     def build(folder: Path) -> None:
         layers = tuple(layer(j) for j in range(shape.layers))
         trained.write(Trained(layers, {"text": "planted"}), trained.checkpoint_key(files), folder)
 
-    return prepared(directory, files, build, f"planted predictors, margin {MARGIN}", label="predictors, planted")
+    what = f"planted predictors of version {trained.VERSION}, margin {MARGIN}"
+    return prepared(directory, files, build, what, label="predictors, planted")
 
 
 def read_tensor(tensors: Any, name: str) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from flexengine.activity import activity
 from flexengine.engine.calibration import Score
@@ -141,7 +140,7 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
             raise
         trained.write(Trained(layers, about), checkpoint, directory)
 
-    what = json.dumps({"predictors": VERSION, "dtype": str(core.dtype), **about})
+    what = json.dumps({"predictors": VERSION, "files": trained.VERSION, "dtype": str(core.dtype), **about})
     label = f"predictors, {settings.misses:.1%} misses"
     directory = prepared(core.source.directory, files, build, what, core.verifier, label)
     os.utime(directory / trained.ABOUT)  # `trained.find` takes the latest
@@ -201,10 +200,7 @@ class _Training:
         predictor, errors = train(recorded, self.settings, self.engine.core.machine.compute)
         held_out = recorded.part(divide(len(recorded.x)).held_out)
         true, predicted = held_out.active, predicted_trace(predictor, held_out)
-        return LayerPredictor(
-            predictor, errors, statistics.sharing(true), statistics.sharing(predicted),
-            torch.from_numpy(recorded.frequency), torch.from_numpy(statistics.frequency(predicted)),
-        )  # fmt: skip
+        return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted))
 
 
 def predicted_trace(predictor: Predictor, recorded: Recorded) -> Trace:

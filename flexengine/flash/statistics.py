@@ -5,7 +5,6 @@ stretches of text. All results are shares of the layer's neurons.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +70,3 @@ def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
         union |= trace[:, k : k + beginnings]
         shares.append(active_share(union))
     return tuple(shares)
-
-
-def frequency(trace: Trace) -> NDArray[Any]:
-    """Return the share of tokens for which each neuron is active, fp32 [neurons]."""
-    return np.asarray(trace.mean((0, 1), dtype=np.float64), np.float32)

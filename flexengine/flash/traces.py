@@ -49,14 +49,6 @@ class Recorded:
         """The active neurons, bool [stretches, tokens, neurons]."""
         return np.unpackbits(self.bits, axis=-1, count=self.neurons).view(np.bool_)
 
-    @property
-    def frequency(self) -> NDArray[np.float32]:
-        """Share of tokens for which each neuron is active, fp32 [neurons]."""
-        counts = np.zeros(self.neurons, np.int64)
-        for bits in self.bits:  # one stretch at a time, as bools take 8 times the memory of bits
-            counts += np.unpackbits(bits, axis=-1, count=self.neurons).sum(0, dtype=np.int64)
-        return np.asarray(counts / (self.bits.shape[0] * self.bits.shape[1]), np.float32)
-
 
 class Recorder:
     """Records the blocks of an engine's model. Every stretch must be computed as one piece."""

@@ -1,6 +1,6 @@
 """The predictors of a model: their files, what was measured of them, and the search for them in the cache.
 
-predictors.safetensors    per layer L.a, L.b (bf16), L.bias, L.frequency, L.predicted_frequency (fp32 [neurons])
+predictors.safetensors    per layer L.a, L.b (bf16), L.bias (fp32 [neurons])
 predictors.json           the checkpoint, the settings, thresholds, errors and statistics, a digest of the other file
 """
 
@@ -23,7 +23,7 @@ from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import fingerprint
 from flexengine.model.shards import check_finite, save
 
-VERSION = 1
+VERSION = 2  # of the files; those of other versions are not found, and trained again
 TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
 _REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
 
@@ -36,16 +36,12 @@ class LayerPredictor:
         predictor: on the CPU.
         errors: misses and false alarms.
         true, predicted: statistics of the active neurons, and of those that are predicted active.
-        frequency, predicted_frequency: share of tokens for which each neuron is active, is predicted active: fp32
-            [neurons].
     """
 
     predictor: Predictor
     errors: Errors
     true: Sharing
     predicted: Sharing
-    frequency: Tensor
-    predicted_frequency: Tensor
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,7 @@ def write(trained: Trained, checkpoint: str, directory: Path) -> None:
     for number, layer in enumerate(trained.layers):
         layers.append(None if layer is None else _as_json(layer))
         if layer is not None:
-            named = {**layer.predictor.tensors, "frequency": layer.frequency,
-                     "predicted_frequency": layer.predicted_frequency}  # fmt: skip
-            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in named.items()}
+            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in layer.predictor.tensors.items()}
     save(tensors, directory / TENSORS)
     digest = hashlib.sha256((directory / TENSORS).read_bytes()).hexdigest()
     body = {"version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about), "layers": layers,
@@ -170,14 +164,11 @@ def _content(directory: Path) -> dict[str, Any]:
 
 
 def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any]) -> LayerPredictor:
-    a, b, bias, frequency, predicted = (
-        tensors[f"{number}.{name}"] for name in ("a", "b", "bias", "frequency", "predicted_frequency")
-    )
+    a, b, bias = (tensors[f"{number}.{name}"] for name in ("a", "b", "bias"))
     for name in ("a", "b", "bias"):
         check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
     predictor = Predictor(a, b, bias, float(about["threshold"]))
-    true, shared = _sharing(about["true"]), _sharing(about["predicted"])
-    return LayerPredictor(predictor, Errors(**about["errors"]), true, shared, frequency, predicted)
+    return LayerPredictor(predictor, Errors(**about["errors"]), _sharing(about["true"]), _sharing(about["predicted"]))
 
 
 def _sharing(about: Mapping[str, Any]) -> Sharing:

@@ -85,11 +85,8 @@ def plant(known: Family, seed: int = 0) -> list[Predictor]:
             for _ in range(count)]  # fmt: skip
     files, sharing = sorted(known.directory.glob("*.safetensors")), Sharing(0.5, (0.5, 0.7), (0.5, 0.6))
 
-    def often() -> torch.Tensor:
-        return torch.full((neurons,), 0.5)
-
     def build(folder: Path) -> None:
-        layers = tuple(LayerPredictor(p, Errors(9, 3, 4, 1), sharing, sharing, often(), often()) for p in made)
+        layers = tuple(LayerPredictor(p, Errors(9, 3, 4, 1), sharing, sharing) for p in made)
         trained.write(Trained(layers, {"seed": seed}), trained.checkpoint_key(files), folder)
 
     prepared(known.directory, files, build, f"random predictors {seed}", label="predictors")

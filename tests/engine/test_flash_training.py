@@ -13,7 +13,7 @@ from flexengine.engine.flash_training import Text, cut, predictors, sparse_block
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.flash import traces
 from flexengine.flash.traces import Recorder
-from flexengine.flash.training import Settings
+from flexengine.flash.training import Settings, divide
 from tests.helpers.relu import CONTEXT, LAYERS, NEURONS, WIDTH, make_relu
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -93,8 +93,7 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
     with Engine(tmp_path, prefix_sharing=False) as engine:
         made = predictors(engine, read, Settings(rank=8))
     active = torch.cat([a for _, a in by_transformers(model, read.stretches)], dim=-1).float()
-    frequencies = torch.cat([layer.frequency for layer in made.known])
-    torch.testing.assert_close(frequencies, active.mean((0, 1)), rtol=0, atol=2e-3)
+    assert made.errors.active_share == pytest.approx(float(active[divide(20).measure].mean()), abs=2e-3)
     assert [layer.errors.total for layer in made.known] == [2 * TOKENS * NEURONS] * LAYERS
     assert [layer.predictor.rank for layer in made.known] == [8] * LAYERS
     assert made.nbytes == LAYERS * (2 * 8 * (WIDTH + NEURONS) + 4 * NEURONS)

@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flexengine.flash.statistics import ROWS, WINDOW, Trace, active_share, frequency, row_unions, sharing, window_unions
+from flexengine.flash.statistics import ROWS, WINDOW, Trace, active_share, row_unions, sharing, window_unions
 
 STRETCHES, TOKENS, NEURONS = 11, 40, 60
 
@@ -61,11 +61,6 @@ def test_windows_and_new_neurons(trace: Trace) -> None:
 def test_short_stretches_have_few_windows(trace: Trace) -> None:
     assert window_unions(trace[:, :3]) == pytest.approx(window_unions(trace[:, :3], most=3))
     assert len(window_unions(trace[:, :3])) == 3
-
-
-def test_frequency(trace: Trace) -> None:
-    counts = [sum(n in token for stretch in sets(trace) for token in stretch) for n in range(NEURONS)]
-    assert frequency(trace) == pytest.approx(np.array(counts) / (STRETCHES * TOKENS))
 
 
 def test_a_trace_without_tokens() -> None:
