@@ -94,15 +94,6 @@ def use_experts_apart(skeleton: Skeleton, layers: Sequence[ExpertLayer | None]) 
         skeleton.others |= routers
 
 
-def use_experts_inside(
-    skeleton: Skeleton, layers: Sequence[ExpertLayer | None], whole: list[dict[str, ParamRef]]
-) -> None:
-    """Undo `use_experts_apart`. whole: the layers before it."""
-    skeleton.layers[:] = whole
-    for name in (n for experts in layers if experts and experts.router for n in experts.router.names):
-        skeleton.others.pop(name, None)
-
-
 def bind_meta(experts: ExpertLayer, dtype: torch.dtype) -> None:
     """Bind the stacked matrices to tensors without values, as they are before a job."""
     for slot in experts.matrices.values():

@@ -163,9 +163,8 @@ def use_records(skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_f
         skeleton.layers[j] = {name: slot for name, slot in skeleton.layers[j].items() if name not in out}
 
 
-def use_weights(skeleton: Skeleton, blocks: Sequence[FeedForward | None], whole: list[dict[str, ParamRef]]) -> None:
-    """Undo `use_records`. whole: the layers before it."""
-    skeleton.layers[:] = whole
+def use_linears(blocks: Sequence[FeedForward | None]) -> None:
+    """Have the modules of blocks compute again what they compute without `use_records`."""
     for block in blocks:
         for module in block.modules if block is not None else ():
             if module is not None:

@@ -20,13 +20,13 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
 from flexengine.model.encoding import encoded, forms, use_forms
-from flexengine.model.expert_layers import ExpertLayer, find_experts, use_experts_apart, use_experts_inside
+from flexengine.model.expert_layers import ExpertLayer, find_experts, use_experts_apart
 from flexengine.model.files import set_links
 from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.layer_range import use_range
 from flexengine.model.loading import ByteRange, Origin, differ, origins
-from flexengine.model.neurons import FeedForward, find, use_records, use_weights
+from flexengine.model.neurons import FeedForward, find, use_linears, use_records
 from flexengine.model.skeleton import ParamRef, Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
@@ -74,7 +74,7 @@ class Opened:
     blocks: tuple[FeedForward | None, ...] = ()
     experts: tuple[ExpertLayer | None, ...] = ()
     trained: Trained | None = None
-    _whole: list[dict[str, ParamRef]] = field(default_factory=list)  # the layers with all weights, with `flash`
+    _whole: tuple[list[dict[str, ParamRef]], dict[str, ParamRef]] | None = None  # layers and others without `flash`
 
     @property
     def forms(self) -> dict[str, WeightFormat]:
@@ -141,10 +141,10 @@ class Opened:
         weights on the device."""
         skeleton, oracle = self.skeleton, lossy.flash == ORACLE
         if self._whole:
-            use_experts_inside(skeleton, self.experts, self._whole)
-            use_weights(skeleton, self.blocks, self._whole)
+            skeleton.layers[:], skeleton.others = self._whole
+            use_linears(self.blocks)
         use_forms(skeleton, {})  # also of weights that are taken out now
-        self._whole = list(skeleton.layers) if lossy.flash else []
+        self._whole = (list(skeleton.layers), dict(skeleton.others)) if lossy.flash else None
         self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
         blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
         self.blocks = blocks if any(blocks) else ()

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.model.neurons import find
+from flexengine.lossy import EXACT, Lossy
+from flexengine.model.neurons import RecordDown, RecordFirst, find
 from flexengine.model.skeleton import build
+from flexengine.worker.opened import open_model
 
 CASES = {  # activation, gated, sparse; None for families without a block of one row per neuron
     "opt": ("ReLU", False, True), "llama": ("SiLUActivation", True, False),
@@ -34,3 +36,17 @@ def test_a_llama_with_relu_is_sparse(families: Any, tmp_path: Path) -> None:
         text = file.read_bytes()
         (tmp_path / file.name).write_bytes(text.replace(b'"silu"', b'"relu"') if file.name == "config.json" else text)
     assert [block.sparse for block in find(build(tmp_path, torch.float32)) if block] == [True] * 4
+
+
+def test_blocks_are_taken_out_and_return(families: Any) -> None:
+    opened = open_model(str(families("opt").directory), None, "cpu")
+    skeleton, facts = opened.skeleton, opened.facts
+    before, others = [dict(layer) for layer in skeleton.layers], dict(skeleton.others)
+    for lossy in (Lossy(flash="oracle"), Lossy(weights="int4", flash="oracle"), EXACT):
+        opened.use(lossy)
+        for block, layer, whole in zip(opened.blocks, skeleton.layers, before, strict=bool(lossy.flash)):
+            assert block is not None
+            assert whole.keys() - layer.keys() == {block.down}  # an oracle computes the first matrix
+            assert isinstance(block.modules[0], RecordFirst)
+    assert (skeleton.layers, skeleton.others, opened.facts) == (before, others, facts)
+    assert {type(slot.module) for layer in before for slot in layer.values()}.isdisjoint({RecordFirst, RecordDown})
