@@ -199,10 +199,14 @@ def _faster_blocks(hardware: Hardware, *names: str) -> dict[str, dict[str, Table
 
 
 def four_bits(model: ModelFacts) -> ModelFacts | None:
-    """Return the model with the matrices of its layers in 4 bits; None if this saves less than a tenth of the bytes.
+    """Return the model with the matrices of its layers in 4 bits; None if this saves less than a tenth of the bytes, or
+    if neurons or experts are read on demand: rates of records of other sizes are not known.
 
     `TensorFact` has whole bytes per element. So the number of elements is reduced, and each has one byte.
     """
+
+    if any(model.blocks):
+        return None
 
     def narrow(t: TensorFact) -> TensorFact:
         if not t.matrix or t.encoded or min(t.stored, t.held) < 2:

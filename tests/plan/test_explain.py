@@ -13,6 +13,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import explain, picture, whatif, words
 from flexengine.plan.cost import Cost
+from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import frontier, search
@@ -154,6 +155,15 @@ def test_four_bits_take_9_of_32_of_the_bytes_and_the_same_time() -> None:
     for tokens in (1.0, 64.0, 1024.0):
         assert float(after.stack(tokens)) == pytest.approx(float(before.stack(tokens)), rel=1e-6)
         assert float(after.head(tokens)) == pytest.approx(float(before.head(tokens)), rel=1e-6)
+
+
+def test_no_four_bits_of_records() -> None:
+    """Their rates are known in the present format only."""
+    best = search(model(), GPU, WORK).best
+    block = NeuronFacts(1000, 512, "2 vectors of 128 float16")
+    labels = [[change.label for change in whatif.changes(facts, GPU, best)]
+              for facts in (model(), replace(model(), blocks=(None, block)))]  # fmt: skip
+    assert labels[0] == [*labels[1], "4-bit weights (--weights int4)"]
 
 
 def test_four_bits_of_a_stage_without_a_head() -> None:
