@@ -30,6 +30,8 @@ class Booked(Protocol):
 def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
     """Book device memory for neurons and their predictors, and RAM for records that are read.
 
+    The workspace has room for masks of the neurons that tokens use.
+
     Args:
         shared: whether host and device are one memory.
 
@@ -50,5 +52,7 @@ def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
     if records := [block.record for block in blocks if not block.experts]:
         readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
         layout.book(place, RECORDS, 2 * STREAMED + readers)
+        if model.gpu:  # those that were read are copied there, then computed or put into rows
+            layout.book("device", RECORDS, STREAMED)
     if experts_read := [block.read_bytes for block in blocks if block.experts]:
         layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))

@@ -203,6 +203,8 @@ class Neurons:
             undo.callback(self._release)
             self._reader = undo.enter_context(Reader(known))
             self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
+            if machine.compute.type != "cpu":
+                self._regions.keep_room("device", STREAMED, RECORDS)
             take, view = self._regions.take, machine.tier(place).view
             streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
             for j, (feed, bundle) in enumerate(zip(opened.blocks, opened.bundles, strict=True)):
@@ -237,9 +239,10 @@ class Neurons:
             return lambda x: FastLinear.forward(first, x) > 0
         known = trained.layers[layer]
         assert known is not None
-        self._regions.keep_room("device", aligned(known.predictor.nbytes), PREDICTORS)
         device, dtype = self._machine.compute, self._opened.dtype
-        return known.predictor.to(device, None if device.type == "cpu" else dtype).active
+        predictor = known.predictor.to(device, None if device.type == "cpu" else dtype)
+        self._regions.keep_room("device", aligned(predictor.nbytes), PREDICTORS)
+        return predictor.active
 
     def _release(self) -> None:
         """Have no layer use a block."""

@@ -164,7 +164,7 @@ class Opened:
             return facts
         if self.lossy.flash == ORACLE:
             return replace(facts, unions=known.true.rows, reuse=known.true.window)
-        nbytes = known.predictor.nbytes
+        nbytes = known.predictor.to(torch.device("meta"), None if self.cpu else self.dtype).nbytes
         return replace(facts, predictor=nbytes, guess=nbytes, unions=known.predicted.rows, reuse=known.predicted.window)
 
     @property

@@ -1,7 +1,10 @@
 """worker.neurons.Block: sums against a formula, and when records are read, with a reader that overwrites at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +13,16 @@ from torch import Tensor, nn
 
 from flexengine.codec.records import RecordForm
 from flexengine.flash.arena import Numbers
+from flexengine.lossy import Lossy
 from flexengine.model.neurons import FeedForward
-from flexengine.worker.neurons import Block
+from flexengine.plan import neuron_memory
+from flexengine.plan.layout import lay_out_weights
+from flexengine.plan.neuron_memory import RECORDS, STREAMED
+from flexengine.policy import Policy
+from flexengine.tier.machine import make_machine
+from flexengine.worker.demand_reads import DemandReads
+from flexengine.worker.neurons import Block, Neurons
+from flexengine.worker.opened import open_model
 
 NEURONS, WIDTH = 48, 8
 
@@ -89,3 +100,20 @@ def test_any_tokens(room: int) -> None:
     toy, rng = Toy(room), np.random.default_rng(room)
     for _ in range(60):
         toy.check(torch.from_numpy(rng.random((int(rng.integers(1, 5)), NEURONS)) < rng.random() ** 2) | some([3]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str) -> None:
+    """With a GPU, records that were read pass a buffer in its memory, too. No kernel is called here."""
+    opened = open_model(str(families("opt").directory), None, "cpu", lossy=Lossy(flash="oracle"))
+    opened.facts = replace(opened.facts, gpu=device == "cuda")
+    machine = replace(make_machine("sim", 1 << 28, 1 << 28, [tmp_path]), compute=torch.device(device))
+    layout = lay_out_weights(opened.facts, Policy(neurons=0.5), machine.capacity)
+    neurons = Neurons(opened, layout, machine, DemandReads(machine.disk))
+    for place in ("device", "host"):
+        booked = {what: n for what, n in layout.account[place].items() if what in (neuron_memory.NEURONS, RECORDS)}
+        assert machine.tier(place).ledger.entries == booked
+    assert machine.device.ledger.entries.get(RECORDS, 0) == STREAMED * (device == "cuda")
+    neurons.close()
+    assert machine.device.ledger.used == machine.host.ledger.used == 0
+    machine.close()
