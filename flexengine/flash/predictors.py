@@ -60,8 +60,8 @@ class Predictor:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Self:
-        """Return the predictor on a device, in a dtype; None keeps the dtypes, as on a CPU."""
-        moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors.items()}
+        """Return a copy of the predictor on a device, in a dtype; None keeps the dtypes, as on a CPU."""
+        moved: dict[str, Any] = {name: tensor.to(device, dtype, copy=True) for name, tensor in self.tensors.items()}
         return replace(self, **moved)
 
     def scores(self, x: Tensor) -> Tensor:

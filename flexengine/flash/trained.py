@@ -96,7 +96,7 @@ def write(trained: Trained, checkpoint: str, directory: Path) -> None:
         if layer is not None:
             tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in layer.predictor.tensors.items()}
     save(tensors, directory / TENSORS)
-    digest = hashlib.sha256((directory / TENSORS).read_bytes()).hexdigest()
+    _, digest = _size_and_digest(directory / TENSORS)
     body = {"version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about), "layers": layers,
             "tensors_sha256": digest}  # fmt: skip
     (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
@@ -114,6 +114,8 @@ def _as_json(layer: LayerPredictor) -> dict[str, Any]:
 def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None]) -> Trained:
     """Read the predictors of a model.
 
+    Their tensors are views of the file: they take page cache, which no ledger books. `Predictor.to` copies them.
+
     Args:
         directory: that `write` wrote.
         checkpoint: `checkpoint_key` of the model's files.
@@ -123,16 +125,17 @@ def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None])
         BadCheckpoint: a file is missing, damaged or truncated.
         InvalidInput: the predictors are those of another checkpoint.
     """
-    content, data = _content(directory), _read(directory / TENSORS)
+    content, file = _content(directory), directory / TENSORS
+    nbytes, digest = _size_and_digest(file)
     if content["checkpoint"] != checkpoint:
         raise InvalidInput(f"the predictors in {directory} were trained for another checkpoint, or its files have"
                            " changed since; train them for this one: flexengine flash train MODEL")  # fmt: skip
-    if hashlib.sha256(data).hexdigest() != content["tensors_sha256"]:
-        raise BadCheckpoint(f"{directory / TENSORS} is not the file that was written ({len(data):,} bytes): it is"
-                            f" truncated or damaged; {_REMEDY}")  # fmt: skip
-    from safetensors.torch import load as parse
+    if digest != content["tensors_sha256"]:
+        raise BadCheckpoint(f"{file} is not the file that was written ({nbytes:,} bytes): it is truncated or damaged;"
+                            f" {_REMEDY}")  # fmt: skip
+    from safetensors.torch import load_file
 
-    tensors = parse(data)
+    tensors = load_file(file)
     try:
         layers = tuple(
             None if about is None else _layer(tensors, number, about) for number, about in enumerate(content["layers"])
@@ -143,17 +146,24 @@ def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None])
     return Trained(layers, content["about"], directory, _digest(content))
 
 
-def _read(path: Path) -> bytes:
+def _size_and_digest(path: Path) -> tuple[int, str]:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error}; {_REMEDY}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> BadCheckpoint:
+    return BadCheckpoint(f"{path} cannot be read: {error}; {_REMEDY}")
 
 
 def _content(directory: Path) -> dict[str, Any]:
     """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
     try:
-        content = json.loads(_read(directory / ABOUT))
+        content = json.loads((directory / ABOUT).read_bytes())
+    except OSError as error:
+        raise _unreadable(directory / ABOUT, error) from error
     except ValueError as error:
         raise BadCheckpoint(f"{directory / ABOUT} is truncated or damaged: {error}; {_REMEDY}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:

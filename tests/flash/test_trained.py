@@ -66,6 +66,19 @@ def test_what_is_written_is_read(directory: Path) -> None:
             assert torch.equal(tensor, theirs.predictor.tensors[name])
 
 
+def test_tensors_are_views_of_the_file(directory: Path) -> None:
+    found = load(directory, "key", BLOCKS)
+    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+             if line.endswith(str(directory / TENSORS))]  # fmt: skip
+    ranges = [range(int(low, 16), int(high, 16)) for low, high in spans]
+    for each in found.known:
+        copy = each.predictor.to(torch.device("cpu"))
+        for name, tensor in each.predictor.tensors.items():
+            assert any(tensor.data_ptr() in inside for inside in ranges)
+            assert not any(copy.tensors[name].data_ptr() in inside for inside in ranges)
+            assert torch.equal(copy.tensors[name], tensor)
+
+
 def test_predictors_of_another_checkpoint(directory: Path) -> None:
     with pytest.raises(InvalidInput, match=r"another checkpoint.*flexengine flash train MODEL"):
         load(directory, "other", BLOCKS)
