@@ -151,8 +151,7 @@ class BaseEngine(ABC):
         self._check_open()
         self.choose_bits()
         with reporting(self.listener):
-            _ = self.core.opened.origins
-            _ = self.core.opened.bundles if self.core.opened.blocks else None
+            _ = self.core.opened.origins, self.core.opened.bundles
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""

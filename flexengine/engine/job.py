@@ -216,6 +216,7 @@ class Job:
         core, began = self.core, time.perf_counter()
         if self.calibrator.text is not None:
             _ = core.opened.origins  # calibrates with a second engine, so before this engine allocates memory
+        _ = core.opened.bundles  # also takes memory while it writes records
         core.machine.give_back()  # memory that planning freed
         try:
             with activity("allocating", "allocating the memory of the plan"):

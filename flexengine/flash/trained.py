@@ -111,7 +111,9 @@ def _as_json(layer: LayerPredictor) -> dict[str, Any]:
     return {"threshold": layer.predictor.threshold, "errors": asdict(layer.errors), **sharing}
 
 
-def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None]) -> Trained:
+def load(
+    directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None], layers: slice = slice(None)
+) -> Trained:
     """Read the predictors of a model.
 
     Their tensors are views of the file: they take page cache, which no ledger books. `Predictor.to` copies them.
@@ -120,6 +122,7 @@ def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None])
         directory: that `write` wrote.
         checkpoint: `checkpoint_key` of the model's files.
         blocks: the model's feed-forward blocks.
+        layers: the layers of the model that `blocks` are of.
 
     Raises:
         BadCheckpoint: a file is missing, damaged or truncated.
@@ -137,13 +140,12 @@ def load(directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None])
 
     tensors = load_file(file)
     try:
-        layers = tuple(
-            None if about is None else _layer(tensors, number, about) for number, about in enumerate(content["layers"])
-        )
+        known = list(enumerate(content["layers"]))[layers]
+        found = tuple(None if about is None else _layer(tensors, number, about) for number, about in known)
     except (KeyError, TypeError, ValueError) as error:
         raise BadCheckpoint(f"{directory / ABOUT} is damaged: {error!r}; {_REMEDY}") from error
-    _check(layers, blocks, directory)
-    return Trained(layers, content["about"], directory, _digest(content))
+    _check(found, blocks, directory)
+    return Trained(found, content["about"], directory, _digest(content))
 
 
 def _size_and_digest(path: Path) -> tuple[int, str]:
@@ -243,10 +245,14 @@ class Latest:
             self._directory = find(self._files)
         return self._directory
 
-    def load(self, blocks: Sequence[FeedForward | None]) -> Trained | None:
+    def digest(self) -> str:
+        """Return `Trained.digest` of the predictors; "" if there are none. Raise BadCheckpoint if they are damaged."""
+        return _digest(_content(directory)) if (directory := self.find()) else ""
+
+    def load(self, blocks: Sequence[FeedForward | None], layers: slice = slice(None)) -> Trained | None:
         """Return the predictors; None if there are none. Arguments and errors as in `trained.load`."""
         if self._loaded is None and (directory := self.find()) is not None:
             self._directory = None  # after an error they are searched again, as they may be trained again
-            self._loaded = load(directory, checkpoint_key(self._files), blocks)
+            self._loaded = load(directory, checkpoint_key(self._files), blocks, layers)
             self._directory = directory
         return self._loaded

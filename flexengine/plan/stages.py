@@ -11,6 +11,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import lay_out_given, planned
 from flexengine.plan.prediction import Prediction
+from flexengine.plan.tried import with_neurons
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
@@ -74,13 +75,14 @@ def for_cohorts(policy: Policy, stages: int) -> Policy:
 
 def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Policy | None = None) -> Prediction:
     """Return the prediction of a stage under a policy, with the shares of its weights under which the job is shortest.
+    Neurons or experts that are read on demand get the memory that is left.
 
     Weights near the device are read faster, but take memory from KV cache, without which sequences wait to enter. All
     shares in steps of 1/20 are tried.
 
     Args:
         cost: model, machine and workload of the stage.
-        policy: its weights do not matter.
+        policy: its weights and its share of neurons do not matter.
         capacity: memory of the stage.
         resident: the policy under which weights are in memory; None if none are. With equal shares they stay, and are
             not loaded again.
@@ -89,13 +91,18 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Poli
         TooLittle: not even weights on disk fit.
     """
     room, fitting = planned(capacity), list[Layout]()
+
+    def laid_out(policy: Policy) -> Layout:
+        return lay_out(cost.model, policy, cost.workload, room)
+
     for device in range(_STEPS, -1, -1):
         for host in range(0 if capacity.shared else _STEPS - device, -1, -1):
             shares = (device / _STEPS, host / _STEPS, (_STEPS - device - host) / _STEPS)
             with suppress(OutOfMemory):
-                fitting.append(lay_out(cost.model, replace(policy, weights=shares), cost.workload, room))
+                fitting.append(laid_out(with_neurons(replace(policy, weights=shares), cost.model, room, laid_out)))
     if not fitting:
-        fitting = [lay_out_given(cost.model, replace(policy, weights=(0, 0, 1)), cost.workload, capacity)]
+        least = replace(policy, weights=(0, 0, 1), neurons=0.0)
+        fitting = [lay_out_given(cost.model, least, cost.workload, capacity)]
     kept = None if resident is None else resident.weights
     predictions = [cost.predict(layout, 0.0 if layout.policy.weights == kept else 1.0) for layout in fitting]
     return min(predictions, key=attrgetter("total_seconds"))

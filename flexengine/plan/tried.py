@@ -1,5 +1,6 @@
 """The policies that a search has laid out and priced, and the best of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -7,6 +8,7 @@ from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout, lay_out, lay_out_weights, left_bytes
 from flexengine.plan.neurons import share_of
 from flexengine.plan.prediction import Prediction
@@ -41,7 +43,7 @@ class Tried:
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
         given = sensible(policy)
-        policy = self._with_neurons(given)
+        policy = with_neurons(given, self.cost.model, self.capacity, lambda p: self.laid_out(p, self.capacity))
         if policy in self.refused or self.shapes.too_large(policy):
             self.refused.update({given: self.refused[policy]} if policy in self.refused else {})
             return None
@@ -55,17 +57,6 @@ class Tried:
             self.predictions[policy] = prediction
             self._compare(prediction)
         return self.predictions[policy]
-
-    def _with_neurons(self, policy: Policy) -> Policy:
-        """Return the policy with as many neurons in memory as fit, if the model reads neurons on demand."""
-        if not self.cost.model.blocks:
-            return policy
-        policy = replace(policy, neurons=0.0)
-        try:
-            free = left_bytes(self.laid_out(policy, self.capacity), "device", self.capacity)
-        except OutOfMemory:
-            return policy
-        return replace(policy, neurons=share_of(self.cost.model, free))
 
     def laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
         """Return the policy's layout. Raise OutOfMemory if it does not fit."""
@@ -94,3 +85,22 @@ class Tried:
             return
         if self._best is None or prediction.total_seconds < MAX_TIME_RATIO * self._best.total_seconds:
             self._best = prediction
+
+
+def with_neurons(policy: Policy, model: ModelFacts, capacity: Capacity, laid_out: Callable[[Policy], Layout]) -> Policy:
+    """Return the policy with as many neurons in memory as fit, if the model reads neurons on demand.
+
+    Args:
+        policy: its share of neurons does not matter.
+        model: the model.
+        capacity: to plan for.
+        laid_out: returns the layout of a policy, or raises OutOfMemory.
+    """
+    if not model.blocks:
+        return policy
+    policy = replace(policy, neurons=0.0)
+    try:
+        free = left_bytes(laid_out(policy), "device", capacity)
+    except OutOfMemory:
+        return policy
+    return replace(policy, neurons=share_of(model, free))

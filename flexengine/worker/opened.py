@@ -174,19 +174,20 @@ class Opened:
 
     @cached_property
     def bundles(self) -> tuple[Bundle | None, ...]:
-        """By layer, the records of the block. Makes missing ones. Raise as `flash.bundles.prepare_bundles`."""
+        """By layer, the records of the block; () without blocks. Makes missing ones. Raise as `prepare_bundles`."""
         source = self.source.directory, self.given, self.locations
-        return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier)
+        return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier) if self.blocks else ()
 
     @cached_property
-    def _latest(self) -> Latest:
+    def latest(self) -> Latest:
+        """The predictors that were trained last."""
         return Latest(self.given)
 
     def _trained(self) -> Trained | None:
         """Return the predictors of the model, which were trained last; None if there are none, or if an oracle, which
         needs only their statistics, finds them damaged."""
         try:
-            return self._latest.load(self.blocks)
+            return self.latest.load(self.blocks, slice(*self.skeleton.layer_range))
         except FlexError:
             if self.lossy.flash == ORACLE:
                 return None
@@ -194,7 +195,7 @@ class Opened:
 
     def _not_trained(self, lossy: Lossy) -> str | None:
         """Return why the model has no predictors, if it needs some."""
-        if lossy.flash != PREDICTORS or self._latest.find():
+        if lossy.flash != PREDICTORS or self.latest.find():
             return None
         if not self.files:
             return f"{self.source.name} has no weights here, so no predictors; let flash be {ORACLE}"
@@ -238,8 +239,6 @@ class Opened:
         experts = any(self.experts or find_experts(self.skeleton))
         if experts and (not sparse or lossy.flash == ORACLE) and (reason := self._experts_refused(lossy)):
             return reason
-        if sparse and len(self.skeleton.layers) < self.skeleton.total:
-            return "flash is set with stages, of which none has all layers; leave out one of them"
         if sparse and lossy.compute is not None:
             return (f"compute is {lossy.compute!r} with flash, whose neurons are multiplied as they are stored; leave"
                     " out one of them")  # fmt: skip

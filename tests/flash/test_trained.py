@@ -66,6 +66,23 @@ def test_what_is_written_is_read(directory: Path) -> None:
             assert torch.equal(tensor, theirs.predictor.tensors[name])
 
 
+def test_predictors_of_some_layers(directory: Path) -> None:
+    found = load(directory, "key", BLOCKS[1:], slice(1, 3))
+    first, last = found.layers
+    assert first is None
+    assert last is not None
+    assert torch.equal(last.predictor.a, TRAINED.known[1].predictor.a)  # type: ignore[arg-type]
+    assert found.digest == load(directory, "key", BLOCKS).digest
+
+
+def test_the_digest_of_the_latest_is_that_of_its_files(own_cache: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("weights")
+    assert Latest([weights]).digest() == ""
+    made = prepared(weights, [weights], lambda path: write(TRAINED, checkpoint_key([weights]), path), "one")
+    assert Latest([weights]).digest() == load(made, checkpoint_key([weights]), BLOCKS).digest
+
+
 def test_tensors_are_views_of_the_file(directory: Path) -> None:
     found = load(directory, "key", BLOCKS)
     spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()

@@ -8,6 +8,7 @@ import pytest
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.cost import Cost
+from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.least import planned
@@ -80,3 +81,18 @@ def seconds(cost: Cost, policy: Policy, hardware: Hardware) -> float:
     except OutOfMemory:
         return inf
     return cost.predict(layout).total_seconds
+
+
+def test_neurons_get_the_memory_that_is_left() -> None:
+    """Of a stage's own memory, whatever share the stage has that chose the block."""
+    block = NeuronFacts(4096, 4096, "2 vectors of 1024 float16")
+    model = replace(MODEL, blocks=(block,) * len(MODEL.layers))
+    every = len(MODEL.layers) * 4096 * 4096
+    for device, share in ((WEIGHTS + 70 * SEQUENCE + 2 * every, 1.0), (WEIGHTS + 70 * SEQUENCE + every // 2, None)):
+        machine = replace(FLAT, device_bytes=device + ROOM, host_bytes=ROOM, disk_bytes=1 << 40)
+        cost = Cost(model, machine, LONG)
+        found = place_weights(cost, Policy(8, 1, neurons=0.9), machine.capacity).policy
+        assert share in (None, found.neurons)
+        if found.neurons < 1:
+            with pytest.raises(OutOfMemory):
+                lay_out(model, replace(found, neurons=found.neurons + 0.002), LONG, planned(machine.capacity))

@@ -11,10 +11,17 @@ from flexengine.engine.core import Core
 from flexengine.engine.fingerprint import numerics
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput
+from flexengine.lossy import PREDICTORS
 from flexengine.model import identity
 from flexengine.parallel.group import Group
 
 LAYOUT = 1  # of frames; raise it when `messages` changes
+
+
+def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
+    """Return the name of the predictors of active neurons, if the job may use some."""
+    used = core.lossy.flash == PREDICTORS or f"flash-{PREDICTORS}" in options.allow
+    return {"predictors of neurons": core.opened.latest.digest()[:16]} if used else {}
 
 
 def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
@@ -30,6 +37,7 @@ def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
         "attention workers": [f"{tier.client.name}, number {tier.client.pool}" for tier in core.machine.workers
                               if isinstance(tier, WorkerTier)],
         "strategy": options.strategy.to_json() if options.strategy else None,
+        **_predictors(core, options),
     }  # fmt: skip
     every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]
     for rank, other in enumerate(every):

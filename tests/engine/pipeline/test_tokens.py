@@ -1,6 +1,7 @@
 """Pipelines of one to four stages generate the tokens of one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from flexengine import Policy, SamplingParams
 from flexengine.engine.pipeline.remote import RESULT
 from flexengine.engine.stages import LocalStage, Sweep
 from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
+from flexengine.flash.trained import Latest
+from flexengine.lossy import Lossy
 from flexengine.parallel.group import HIDDENS, RESULTS
 from flexengine.schedule.program import Op
 from flexengine.worker.worker import Worker
+from tests.e2e.test_flash import ORACLE, PREDICTORS, masked, plant
 from tests.e2e.test_samples import drawn
 from tests.helpers.families import LENGTHS, NEW, prompts_of
 from tests.helpers.threads import in_threads
@@ -51,6 +55,31 @@ def test_families(families: Any, family: str) -> None:
     known = families(family)
     with in_threads(2, model=known.directory, policy=POLICIES["everywhere"], device="sim") as pipeline:
         assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ["everywhere", "device", None])
+@pytest.mark.parametrize("lossy", [ORACLE, PREDICTORS], ids=str)
+def test_neurons_on_demand(families: Any, lossy: Lossy, name: str | None, stages: int) -> None:
+    """Each stage reads the neurons of its own layers. Tokens are those of a masked transformers model."""
+    known = families("opt")
+    expected = known.expected if lossy is ORACLE else masked(known, plant(known))
+    policy = None if name is None else replace(POLICIES[name], neurons=0.4)
+    with in_threads(stages, model=known.directory, policy=policy, lossy=lossy, device="sim", device_mem="1G",
+                    host_mem="1G") as pipeline:  # fmt: skip
+        assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == expected
+        assert tokens(pipeline.engine.generate(known.rows[:3], GREEDY)) == expected[:3]
+
+
+def test_stages_use_the_same_predictors(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, found = families("opt"), iter(("one", "other"))
+    plant(known)
+    monkeypatch.setattr(Latest, "digest", lambda _: next(found))
+    with (
+        pytest.raises(InvalidInput, match=r"stage 1 .* has predictors of neurons 'other', but stage 0 .* has 'one'"),
+        in_threads(2, model=known.directory, lossy=PREDICTORS, device="cpu", device_mem="300M"),
+    ):
+        pass
 
 
 def test_samples_with_noise_and_prefixes(families: Any) -> None:
