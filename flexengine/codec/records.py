@@ -83,19 +83,24 @@ class RecordForm:
             self._vector(records, index).copy_(self._encoded(matrix))
         return records
 
-    def decode(self, records: Tensor, index: int) -> Tensor:
-        """Return one vector of each record, fp32 [n, width].
+    def vectors_of(self, records: Tensor, index: int) -> Tensor:
+        """Return one vector of each record [n, width], in the dtype of plain vectors: a view of `records` then. Encoded
+        vectors become fp32.
 
         Args:
             records: uint8 [n, nbytes].
             index: of the vector.
         """
-        data = self._vector(records, index).contiguous()
+        data = self._vector(records, index)
         if self.coded is None:
-            return data.view(PLAIN[self.kind]).float()
+            return data.view(PLAIN[self.kind])
         codes, halves = data[:, : self.coded.row_bytes], data[:, self.coded.row_bytes :].contiguous()
         scale, minimum = halves.view(torch.float16).view(len(records), 2, -1).unbind(1)
-        return self.coded.dequantize(codes, scale, minimum)
+        return self.coded.dequantize(codes.contiguous(), scale, minimum)
+
+    def decode(self, records: Tensor, index: int) -> Tensor:
+        """Return one vector of each record, fp32 [n, width]; arguments as in `vectors_of`."""
+        return self.vectors_of(records, index).float()
 
     def _vector(self, records: Tensor, index: int) -> Tensor:
         return records[:, index * self.vector_bytes : (index + 1) * self.vector_bytes]

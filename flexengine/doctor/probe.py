@@ -19,7 +19,7 @@ from flexengine.config import cache_root
 from flexengine.doctor.attempt import Failed, attempt
 from flexengine.doctor.software import compilers
 from flexengine.kernels import build
-from flexengine.kernels.reference import has_onednn
+from flexengine.kernels.onednn import has_onednn
 from flexengine.places import disk_lanes, is_disk
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier import cuda

@@ -13,7 +13,8 @@ from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
 from flexengine.kernels.cpu import load_native
 from flexengine.kernels.cuda import CudaKernels, sum_in_fp32
-from flexengine.kernels.reference import ReferenceKernels, has_onednn
+from flexengine.kernels.onednn import has_onednn
+from flexengine.kernels.reference import ReferenceKernels
 
 __all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "choice", "load", "load_for"]
 

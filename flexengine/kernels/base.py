@@ -46,7 +46,7 @@ class Kernels(ABC):
 
     Attributes:
         name: "native", "reference" or "cuda", for reports.
-        narrow: whether `product` accepts x in bf16 and fp16.
+        narrow: whether `product`, `linear` and `add_weighted` accept x in bf16 and fp16.
     """
 
     name: str
@@ -182,18 +182,31 @@ class Kernels(ABC):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
     ) -> Tensor:
-        """Return x @ weight.T + bias for a 16-bit weight, which is widened to fp32 without loss.
+        """Return x @ weight.T + bias for a weight of 16 bits, which is widened to fp32 without loss, or of fp32.
 
         Scratch memory: at most about 16 MiB of widened weights, and a copy of x unless compute is None.
 
         Args:
-            x: fp32 [..., k], any strides.
-            weight: bf16 or fp16 [n, k], contiguous.
+            x: fp32 [..., k], any strides; bf16 and fp16 too if `narrow`.
+            weight: bf16, fp16 or fp32 [n, k], rows contiguous.
             bias: fp32 [n], or None.
             compute: "bf16" rounds x to bf16 first; numbers below 1.2e-38 may then count as zeros.
 
         Returns:
-            fp32 [..., n]. On a CPU a row's result is bitwise the same for any other rows and any number of threads.
+            [..., n] in x's dtype. On a CPU a row's result is bitwise the same for any other rows and any number of
+            threads.
+        """
+
+    @abstractmethod
+    def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
+        """Add a @ rows to `out`. Scratch memory as in `linear`.
+
+        Args:
+            out: fp32 [T, width], contiguous.
+            a: fp32 [T, n], any strides; bf16 and fp16 too if `narrow`.
+            rows: bf16, fp16 or fp32 [n, width], each row contiguous.
+
+        On a CPU a row of `out` is bitwise the same for any other rows and any number of threads.
         """
 
     @abstractmethod
@@ -223,6 +236,16 @@ class Kernels(ABC):
             [..., form.rows] in x's dtype. If a row of x has a number that is not finite, no number in its result is
             finite. On a CPU a row's result is bitwise the same for any other rows and any number of threads.
         """
+
+    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
+        """Return one vector of each record [n, form.width]: plain ones as a view, encoded ones in fp32.
+
+        Args:
+            records: uint8 [n, form.nbytes], contiguous.
+            form: format of the records.
+            index: of the vector, from 0 to form.vectors - 1.
+        """
+        return form.vectors_of(records, index)
 
     @abstractmethod
     def record_products(

@@ -9,6 +9,8 @@ from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Past, Room
 
+NARROW = (torch.bfloat16, torch.float16)
+
 
 def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
     """Return the sizes of `pool`. Raise InvalidInput if its shape or dtype differs from the one in kernels/base.py."""
@@ -126,21 +128,39 @@ def check_gate(gate: Tensor, up: Tensor, act: str) -> None:
         raise InvalidInput(f"{shapes}; gate and up must have one shape, act must be one of {ACTS}")
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise InvalidInput if the shapes and dtypes do not fit together."""
-    fits = weight.dim() == 2 and weight.is_contiguous() and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
-    fits = fits and x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool = False) -> None:
+    """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
+    fits = _rows_of_numbers(weight) and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    fits = fits and x.dtype in ((torch.float32, *NARROW) if narrow else (torch.float32,))
     if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32)):
         raise InvalidInput(
             f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
-            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they must be fp32 [..., k], bf16 or"
-            " fp16 [n, k] contiguous, and fp32 [n]"
+            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they must be fp32 [..., k]; fp32, bf16"
+            " or fp16 [n, k] with contiguous rows; and fp32 [n]"
         )
+
+
+def check_add_weighted(out: Tensor, a: Tensor, rows: Tensor, narrow: bool = False) -> None:
+    """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: a may be bf16 or fp16."""
+    fits = _rows_of_numbers(rows) and a.dim() == 2 and a.shape[1] == len(rows) and out.is_contiguous()
+    fits = fits and a.dtype in ((torch.float32, *NARROW) if narrow else (torch.float32,))
+    if not fits or out.shape != (len(a), rows.shape[1]) or out.dtype != torch.float32:
+        raise InvalidInput(
+            f"out {list(out.shape)} {out.dtype}, a {list(a.shape)} {a.dtype} and rows {list(rows.shape)} {rows.dtype}"
+            " do not fit: they must be fp32 [T, width] contiguous; fp32 [T, n]; and fp32, bf16 or fp16 [n, width] with"
+            " contiguous rows"
+        )
+
+
+def _rows_of_numbers(x: Tensor) -> bool:
+    """Return whether x is a matrix of floating-point numbers whose rows are contiguous, and do not overlap."""
+    known = x.dim() == 2 and x.dtype in (torch.float32, *NARROW)
+    return known and (x.shape[1] < 2 or x.stride(1) == 1) and (len(x) < 2 or x.stride(0) >= x.shape[1])
 
 
 def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
-    known = (torch.float32, torch.bfloat16, torch.float16) if narrow else (torch.float32,)
+    known = (torch.float32, *NARROW) if narrow else (torch.float32,)
     fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
     fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype in known
     if not fits or (bias is not None and (bias.shape != (form.rows,) or bias.dtype != torch.float32)):

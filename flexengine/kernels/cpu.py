@@ -44,6 +44,7 @@ class NativeKernels(ReferenceKernels):
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._record_products, self._record_sum = bound("record_products", c_int64), bound("record_sum", c_int64)
+        self._record_elements = bound("record_elements", c_int64)
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
@@ -193,20 +194,32 @@ class NativeKernels(ReferenceKernels):
         if not _native(x, weight) or x.shape[-1:] == (0,):
             return super().linear(x, weight, bias, compute)
         checks.check_linear(x, weight, bias)
-        rows, pairs = x.reshape(-1, x.shape[-1]), 0
+        rows, pairs = x.reshape(-1, x.shape[-1]), False
         if compute == "bf16":
-            pairs = int(self.bf16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
+            even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
+            pairs = self.bf16 and weight.dtype == torch.bfloat16 and even
             rows = _pairs(rows) if pairs else rows.bfloat16().float()
-        rows = _rows(rows)
         out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.float32, device="cpu")
+        self._multiply(_rows(rows), weight, bias, out, pairs=pairs)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
+        if not _native(a, rows) or not len(rows):
+            return super().add_weighted(out, a, rows)
+        checks.check_add_weighted(out, a, rows)
+        self._multiply(_rows(a), rows, None, out, across=True)
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: bool = False, across: bool = False
+    ) -> None:
+        """Call flex_linear with x [rows, k]; across: weight is [k, n], else [n, k]. Rows are contiguous."""
         bias = None if bias is None else bias.contiguous()
         call = structs.Linear(
-            *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(rows.shape[0], weight.shape[0], rows.shape[1], rows.stride(0), out.stride(0)),
-            *(CODES[weight.dtype], pairs, torch.get_num_threads()),
+            *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
+            *(CODES[weight.dtype], pairs, across, torch.get_num_threads()),
         )
         self._linear(ctypes.addressof(call))
-        return out.view(*x.shape[:-1], weight.shape[0])
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
@@ -230,6 +243,14 @@ class NativeKernels(ReferenceKernels):
         )
         self._product(ctypes.addressof(call))
         return out.view(*x.shape[:-1], form.rows)
+
+    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
+        if form.coded is None or not _native(records) or not _in_blocks(form):
+            return super().record_vectors(records, form, index)
+        out = torch.empty((len(records), form.width), dtype=torch.float32, device="cpu")
+        checks.check_records(out, form.width, records, places := torch.arange(len(records)), form, index)
+        self._with_records(self._record_elements, out, records, places, form, index, (out, None, None, None))
+        return out
 
     def record_products(
         self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
@@ -259,7 +280,7 @@ class NativeKernels(ReferenceKernels):
         function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
         others: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
-        """Call flex_record_products or flex_record_sum.
+        """Call a function of neurons.cpp.
 
         Args:
             x, records, places, form, index: as in `record_products` and `record_sum`.

@@ -5,10 +5,10 @@ import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexengine.activity import message
 from flexengine.codec.cache import CacheFormat
@@ -112,6 +112,21 @@ class CudaKernels(ReferenceKernels):
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
         return chosen
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
+    ) -> Tensor:
+        if x.dtype == torch.float32:
+            return super().linear(x, weight, bias, compute)
+        checks.check_linear(x, weight, bias, narrow=True)
+        x, dtype = x if compute is None else x.bfloat16().to(x.dtype), x.dtype
+        return nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
+        if a.dtype == torch.float32:
+            return super().add_weighted(out, a, rows)
+        checks.check_add_weighted(out, a, rows, narrow=True)
+        out += a @ rows.to(a.dtype)
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None

@@ -149,7 +149,7 @@ void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, in
 // Computes rows m to end of out at N * W columns from c on, as `linear` does.
 template <class U, int N>
 void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
-    const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, 0, p.threads};
+    const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.k, p.out_row, 0, 0, 0, p.threads};
     if (end - m <= FEW_ROWS) return product_few<U, N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {

@@ -1,5 +1,8 @@
-// Matrix products with weights of 16 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
+// Matrix products with weights of 16 or 32 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
 #pragma once
+#include <type_traits>
+
+#include "convert.h"
 #include "transpose.h"
 
 namespace {
@@ -19,27 +22,31 @@ namespace {
 constexpr int FEW = 8, SPAN = 512;  // rows; units (numbers, or pairs of bf16), as `k` and `d` are everywhere below
 constexpr int GROUP = 512;  // rows of x that use every tile before the next rows do, so that they stay in L3
 
-// x: fp32, or pairs of bf16; for pairs, k and x_row count pairs.
+// x: fp32, or pairs of bf16; for pairs, k, x_row and w_row count pairs.
+// across: w is [k, n], and x w is added to out; without it w is [n, k], and out = bias + x w^T.
 struct Linear {
     const float *x; const void* w; const float* bias; float* out;
-    int64_t rows, n, k, x_row, out_row;
-    int32_t w_dtype, pairs, threads;
+    int64_t rows, n, k, x_row, w_row, out_row;
+    int32_t w_dtype, pairs, across, threads;
 };
 
 // For weights T: `type` is the unit of multiplication, EACH the number of units per lane of a loaded register, and
 // unit(a, e, T()) the e-th of these units.
 template <class T> struct Units { typedef float type; static constexpr int EACH = 2; };
 template <> struct Units<pair> { typedef pair type; static constexpr int EACH = 1; };
+template <> struct Units<float> { typedef float type; static constexpr int EACH = 1; };
 template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : even(a, T()); }
 INLINE vf unit(vp a, int, pair) { return (vf)a; }
+INLINE vf unit(vp a, int, float) { return (vf)a; }
 
-// Adds one span's sums, [M, N * W], to out at row m and column c. The first span's sums are added to the bias instead.
+// Adds one span's sums, [M, N * W], to out at row m and column c. Without `across`, the first span's sums are added to
+// the bias instead.
 template <int M, int N> inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, bool first) {
     for (int i = 0; i < M * N; i++) {
         const int64_t at = c + i % N * W, count = a.n - at;
         if (count <= 0) continue;
         float *to = a.out + (m + i / N) * a.out_row + at, part[W];
-        const float* from = !first ? to : a.bias ? a.bias + at : nullptr;
+        const float* from = !first || a.across ? to : a.bias ? a.bias + at : nullptr;
         vf total = vload(sums + i * W);
         if (from) total = vadd(count < W ? vload_part(from, int(count)) : vload(from), total);
         vstore(count < W ? part : to, total);
@@ -56,18 +63,18 @@ template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], 
 // W rows of w from row c on; if there are fewer, the last one is repeated.
 template <class T> struct Rows {
     const T* w;
-    int64_t k, last, next;
+    int64_t k, row, last, next;
 
     // next: row that is read after the end of row c, for prefetches
     Rows(const Linear& a, int64_t c, int64_t next)
-        : w((const T*)a.w + c * a.k), k(a.k), last(a.n - 1 - c), next((next - c - 1) * a.k) {}
+        : w((const T*)a.w + c * a.w_row), k(a.k), row(a.w_row), last(a.n - 1 - c), next((next - c) * row - k) {}
 
     // Loads `count` units from d on, transposed, and prefetches the data SPAN units later.
     INLINE void load(int64_t d, int count, vp* block) const {
         uintptr_t ahead = uintptr_t(w) + (d + SPAN < k ? d + SPAN : d + SPAN + next) * sizeof(T);
-        UNROLL for (int i = 0; i < W; i++, ahead += k * sizeof(T)) __builtin_prefetch((const void*)ahead, 0, 2);
-        const T* row = w + d;
-        UNROLL for (int i = 0; i < W; i++, row += i <= last ? k : 0) block[i] = vload_pairs(row, count * int(sizeof(T) / 2));
+        UNROLL for (int i = 0; i < W; i++, ahead += row * sizeof(T)) __builtin_prefetch((const void*)ahead, 0, 2);
+        const T* at = w + d;
+        UNROLL for (int i = 0; i < W; i++, at += i <= last ? row : 0) block[i] = vload_pairs(at, count * int(sizeof(T) / 2));
         transpose(block);
     }
 };
@@ -81,6 +88,19 @@ template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, in
         w.load(d, end - d < HELD ? int(end - d) : HELD, block);
         UNROLL for (int j = 0; j < W; j++)
             UNROLL for (int e = 0; e < EACH; e++, tile += width) vstore(tile, unit(block[j], e, T()));
+    }
+}
+
+// Widens units d to d + span of w, which is [k, n], at up to `width` columns from c on, into tile [span, width].
+template <class T> void widen_columns(const Linear& a, int64_t c, int64_t d, int64_t span, int64_t width, float* tile) {
+    constexpr int64_t AHEAD = 16;  // rows
+    const int64_t columns = a.n - c < width ? a.n - c : width;
+    const T* row = (const T*)a.w + d * a.w_row + c;
+    for (int64_t i = 0; i < span; i++, row += a.w_row, tile += width) {
+        for (int64_t j = 0; j < columns; j += 64 / int64_t(sizeof(T)))
+            __builtin_prefetch((const void*)(uintptr_t(row + j) + AHEAD * a.w_row * sizeof(T)));
+        convert_row(row, tile, columns);
+        for (int64_t j = columns; j < width; j++) tile[j] = 0.f;
     }
 }
 
@@ -164,14 +184,16 @@ template <class T> void linear(const Linear& a) {
     for (int64_t b = 0; b < blocks * groups; b++) {
         const int64_t c = b % blocks * width, columns = a.n - c < width ? a.n - c : width, vecs = (columns + W - 1) / W;
         const int64_t m = b / blocks * height, end = a.rows - m < height ? a.rows : m + height;
-        if (end - m <= FEW) {
+        if (end - m <= FEW && !a.across) {
             multiply_columns<T, FEW>(a, m, end - m, c, c + columns);
             continue;
         }
         alignas(64) float tile[SPAN * VECS * W];
         for (int64_t d = 0; d < a.k; d += SPAN) {
             const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
-            for (int64_t n = 0; n < vecs * W; n += W)
+            if constexpr (!std::is_same<T, pair>())
+                if (a.across) widen_columns<T>(a, c, d, span, vecs * W, tile);
+            for (int64_t n = 0; n < vecs * W && !a.across; n += W)
                 widen_rows(Rows<T>(a, c + n, c + n + width * a.threads), d, span, vecs * W, tile + n);
             if (vecs == 1) multiply_group<U, 1>(a, tile, m, end, c, d, span);
             if (vecs == 2) multiply_group<U, 2>(a, tile, m, end, c, d, span);
@@ -194,7 +216,8 @@ int32_t flex_bf16() {
 #endif
 }
 
-// Computes out[m, :] = x[m, :] @ w.T + bias. w: [n, k], contiguous, bf16 or fp16; for pairs bf16. k is at least 1.
+// Computes out[m, :] = x[m, :] @ w.T + bias or, with `across`, adds x[m, :] @ w to out[m, :]. w: bf16, fp16 or fp32; for
+// pairs bf16, without `across`. k is at least 1.
 void flex_linear(const Linear* args) {
     if (args->rows == 0) return;
 #if defined(FLEX_BF16)
@@ -202,6 +225,7 @@ void flex_linear(const Linear* args) {
 #endif
     if (args->w_dtype == BF16) linear<bf16>(*args);
     if (args->w_dtype == FP16) linear<fp16>(*args);
+    if (args->w_dtype == FP32) linear<float>(*args);
 }
 
 }  // extern "C"

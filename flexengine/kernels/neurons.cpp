@@ -5,10 +5,14 @@ FLEX_SIZE(records, Records)
 
 extern "C" {
 
-// Both return 0, or s + 1 if places[s] is no record. width: whole blocks of the format.
+// All return 0, or s + 1 if places[s] is no record. width: whole blocks of the format.
 
 int64_t flex_record_products(const Records* args) {
     return with_records(*args, [&](auto format) { multiply_all<decltype(format)>(*args); });
+}
+
+int64_t flex_record_elements(const Records* args) {
+    return with_records(*args, [&](auto format) { write_all<decltype(format)>(*args); });
 }
 
 // scratch: for all rows, and for one row again: n addresses, n weights and a mark per row, 8 bytes.

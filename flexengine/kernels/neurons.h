@@ -17,8 +17,8 @@ constexpr int64_t CACHED = 1 << 17;  // bytes of neurons that are summed togethe
 constexpr int64_t SPAN = 64;         // blocks whose scales are widened together by products
 constexpr int64_t LITTLE = 1 << 18;  // bytes; for at most these, one thread is faster than several
 
-// products: out[t][s] = bias[s] + x[t] . (vector of neuron s). sum: out[t] = start[t] (0 without one), and then the sum
-// over s of x[t][s] * (vector of neuron s). The vector is `shift` bytes from the start of record places[s], which has `nbytes` bytes.
+// elements: out[s] = vector of neuron s. products: out[t][s] = bias[s] + x[t] . (vector of neuron s). sum: out[t] =
+// start[t] (0 without one), and then the sum over s of x[t][s] * (vector of neuron s). The vector is `shift` bytes from the start of record places[s], which has `nbytes` bytes.
 struct Records {
     const float* x; const char* records; const int64_t* places; const float* bias; const float* start; float* out;
     char* scratch;
@@ -279,6 +279,29 @@ template <class F> void sum_all(const Records& a) {
         one.scratch = used.end;
         sum_all<F>(one);
     }
+}
+
+// ---------------------------------------------------------------- elements
+
+// Writes vectors s = first .. end - 1 to out.
+template <class F> void write_vectors(const Records& a, int64_t first, int64_t end) {
+    const int64_t blocks = a.width / F::SIZE;
+    float scales[F::SCALES * SPAN + 1];
+    for (int64_t s = first; s < end; s++) {
+        float* out = a.out + s * a.out_row;
+        for (int64_t b = 0; b < blocks; b++, out += F::SIZE) {
+            if (F::SCALES && b % SPAN == 0)
+                F::widen(a.vector(s), b, blocks - b < SPAN ? blocks - b : SPAN, a.width, SPAN, scales);
+            F block;
+            block.seek(a.vector(s), b, scales + b % SPAN, SPAN);
+            for_vectors<0, VECTORS<F>>([&](auto j) { vstore(out + F::column(j), block.template get<j>()); });
+        }
+    }
+}
+
+template <class F> void write_all(const Records& a) {
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
+    for (int64_t i = 0; i < a.n; i += ITEM) write_vectors<F>(a, i, a.n - i < ITEM ? a.n : i + ITEM);
 }
 
 // Calls f(format) with the format of the vectors. Returns 0, or s + 1 if places[s] is no record; f is not called then.

@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
+from flexengine.kernels.onednn import linear_fp32
 from flexengine.kernels.pages import bad_sequence, bad_token, check_pages, read, write
 
 SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
@@ -139,8 +140,15 @@ class ReferenceKernels(base.Kernels):
         step = max(1, WIDENED // max(1, weight.shape[1] * 4))
         for low in range(0, weight.shape[0], step):
             run = slice(low, low + step)
-            out[..., run] = linear_fp32(x, weight[run].float(), None if bias is None else bias[run])
+            widened = weight[run].float().contiguous()
+            out[..., run] = linear_fp32(x, widened, None if bias is None else bias[run])
         return out
+
+    def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
+        checks.check_add_weighted(out, a, rows)
+        step = max(1, WIDENED // max(1, rows.shape[1] * 4))
+        for low in range(0, len(rows), step):
+            out += linear_fp32(a[:, low : low + step].contiguous(), rows[low : low + step].float().T.contiguous())
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
@@ -204,30 +212,6 @@ class ReferenceKernels(base.Kernels):
         target.copy_(source)
 
 
-def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, all fp32.
-
-    On a CPU a row's result is bitwise the same for any other rows: oneDNN computes each of two or more rows in the same
-    way. MKL does not, and is slower: on AMD Zen 5 (2048 x 8192, 16 / 512 rows) MKL reaches 91 / 208 GFLOP/s, oneDNN
-    218 / 467 GFLOP/s.
-
-    Args:
-        x: [..., k].
-        weight: [n, k].
-        bias: [n], or None.
-
-    Returns:
-        [..., n].
-    """
-    if x.device.type != "cpu" or not x.numel():
-        return linear(x, weight, bias)
-    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    more = padded_rows(rows.shape[0]) - rows.shape[0]
-    padded = nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
-    return out[: rows.shape[0]].reshape(*x.shape[:-1], n)
-
-
 def _rounded(x: Tensor, group: int) -> Tensor:
     """Return x rounded to symmetric 8-bit codes per group of columns, dequantized; NaN if a group is not finite."""
     codes, scale = rounded_codes(nn.functional.pad(x, (0, -x.shape[-1] % group)), group)
@@ -244,27 +228,6 @@ def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scale = groups.abs().amax(-1, keepdim=True) / limit
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
-
-
-def padded_rows(rows: int) -> int:
-    """Return the number of rows, at least `rows`, to which a product is padded.
-
-    oneDNN caches about 300 kB of code and tables per number of rows, for up to 1024 of them, so there should be few.
-    The result is at least 2, as oneDNN computes a single row in another way.
-    """
-    if rows <= 16:
-        return max(2, 1 << (rows - 1).bit_length())
-    step = 16 if rows <= 128 else 64
-    return -(-rows // step) * step
-
-
-def has_onednn() -> bool:
-    """Return whether torch was built with oneDNN's product."""
-    try:
-        torch.ops.mkldnn._linear_pointwise(torch.zeros(2, 2), torch.zeros(2, 2), None, "none", [], "")
-    except (RuntimeError, AttributeError):
-        return False
-    return True
 
 
 def scored(

@@ -33,8 +33,8 @@ class Linear(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("x", "w", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
-        *((name, c_int32) for name in ("w_dtype", "pairs", "threads")),
+        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "w_row", "out_row")),
+        *((name, c_int32) for name in ("w_dtype", "pairs", "across", "threads")),
     ]
 
 

@@ -16,7 +16,7 @@ same loss, and the newest tokens of every sequence kept in full until a group of
 import torch
 from torch import Tensor
 
-from flexengine.kernels.reference import linear_fp32
+from flexengine.kernels.onednn import linear_fp32
 
 
 def rotation(dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.reference import linear_fp32
+from flexengine.kernels.onednn import linear_fp32
 
 # While active, torch functions do not call `products.Invariance`: a dozen calls take longer than all other work before
 # a kernel starts.

@@ -58,6 +58,7 @@ class NeuronFacts:
         unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
         reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together; () if not measured.
         stored: bytes of the weights of one neuron on the disk, if these are others than `record`; else 0.
+        decoded: bytes of one vector of a neuron after decoding; 0 if records are not encoded.
         experts: whether the neurons are the experts of a mixture, which the router names. Prompts use all of them.
     """
 
@@ -69,6 +70,7 @@ class NeuronFacts:
     unions: tuple[float, ...] = ()
     reuse: tuple[float, ...] = ()
     stored: int = 0
+    decoded: int = 0
     experts: bool = False
 
     @property

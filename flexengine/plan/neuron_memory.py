@@ -1,10 +1,11 @@
 """Memory for neurons that are read on demand: their rooms, predictors, and buffers of reads."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.buffers import SHORT_READ
-from flexengine.plan.facts import ModelFacts
+from flexengine.plan.facts import ModelFacts, NeuronFacts
 from flexengine.plan.neurons import rooms
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.policy import Policy
@@ -51,8 +52,13 @@ def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
         layout.book("device", PREDICTORS, aligned(block.predictor))
     if records := [block.record for block in blocks if not block.experts]:
         readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
-        layout.book(place, RECORDS, 2 * STREAMED + readers)
+        layout.book(place, RECORDS, 2 * STREAMED + readers + decoded_bytes(blocks))
         if model.gpu:  # those that were read are copied there, then computed or put into rows
             layout.book("device", RECORDS, STREAMED)
     if experts_read := [block.read_bytes for block in blocks if block.experts]:
         layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))
+
+
+def decoded_bytes(blocks: Iterable[NeuronFacts]) -> int:
+    """Return the bytes of the decoded vectors of one buffer of records."""
+    return max((aligned(STREAMED // block.record * block.decoded) for block in blocks), default=0)

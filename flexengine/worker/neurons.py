@@ -1,8 +1,9 @@
 """Sparse feed-forward blocks of a job: neurons that become active are read from flash, and computed (LLM in a flash).
 
 A token uses either all neurons of a block (prompts) or those that a predictor names (generated tokens, scored tokens).
-Neurons are summed in the order of their numbers, and those that a token does not use add nothing. So a token's result
-does not depend on the other tokens of its batch, or on what is in memory.
+Tokens that use all neurons take products of dense matrices, run after run of neighbouring records; others take products
+with records that lie anywhere in memory. Neurons are summed in the order of their numbers, and those that a token does
+not use add nothing. So a token's result does not depend on the other tokens of its batch, or on what is in memory.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from flexengine.lossy import ORACLE
 from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import FeedForward, RecordFirst
 from flexengine.plan.layout import Layout
-from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED
+from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED, decoded_bytes
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.demand_reads import DemandReads
@@ -131,14 +132,14 @@ class Block:
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
     def added(
-        self, out: Tensor, x: Tensor, uses: Tensor | None, numbers: Numbers, records: Tensor, rows: Numbers
+        self, out: Tensor, x: Tensor, uses: Tensor, numbers: Numbers, records: Tensor, rows: Numbers
     ) -> Tensor:
         """Return a sum with what more neurons contribute to the output, fp32 [n, width].
 
         Args:
             out: the sum of neurons with lower numbers, fp32 [n, width].
             x: [n, width].
-            uses: bool [n, neurons]: neurons of each token; None if every token uses all neurons.
+            uses: bool [n, neurons]: neurons of each token.
             numbers: neurons to compute, rising.
             records: uint8 [room, form.nbytes], on the device.
             rows: row of each neuron's record.
@@ -148,11 +149,10 @@ class Block:
         a = self.feed.act(kernel.record_products(x, records, places, form, 0, self._bias(chosen)))
         if form.gated:
             a = a * kernel.record_products(x, records, places, form, 1, self._bias(chosen, 1))
-        if uses is not None:
-            a = torch.where(uses[:, chosen], a, 0.0)
+        a = torch.where(uses[:, chosen], a, 0.0)
         return kernel.record_sum(a, records, places, form, form.down, out)
 
-    def _bias(self, chosen: Tensor, index: int = 0) -> Tensor | None:
+    def _bias(self, chosen: Tensor | slice, index: int = 0) -> Tensor | None:
         """Return the biases of neurons in `first` or `up`."""
         module = self.feed.modules[index]
         assert module is not None
@@ -161,23 +161,39 @@ class Block:
     def all(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use all neurons: of those in memory, if all fit, else of records
         on their way. While some of these are computed, the next ones are read."""
-        out, size = self._zeros(x), len(self.streamed[0])
+        out, size, narrow = self._zeros(x), len(self.streamed[0]), x.device.type != "cpu"
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
+        dtype, x = x.dtype, x if narrow else x.float()
         if self.arena.room == self.feed.neurons:
             for run in runs:
                 numbers = np.arange(run.start, run.stop)
                 self._bring(*self.arena.fetch(numbers))
-                out = self.added(out, x, None, numbers, self.memory, self.arena.rows(numbers))
-            return out.to(x.dtype)
+                rows = torch.from_numpy(self.arena.rows(numbers)).to(x.device)
+                self._add_run(out, x, run, self.memory[rows])
+            return out.to(dtype)
         coming = self._coming(runs[0], 0)
         for i, run in enumerate(runs):
             records, arrive = coming
             arrive()
             if i + 1 < len(runs):
                 coming = self._coming(runs[i + 1], i + 1)
-            rows = np.arange(len(records))
-            out = self.added(out, x, None, run.start + rows, records.to(x.device), rows)
-        return out.to(x.dtype)
+            self._add_run(out, x, run, records.to(x.device))
+        return out.to(dtype)
+
+    def _add_run(self, out: Tensor, x: Tensor, run: slice, records: Tensor) -> None:
+        """Add what a run of neurons contributes to the output of tokens that use all of them.
+
+        Args:
+            out: the sum so far, fp32 [n, width].
+            x: [n, width].
+            run: numbers of the neurons.
+            records: uint8 [neurons, form.nbytes], on the device.
+        """
+        kernel, form = kernels.load_for(x.device), self.form
+        a = self.feed.act(kernel.linear(x, kernel.record_vectors(records, form, 0), self._bias(run)))
+        if form.gated:
+            a = a * kernel.linear(x, kernel.record_vectors(records, form, 1), self._bias(run, 1))
+        kernel.add_weighted(out, a, kernel.record_vectors(records, form, form.down))
 
     def _coming(self, run: slice, number: int) -> tuple[Tensor, Callable[[], object]]:
         """Begin to read a run of records into one of the two buffers. Return the records and what waits for them."""
@@ -202,7 +218,8 @@ class Neurons:
             undo.callback(self._regions.free)
             undo.callback(self._release)
             self._reader = undo.enter_context(Reader(known))
-            self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
+            decoded = decoded_bytes(facts for facts in opened.facts.blocks if facts is not None)
+            self._regions.keep_room(place, aligned(self._reader.nbytes) + decoded, RECORDS)
             if machine.compute.type != "cpu":
                 self._regions.keep_room("device", STREAMED, RECORDS)
             take, view = self._regions.take, machine.tier(place).view

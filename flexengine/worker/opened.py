@@ -159,7 +159,8 @@ class Opened:
         form = record_form(block, self.locations, self.record_kind)
         first = self.locations[block.first]
         made = f"{form.vectors} vectors of {form.width} {form.kind}"
-        facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes)
+        decoded = 4 * form.width if form.coded else 0
+        facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes, decoded=decoded)
         if self.trained is None or (known := self.trained.layers[layer]) is None:
             return facts
         if self.lossy.flash == ORACLE:

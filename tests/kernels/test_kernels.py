@@ -221,8 +221,13 @@ class TestKernels:
         lambda x, c: x.append(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), 1.0),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 17).half()),
-        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16)),
-        lambda x, c: x.linear(torch.zeros(2, 16).half(), torch.zeros(3, 16).half()),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).double()),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(16).expand(3, 16)),
+        lambda x, c: x.add_weighted(torch.zeros(2, 16), torch.zeros(2, 3), torch.zeros(3, 17)),
+        lambda x, c: x.add_weighted(torch.zeros(2, 16).half(), torch.zeros(2, 3), torch.zeros(3, 16)),
+        lambda x, c: x.add_weighted(torch.zeros(2, 16), torch.zeros(2, 3), torch.zeros(16, 3).T),
+        lambda x, c: x.add_weighted(torch.zeros(2, 16), torch.zeros(2, 4), torch.zeros(3, 16).half()),
+        lambda x, c: x.linear(torch.zeros(2, 16).double(), torch.zeros(3, 16).half()),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(16, 3).half().T),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).half(), torch.zeros(2)),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).half(), torch.zeros(3).half()),
@@ -284,7 +289,7 @@ class TestKernels:
         last = kernel.decode_attention(q[:, -1], cache.pool, cache.tables, cache.lengths, **options)
         torch.testing.assert_close(last, whole[:, -1])
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize(("n", "k"), [(1, 16), (20, 256), (43, 576), (100, 270), (7, 3), (60, 1300)])
     def test_linear(self, kernel: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
         """Row tails, column tails, more than one span, odd k, few rows and many."""
@@ -295,6 +300,23 @@ class TestKernels:
             expected = x[:rows].double() @ weight.double().T + (bias.double() if rows % 2 else 0)
             torch.testing.assert_close(found.double(), expected, atol=3e-5 * k**0.5, rtol=1e-5)
         assert kernel.linear(x.reshape(3, 67, k), weight).shape == (3, 67, n)
+        apart = torch.randn(n, k + 9).to(dtype)[:, 4 : 4 + k]
+        torch.testing.assert_close(kernel.linear(x, apart).double(), x.double() @ apart.double().T,
+                                   atol=3e-5 * k**0.5, rtol=1e-5)  # fmt: skip
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(("n", "width"), [(1, 16), (20, 256), (43, 570), (600, 72), (7, 3), (1100, 20)])
+    def test_add_weighted(self, kernel: Kernels, n: int, width: int, dtype: torch.dtype) -> None:
+        rows = torch.randn(n, width + 9).to(dtype)[:, 5 : 5 + width]
+        a, start = torch.randn(n + 5, 201).T[:, :n], torch.randn(201, width)
+        whole = start.clone()
+        kernel.add_weighted(whole, a, rows)
+        torch.testing.assert_close(whole.double(), start.double() + a.double() @ rows.double(),
+                                   atol=3e-5 * n**0.5, rtol=1e-5)  # fmt: skip
+        for low, high in ((0, 1), (3, 5), (10, 26), (100, 201)):
+            out = start[low:high].clone()
+            kernel.add_weighted(out, a[low:high], rows)
+            assert torch.equal(out, whole[low:high])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize(("n", "k"), [(1, 64), (53, 800), (200, 1030), (7, 3), (64, 512)])

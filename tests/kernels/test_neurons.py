@@ -73,6 +73,15 @@ class TestResults:
         form, records = recorded(kind, width, 50, gated=False)
         check(kernel, form, records, 3, torch.randperm(50)[:33])
 
+    @pytest.mark.parametrize("width", [8, 64, 320, 4160])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_vectors_are_decoded_exactly(self, kernel: Kernels, kind: str, width: int) -> None:
+        form, records = recorded(kind, width, 70)
+        for index in range(form.vectors):
+            found = kernel.record_vectors(records, form, index)
+            assert torch.equal(found.float(), form.decode(records, index))
+            assert kind in CODED or found.data_ptr() == records.data_ptr() + index * form.vector_bytes
+
     @pytest.mark.parametrize("width", [1, 7, 33])
     def test_plain_numbers_of_any_width(self, kernel: Kernels, width: int) -> None:
         for kind in PLAIN:
