@@ -52,9 +52,9 @@ def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
         layout.book("device", PREDICTORS, aligned(block.predictor))
     if records := [block.record for block in blocks if not block.experts]:
         readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
-        layout.book(place, RECORDS, 2 * STREAMED + readers + decoded_bytes(blocks))
-        if model.gpu:  # those that were read are copied there, then computed or put into rows
-            layout.book("device", RECORDS, STREAMED)
+        layout.book(place, RECORDS, 2 * STREAMED + readers)
+        # A GPU computes, or puts into rows, copies of the records that were read.
+        layout.book("device", RECORDS, decoded_bytes(blocks) + STREAMED * model.gpu)
     if experts_read := [block.read_bytes for block in blocks if block.experts]:
         layout.book(place, RECORDS, SHORT_READ + 2 * ALIGN + EXPERT_STAGES * model.gpu * aligned(max(experts_read)))
 

@@ -219,9 +219,9 @@ class Neurons:
             undo.callback(self._release)
             self._reader = undo.enter_context(Reader(known))
             decoded = decoded_bytes(facts for facts in opened.facts.blocks if facts is not None)
-            self._regions.keep_room(place, aligned(self._reader.nbytes) + decoded, RECORDS)
-            if machine.compute.type != "cpu":
-                self._regions.keep_room("device", STREAMED, RECORDS)
+            self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
+            if passing := decoded + STREAMED * (machine.compute.type != "cpu"):
+                self._regions.keep_room("device", passing, RECORDS)
             take, view = self._regions.take, machine.tier(place).view
             streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
             for j, (feed, bundle) in enumerate(zip(opened.blocks, opened.bundles, strict=True)):

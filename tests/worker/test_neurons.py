@@ -19,6 +19,7 @@ from flexengine.plan import neuron_memory
 from flexengine.plan.layout import lay_out_weights
 from flexengine.plan.neuron_memory import RECORDS, STREAMED
 from flexengine.policy import Policy
+from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import make_machine
 from flexengine.worker.demand_reads import DemandReads
 from flexengine.worker.neurons import Block, Neurons
@@ -103,9 +104,10 @@ def test_any_tokens(room: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str, weights: str | None) -> None:
     """With a GPU, records that were read pass a buffer in its memory, too. No kernel is called here."""
-    opened = open_model(str(families("opt").directory), None, "cpu", lossy=Lossy(flash="oracle"))
+    opened = open_model(str(families("opt").directory), None, "cpu", lossy=Lossy(weights, flash="oracle"))
     opened.facts = replace(opened.facts, gpu=device == "cuda")
     machine = replace(make_machine("sim", 1 << 28, 1 << 28, [tmp_path]), compute=torch.device(device))
     layout = lay_out_weights(opened.facts, Policy(neurons=0.5), machine.capacity)
@@ -113,7 +115,9 @@ def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str
     for place in ("device", "host"):
         booked = {what: n for what, n in layout.account[place].items() if what in (neuron_memory.NEURONS, RECORDS)}
         assert machine.tier(place).ledger.entries == booked
-    assert machine.device.ledger.entries.get(RECORDS, 0) == STREAMED * (device == "cuda")
+    record = RecordForm(weights or "float32", 64).nbytes
+    decoded = -(-(STREAMED // record * 4 * 64) // ALIGN) * ALIGN if weights else 0
+    assert machine.device.ledger.entries.get(RECORDS, 0) == decoded + STREAMED * (device == "cuda")
     neurons.close()
     assert machine.device.ledger.used == machine.host.ledger.used == 0
     machine.close()
