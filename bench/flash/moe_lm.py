@@ -4,14 +4,16 @@ python -m bench.flash.moe_lm [--folder DIR] [--steps 500] [--new 64] [--out FILE
 
 A Mixtral of 3 M parameters, with a token per byte, is trained in minutes on the source of Python's standard library.
 Then the router of each layer is applied to the input of the experts of the layer before, on other text: the hit rate is
-the share of the chosen experts that it names. Last, rows are generated one by one with `flash` and memory for half of
-the experts, with guesses and without. One JSON line.
+the share of the chosen experts that it names. Last, rows are generated with `flash` and memory for half of the experts,
+with guesses and without, one by one and in a gpu_batch each. Of the experts that are not in memory, the record has the
+share that the guess names (missing_guessed): only these can be read early. One JSON line.
 """
 
 import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,30 +112,39 @@ def _same(true: Tensor, other: Tensor) -> float:
     return float((true[..., :, None] == other[..., None, :]).any(-1).float().mean())
 
 
-def generate(directory: Path, case: Case, guessing: bool) -> Record:
-    """Return the tokens of rows that are generated one by one from one token, and the counts of all blocks."""
+def summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Return the sums of counts of several blocks."""
+    return {name: sum(each[name] for each in counts) for name in (counts[0] if counts else ())}
+
+
+def worth(guesses: dict[str, int]) -> Record:
+    """Return counts of guesses, and with guesses the shares of the chosen and of the missing experts that they named."""
+    shares = {"guessed": ("right", "chosen"), "missing_guessed": ("found", "missing")}
+    return guesses | {name: guesses[part] / guesses[whole] for name, (part, whole) in shares.items() if guesses[whole]}
+
+
+def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> Record:
+    """Return the tokens of rows that are generated from one token, and the counts of all blocks.
+
+    Args:
+        batches: gpu_batches of a sweep, of a row each.
+    """
     blocks, close = list[ExpertBlock](), ExpertBlocks.close
 
     def closing(of_job: ExpertBlocks) -> None:
         blocks.extend(of_job.blocks)
         close(of_job)
 
-    options: dict[str, Any] = {"policy": Policy(1, 1, neurons=0.5), "lossy": Lossy(flash="oracle")}
+    options: dict[str, Any] = {"policy": Policy(1, batches, neurons=0.5, schedule="zigzag"), "lossy": Lossy(flash="oracle")}
     changed = patch.multiple(ExpertBlocks, guessing=guessing, close=closing)
     with changed, Engine(directory, device="cpu", **options) as engine:
         rows = [{"prompt_token_ids": [0]}] * case.generated
         results = engine.generate(rows, SamplingParams(case.new, temperature=1.0, seed=1, ignore_eos=True))
         seconds = engine.summary.decode_seconds
 
-    def total(counts: str, name: str) -> int:
-        return sum(getattr(getattr(block, counts), name) for block in blocks)
-
-    chosen = total("guesses", "chosen")
-    return {
-        "token_ids": [r.token_ids for r in results], "decode_seconds": seconds, "used": total("counts", "used"),
-        "read": total("counts", "read"), "early": total("guesses", "early"), "wasted": total("guesses", "wasted"),
-        "guessed": total("guesses", "right") / chosen if chosen else None,
-    }  # fmt: skip
+    counts = summed([block.counts._asdict() for block in blocks])
+    return {"token_ids": [r.token_ids for r in results], "decode_seconds": seconds, **counts,
+            "guesses": worth(summed([block.guesses._asdict() for block in blocks]))}  # fmt: skip
 
 
 def measure(directory: Path, case: Case) -> Record:
@@ -141,8 +152,9 @@ def measure(directory: Path, case: Case) -> Record:
     shape = Shape(steps=case.steps)
     if not (report := directory / "training.json").exists():
         report.write_text(json.dumps(train(shape, directory)))
-    ways = {name: generate(directory, case, guessing) for name, guessing in (("guessing", True), ("plain", False))}
-    equal = ways["guessing"].pop("token_ids") == ways["plain"].pop("token_ids")
+    ways = {f"{name}, {batches} gpu_batches": generate(directory, case, guessing, batches)
+            for batches in (1, case.generated) for name, guessing in (("guessing", True), ("plain", False))}  # fmt: skip
+    equal = len({str(way.pop("token_ids")) for way in ways.values()}) == 1
     made = json.loads(report.read_text())
     return {"shape": asdict(shape), **made, **hit_rates(directory), "tokens_equal": equal, "generated": ways}
 
