@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import transformers
 from torch import Tensor
 
 from bench import harness
+from bench.flash.experts_side import summed, worth
 from bench.flash.relu_model import SPECIAL, TEST, Training, fit, ids_of, nll, rows_of, save, source
 from bench.harness import Record
 from flexengine.worker.expert_blocks import ExpertBlock, ExpertBlocks
@@ -112,17 +112,6 @@ def _same(true: Tensor, other: Tensor) -> float:
     return float((true[..., :, None] == other[..., None, :]).any(-1).float().mean())
 
 
-def summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Return the sums of counts of several blocks."""
-    return {name: sum(each[name] for each in counts) for name in (counts[0] if counts else ())}
-
-
-def worth(guesses: dict[str, int]) -> Record:
-    """Return counts of guesses, and with guesses the shares of the chosen and of the missing experts that they named."""
-    shares = {"guessed": ("right", "chosen"), "missing_guessed": ("found", "missing")}
-    return guesses | {name: guesses[part] / guesses[whole] for name, (part, whole) in shares.items() if guesses[whole]}
-
-
 def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> Record:
     """Return the tokens of rows that are generated from one token, and the counts of all blocks.
 
@@ -135,9 +124,9 @@ def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> R
         blocks.extend(of_job.blocks)
         close(of_job)
 
-    options: dict[str, Any] = {"policy": Policy(1, batches, neurons=0.5, schedule="zigzag"), "lossy": Lossy(flash="oracle")}
+    policy = Policy(1, batches, neurons=0.5, schedule="zigzag")
     changed = patch.multiple(ExpertBlocks, guessing=guessing, close=closing)
-    with changed, Engine(directory, device="cpu", **options) as engine:
+    with changed, Engine(directory, device="cpu", policy=policy, lossy=Lossy(flash="oracle")) as engine:
         rows = [{"prompt_token_ids": [0]}] * case.generated
         results = engine.generate(rows, SamplingParams(case.new, temperature=1.0, seed=1, ignore_eos=True))
         seconds = engine.summary.decode_seconds
@@ -152,8 +141,8 @@ def measure(directory: Path, case: Case) -> Record:
     shape = Shape(steps=case.steps)
     if not (report := directory / "training.json").exists():
         report.write_text(json.dumps(train(shape, directory)))
-    ways = {f"{name}, {batches} gpu_batches": generate(directory, case, guessing, batches)
-            for batches in (1, case.generated) for name, guessing in (("guessing", True), ("plain", False))}  # fmt: skip
+    ways = {f"{name}, {count} gpu_batches": generate(directory, case, guessing, count)
+            for count in (1, case.generated) for name, guessing in (("guessing", True), ("plain", False))}  # fmt: skip
     equal = len({str(way.pop("token_ids")) for way in ways.values()}) == 1
     made = json.loads(report.read_text())
     return {"shape": asdict(shape), **made, **hit_rates(directory), "tokens_equal": equal, "generated": ways}

@@ -290,7 +290,7 @@ class ExpertBlocks:
         for name, slot in layer.matrices.items():
             stored, held, shape = opened.locations[name], opened.held[name], slot.shape[1:]
             nbytes = torch.Size(shape).numel() * held.itemsize
-            memory[name] = whole[:, start : start + nbytes].view(held).unflatten(1, shape)
+            memory[name] = whole[:, start : start + nbytes].view(held).view(len(whole), *shape)
             start += nbytes
             pieces[name] = [self._machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             slot.bind(nn.Parameter(memory[name], requires_grad=False))

@@ -136,7 +136,9 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
     return [torch.randn(int(torch.randint(1, 6, ())), WIDTH) for _ in range(count)]
 
 
-@pytest.mark.parametrize("stages, spare, together", [(None, 2, 1), (None, 1, 3), (None, 0, 2), (2, 0, 3), (3, 0, 1)])
+@pytest.mark.parametrize(
+    ("stages", "spare", "together"), [(None, 2, 1), (None, 1, 3), (None, 0, 2), (2, 0, 3), (3, 0, 1)]
+)
 @pytest.mark.parametrize("room", [1, 2, 4, EXPERTS])
 @torch.no_grad()
 def test_sums(room: int, stages: int | None, spare: int, together: int) -> None:
