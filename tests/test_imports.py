@@ -209,7 +209,7 @@ def test_threads_are_made_in_few_places() -> None:
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
-    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "flash.reader", "worker.expert_blocks",
+    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "flash.reader", "worker.expert_reads",
              "parallel.frames", "parallel.heartbeat", "model.overlap", "attention.client", "attention.network",
              "attention.pool", "attention.server"}  # fmt: skip
     assert makers <= known

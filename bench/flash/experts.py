@@ -1,32 +1,48 @@
 """Experts on demand on a Mixtral shape, in half of its memory: bytes and seconds of a decode sweep.
 
 python -m bench.flash.experts DIR [--shape mixtral] [--rows 1 2 4] [--turns 3] [--sides whole slots flash guessing]
-                              [--memory BYTES] [--out FILE]
+                              [--memory BYTES] [--right 0.59] [--out FILE]
 
-DIR: where the checkpoint is made or reused (6.4 GB). All sides have the same memory, in a cgroup, and the planner's
-policy. whole loads all experts of a layer that are not in memory. slots is the planner's present choice: experts on
-demand into slots, while few are chosen. flash keeps experts in memory, and reads others when they are chosen. guessing
-is flash that also reads experts of the next layer early. Weights are random, and so are the router's choices: experts
-of successive tokens are less alike than those of a trained model. Turns alternate between the sides. One JSON line per
-number of rows.
+DIR: where the checkpoint is made or reused (17.9 GB). It has the widths and the vocabulary of Mixtral-8x7B, and 8
+experts of which a token uses 2, but 6 layers in place of 32, with 2.9 GB each. mixtral-half has half of the widths, a
+smaller vocabulary, and 8 layers (5.9 GB).
+
+All sides have the same memory, in a cgroup, and the planner's policy. whole loads all experts of a layer that are not
+in memory. slots is the planner's present choice: experts on demand into slots, while few are chosen. flash keeps
+experts in memory, and reads others when they are chosen. guessing is flash that also reads experts of the next layer
+early.
+
+Weights are random. Which experts a token chooses is planted: as many of them were chosen by the token before as in the
+mixture that bench.flash.moe_lm trains (planted_experts.py). The names of that mixture's guesses are right for 76 % of
+all chosen experts, and for 59 % of those that are not in memory. Guesses of the planted model would all be right, so
+names are replaced by random ones until --right of them are left (1 in 8 random ones is right by chance). The record has
+what was then counted: repeated, distinct (experts that a layer used in all decode sweeps, mean over the layers),
+guessed, missing_guessed, and bytes that guesses read ahead and in vain.
+
+Turns alternate between the sides. One JSON line per number of rows.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from bench import harness
 from bench.cases import Request
+from bench.flash.planted_experts import PlantedMixtral
 from bench.harness import Job, Limits, Record
-from bench.models import MixtralShape, make
+from bench.models import make
 
 PROMPT, NEW = 16, 24  # tokens of each row
+RIGHT = 0.59  # share of the experts that are not in memory that guesses named, in the mixture of bench.flash.moe_lm
 SHAPES = {
-    "mixtral": MixtralShape(layers=8, hidden=2048, ffn=7168, heads=16, vocab=8192, kv_heads=4),
-    "tiny": MixtralShape(layers=4, hidden=256, ffn=896, heads=4, vocab=512, kv_heads=2, shard_bytes=4_000_000),
+    "mixtral": PlantedMixtral(layers=6, hidden=4096, ffn=14336, heads=32, kv_heads=8),
+    "mixtral-half": PlantedMixtral(layers=8, hidden=2048, ffn=7168, heads=16, vocab=8192, kv_heads=4),
+    "tiny": PlantedMixtral(layers=4, hidden=256, ffn=896, heads=4, vocab=512, kv_heads=2, shard_bytes=4_000_000),
 }
+SHOWN = ("sweep_seconds", "sweep_bytes", "repeated", "distinct", "guessed", "missing_guessed", "ahead_bytes",
+         "wasted_bytes")  # fmt: skip
 FLASH = {"flash": "oracle"}
 SIDES: dict[str, Record] = {
     "whole": {"options": {"most_share": 0.0}},
@@ -42,13 +58,13 @@ def requests(rows: int, vocabulary: int) -> tuple[Request, ...]:
                  for row in range(rows))  # fmt: skip
 
 
-def run_turn(side: str, model: Path, shape: MixtralShape, rows: int, memory: int) -> Record:
-    """Run a side once. Return its record, with the share of chosen experts that were guessed."""
-    job = Job(str(model), requests(rows, shape.vocab), **SIDES[side])
+def run_turn(side: str, model: Path, args: Any, rows: int, memory: int) -> Record:
+    """Run a side once, and return its record."""
+    options = {"right": args.right, **SIDES[side].get("options", {})}
+    job = Job(str(model), requests(rows, SHAPES[args.shape].vocab), lossy=SIDES[side].get("lossy"), options=options)
     run = harness.run_module("bench.flash.experts_side", job.to_json(), Limits(memory))
-    chosen, right = (sum(each[name] for each in run.get("guesses", ())) for name in ("chosen", "right"))
-    if chosen:
-        run["guessed"] = right / chosen
+    if "distinct" in run:
+        run["distinct"] = mean(run["distinct"])
     if "error" in run:
         print(f"  {side}: {run['error']} {run.get('stderr', '')}", file=sys.stderr, flush=True)
     return run
@@ -65,12 +81,13 @@ def measure(model: Path, args: Any, rows: int, memory: int) -> tuple[Record, boo
     runs: dict[str, list[Record]] = {side: [] for side in args.sides}
     for _ in range(args.turns):
         for side in args.sides:
-            runs[side].append(run_turn(side, model, SHAPES[args.shape], rows, memory))
+            runs[side].append(run_turn(side, model, args, rows, memory))
     every = [run for turns in runs.values() for run in turns]
-    shown = {name: medians(runs, name) for name in ("sweep_seconds", "sweep_bytes", "guessed")}
+    shown = {name: medians(runs, name) for name in SHOWN}
     print(f"{rows} rows: {harness.rounded(shown)}", file=sys.stderr, flush=True)
+    case = {"shape": args.shape, "rows": rows, "memory": memory, "right": args.right}
     record = {
-        **harness.header("flash_experts", {"shape": args.shape, "rows": rows, "memory": memory}, every),
+        **harness.header("flash_experts", case, every),
         "tokens_equal": len({str(run.get("token_ids")) for run in every}) == 1, **shown,
         "runs": {side: [harness.brief(run) for run in turns] for side, turns in runs.items()},
     }  # fmt: skip
@@ -86,6 +103,7 @@ def main() -> int:
     parser.add_argument("--turns", type=harness.at_least_one, default=3)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--memory", type=harness.at_least_one, help="bytes of the cgroup (default: half of the model)")
+    parser.add_argument("--right", type=float, default=RIGHT, help="share of the names of guesses that are kept")
     parser.add_argument("--out", help="append records to this file")
     args = parser.parse_args()
     shape = SHAPES[args.shape]

@@ -4,8 +4,9 @@ python -m bench.flash.moe_lm [--folder DIR] [--steps 500] [--new 64] [--out FILE
 
 A Mixtral of 3 M parameters, with a token per byte, is trained in minutes on the source of Python's standard library.
 Then the router of each layer is applied to the input of the experts of the layer before, on other text: the hit rate is
-the share of the chosen experts that it names. Last, rows are generated one by one with `flash` and memory for half of
-the experts, with guesses and without. One JSON line.
+the share of the chosen experts that it names. Last, rows are generated with `flash` and memory for half of the experts,
+with guesses and without, one by one and in a gpu_batch each. Of the experts that are not in memory, the record has the
+share that the guess names (missing_guessed): only these can be read early. One JSON line.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import transformers
 from torch import Tensor
 
 from bench import harness
+from bench.flash.experts_side import summed, worth
 from bench.flash.relu_model import SPECIAL, TEST, Training, fit, ids_of, nll, rows_of, save, source
 from bench.harness import Record
 from flexengine.worker.expert_blocks import ExpertBlock, ExpertBlocks
@@ -110,30 +112,28 @@ def _same(true: Tensor, other: Tensor) -> float:
     return float((true[..., :, None] == other[..., None, :]).any(-1).float().mean())
 
 
-def generate(directory: Path, case: Case, guessing: bool) -> Record:
-    """Return the tokens of rows that are generated one by one from one token, and the counts of all blocks."""
+def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> Record:
+    """Return the tokens of rows that are generated from one token, and the counts of all blocks.
+
+    Args:
+        batches: gpu_batches of a sweep, of a row each.
+    """
     blocks, close = list[ExpertBlock](), ExpertBlocks.close
 
     def closing(of_job: ExpertBlocks) -> None:
         blocks.extend(of_job.blocks)
         close(of_job)
 
-    options: dict[str, Any] = {"policy": Policy(1, 1, neurons=0.5), "lossy": Lossy(flash="oracle")}
+    policy = Policy(1, batches, neurons=0.5, schedule="zigzag")
     changed = patch.multiple(ExpertBlocks, guessing=guessing, close=closing)
-    with changed, Engine(directory, device="cpu", **options) as engine:
+    with changed, Engine(directory, device="cpu", policy=policy, lossy=Lossy(flash="oracle")) as engine:
         rows = [{"prompt_token_ids": [0]}] * case.generated
         results = engine.generate(rows, SamplingParams(case.new, temperature=1.0, seed=1, ignore_eos=True))
         seconds = engine.summary.decode_seconds
 
-    def total(counts: str, name: str) -> int:
-        return sum(getattr(getattr(block, counts), name) for block in blocks)
-
-    chosen = total("guesses", "chosen")
-    return {
-        "token_ids": [r.token_ids for r in results], "decode_seconds": seconds, "used": total("counts", "used"),
-        "read": total("counts", "read"), "early": total("guesses", "early"), "wasted": total("guesses", "wasted"),
-        "guessed": total("guesses", "right") / chosen if chosen else None,
-    }  # fmt: skip
+    counts = summed([block.counts._asdict() for block in blocks])
+    return {"token_ids": [r.token_ids for r in results], "decode_seconds": seconds, **counts,
+            "guesses": worth(summed([block.guesses._asdict() for block in blocks]))}  # fmt: skip
 
 
 def measure(directory: Path, case: Case) -> Record:
@@ -141,8 +141,9 @@ def measure(directory: Path, case: Case) -> Record:
     shape = Shape(steps=case.steps)
     if not (report := directory / "training.json").exists():
         report.write_text(json.dumps(train(shape, directory)))
-    ways = {name: generate(directory, case, guessing) for name, guessing in (("guessing", True), ("plain", False))}
-    equal = ways["guessing"].pop("token_ids") == ways["plain"].pop("token_ids")
+    ways = {f"{name}, {count} gpu_batches": generate(directory, case, guessing, count)
+            for count in (1, case.generated) for name, guessing in (("guessing", True), ("plain", False))}  # fmt: skip
+    equal = len({str(way.pop("token_ids")) for way in ways.values()}) == 1
     made = json.loads(report.read_text())
     return {"shape": asdict(shape), **made, **hit_rates(directory), "tokens_equal": equal, "generated": ways}
 

@@ -68,11 +68,8 @@ class PlantedShape(OptShape):
         """Return the table of positions: an autoregressive process of unit variance in the first elements, else 0."""
         import torch
 
-        steps = torch.empty(size[0], self.code).normal_(generator=generator)
-        for row in range(1, size[0]):
-            steps[row] = self.kept * steps[row - 1] + math.sqrt(1 - self.kept**2) * steps[row]
         table = torch.zeros(size)
-        table[:, : self.code] = steps
+        table[:, : self.code] = successive(size[0], self.code, self.kept, generator)
         return table
 
     def thresholds(self, neurons: int, generator: Any) -> Any:
@@ -83,6 +80,16 @@ class PlantedShape(OptShape):
         frequencies *= self.active * neurons / frequencies.sum()
         order = torch.randperm(neurons, generator=generator)
         return torch.special.ndtri(1 - frequencies.clamp(max=0.95))[order].float()
+
+
+def successive(count: int, width: int, kept: float, generator: Any) -> Any:
+    """Return an autoregressive process of unit variance, fp32 [count, width]; successive rows have correlation kept."""
+    import torch
+
+    steps = torch.empty(count, width).normal_(generator=generator)
+    for row in range(1, count):
+        steps[row] = kept * steps[row - 1] + math.sqrt(1 - kept**2) * steps[row]
+    return steps
 
 
 SHAPES = {

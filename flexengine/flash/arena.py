@@ -91,10 +91,6 @@ class Arena:
         """Return the rows of neurons that are all in memory."""
         return self._row_of[neurons]
 
-    def drop(self, neurons: Numbers) -> None:
-        """Free the rows of neurons that are in memory."""
-        self._free(self._row_of[neurons])
-
     def _forget(self, before: int) -> None:
         """Free the rows that were last used in step `before` or earlier."""
         old = np.flatnonzero((self._neuron_at >= 0) & (self._used <= before))

@@ -266,7 +266,6 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
         block: output of a feed-forward block of records, until the block's last module returns it.
-        guess: experts that the next mixture is expected to choose (worker/expert_blocks.py); None for no guess.
     """
 
     inputs: Inputs
@@ -274,7 +273,6 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     only_queries = False
     queries: Tensor | None = None
     block: Tensor | None = None
-    guess: frozenset[int] | None = None
 
 
 class Forward:

@@ -1,6 +1,6 @@
 """Memory for neurons that are read on demand: their rooms, predictors, and buffers of reads."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from flexengine.errors import InvalidInput
@@ -15,6 +15,7 @@ PREDICTORS = "predictors"
 RECORDS = "records on their way"
 STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
 EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
+EXPERT_SPARES = 2  # experts that are read early at once without a GPU
 RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
 
 
@@ -48,8 +49,11 @@ def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
     for block, room in zip(model.blocks, layout.rooms, strict=True):
         if block is None:
             continue
-        layout.book("device", NEURONS, aligned(room * block.record))
+        if not block.experts:
+            layout.book("device", NEURONS, aligned(room * block.record))
         layout.book("device", PREDICTORS, aligned(block.predictor))
+    for record, rows in expert_rows(model, layout.rooms).items():
+        layout.book("device", NEURONS, aligned(rows * record))
     if records := [block.record for block in blocks if not block.experts]:
         readers = aligned(RECORD_READERS * (max(RECORD_READ, *records) + 2 * ALIGN))
         layout.book(place, RECORDS, 2 * STREAMED + readers)
@@ -62,3 +66,19 @@ def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
 def decoded_bytes(blocks: Iterable[NeuronFacts]) -> int:
     """Return the bytes of the decoded vectors of one buffer of records."""
     return max((aligned(STREAMED // block.record * block.decoded) for block in blocks), default=0)
+
+
+def expert_rows(model: ModelFacts, held: Sequence[int]) -> dict[int, int]:
+    """Return, by bytes of an expert, the rows of memory for all layers with such experts.
+
+    Without a GPU, experts are read early to spare rows, which belong to no layer; none if all experts fit.
+
+    Args:
+        held: by layer, the number of neurons that memory has room for.
+    """
+    rows, spare = dict[int, int](), 0
+    for block, room in zip(model.blocks, held, strict=True):
+        if block is not None and block.experts:
+            rows[block.record] = rows.get(block.record, 0) + room
+            spare = EXPERT_SPARES if room < block.neurons and not model.gpu else spare
+    return {record: count + spare for record, count in rows.items()}

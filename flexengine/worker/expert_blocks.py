@@ -1,19 +1,22 @@
 """Experts of a job that are read when a router chooses them, and stay in memory while there is room.
 
-Each layer has memory for some of its experts; the least recently used ones leave. The stacked matrices of the module
-are this memory, so an expert's row in them changes. Experts are computed in the order of their numbers, as without a
-block, so a token's result does not depend on what is in memory.
+Each layer has rows of memory for some of its experts; the least recently used ones leave. The stacked matrices of the
+module are this memory, so an expert's row in them changes. Experts are computed in the order of their numbers, as
+without a block, so a token's result does not depend on what is in memory.
 
 The router of the next layer is applied to this layer's input (Fate). It names most of the experts that the next layer
-chooses, because a layer changes hidden states little. A thread reads the named experts that are not in memory, while
-this layer and the next attention are computed. Wrong guesses take room and time of the disk, and change no result.
+chooses, because a layer changes hidden states little. When no read of this layer is left, a thread begins to read the
+named experts that are not in memory. Such a read goes to a spare row, which belongs to no layer, or to RAM on the way
+to a GPU. If the next layer chooses the expert, the read goes on, and the spare row changes places with the row that the
+expert gets; else the read is stopped. So a wrong guess takes no expert out of memory, and costs one piece of a read
+(expert_reads.py). Guesses change no result.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import greenlet
 import numpy as np
@@ -25,74 +28,67 @@ from flexengine.model.expert_layers import ExpertLayer, bind_meta
 from flexengine.model.products import add_expert, by_expert
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.layout import Layout
-from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS
+from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
 from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.demand_reads import DemandReads
+from flexengine.worker.expert_reads import ExpertReads, Pair, Read
 from flexengine.worker.mover import part_of, spread
 from flexengine.worker.neurons import Counts
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-Pair = tuple[Region, Tensor]  # source and target of a read
-
 
 class Guesses(NamedTuple):
-    """What the guesses of the layer before were worth, summed over calls.
+    """What the guesses of the layer before were worth, summed over the calls with a guess.
 
     Attributes:
-        chosen: experts that calls with a guess chose; unions over the tokens of a call.
+        chosen: experts that the tokens of a call chose together.
         right: those that the guess named.
+        missing: chosen experts that were not in memory.
+        found: those of `missing` that the guess named.
         early: experts whose read began early.
-        wasted: those of them that the next call did not choose.
+        wasted: those of them that were not chosen; the others were.
+        ahead_bytes: bytes of chosen experts that were read before the layer needed them.
+        wasted_bytes: bytes read of experts that were not chosen.
     """
 
     chosen: int = 0
     right: int = 0
+    missing: int = 0
+    found: int = 0
     early: int = 0
     wasted: int = 0
+    ahead_bytes: int = 0
+    wasted_bytes: int = 0
 
 
 class Coming(NamedTuple):
     """An expert that is being read.
 
     Attributes:
-        done: the read.
-        stage: uint8, RAM that the expert is read to if the memory is a GPU's; else None.
-        row: row of the memory.
+        read: the read.
+        buffer: where it is read to: uint8, RAM on the way to a GPU, or a row of the memory.
         early: whether it was guessed.
     """
 
-    done: Future[None]
-    stage: Tensor | None
-    row: int
+    read: Read
+    buffer: Tensor | int
     early: bool
 
 
-class ExpertReads:
-    """Reads in a thread, one after the other.
+class ExpertRows(NamedTuple):
+    """The memory of a layer, within that of all layers whose experts have equally many bytes.
 
-    Args:
-        disk: reads the checkpoint.
-        stages: RAM through which experts are read to a GPU; None if they are read straight into the memory.
+    Attributes:
+        memory: by name of a matrix, [rows, ...], on the device.
+        own: rows of this layer.
+        spare: rows of no layer. All layers share this list.
     """
 
-    def __init__(self, disk: DemandReads, stages: list[Tensor] | None) -> None:
-        self.disk, self.stages = disk, stages
-        self._thread = ThreadPoolExecutor(1, "flexengine-experts", lambda: torch.set_grad_enabled(False))
-
-    def spare(self, early: bool) -> int | None:
-        """Return the number of reads that can begin now; None for no limit. Early reads leave one for experts that are
-        needed at once."""
-        return None if self.stages is None else max(0, len(self.stages) - early)
-
-    def begin(self, pairs: Sequence[Pair]) -> Future[None]:
-        """Begin to read into memory."""
-        return self._thread.submit(self.disk.load_all, pairs)
-
-    def close(self) -> None:
-        """Wait for the read that runs, and drop the others."""
-        self._thread.shutdown(cancel_futures=True)
+    memory: dict[str, Tensor]
+    own: list[int]
+    spare: list[int]
 
 
 class ExpertBlock:
@@ -100,7 +96,7 @@ class ExpertBlock:
 
     Args:
         layer: the module, its matrices and its router.
-        memory: by name of a matrix, [room, rows, columns], on the device.
+        rows: memory; which rows are the layer's own changes.
         pieces: by name of a matrix, the bytes of all experts in the checkpoint.
         reads: begins reads.
 
@@ -109,30 +105,33 @@ class ExpertBlock:
     """
 
     def __init__(
-        self, layer: ExpertLayer, memory: dict[str, Tensor], pieces: dict[str, list[Region]], reads: ExpertReads
-    ) -> None:  # fmt: skip
-        self.layer, self.memory, self.pieces, self.reads = layer, memory, pieces, reads
-        self.arena = Arena(layer.experts, len(next(iter(memory.values()))))
+        self, layer: ExpertLayer, rows: ExpertRows, pieces: dict[str, list[Region]], reads: ExpertReads
+    ) -> None:
+        self.layer, self.rows, self.pieces, self.reads = layer, rows, pieces, reads
+        self.arena = Arena(layer.experts, len(rows.own))
         self.follow: ExpertBlock | None = None
         self.counts, self.guesses = Counts(), Guesses()
         self._coming: dict[int, Coming] = {}
+        self._named: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()  # by pass that has not come here yet
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs; arguments as in `products._experts`."""
         groups = dict(by_expert(chosen, self.layer.experts))
-        self._compare(groups.keys())
+        named = self._named.pop(greenlet.getcurrent(), None)
+        self._settle(groups.keys())
         out, left = torch.zeros_like(hidden), len(groups)
         for numbers in self.arena.parts(np.fromiter(groups, np.int64, len(groups))):
-            self._settle(numbers.tolist())
-            fetch, left = self.arena.fetch(numbers), left - len(numbers)
-            waiting = deque(zip(fetch.neurons.tolist(), fetch.rows.tolist(), strict=True))
-            self._begin(waiting)
-            if self.follow is not None and not left:
-                self.follow.guess(hidden)
+            missing, left = self.arena.fetch(numbers).neurons.tolist(), left - len(numbers)
+            self._compare(named, numbers.tolist(), missing)
+            waiting = deque(missing)
+            last = missing[-1] if missing else numbers[0]  # after its arrival, the thread that reads is idle
             for expert, row in zip(numbers.tolist(), self.arena.rows(numbers).tolist(), strict=True):
                 self._begin(waiting)
-                self._arrive(expert)
-                add_expert(self.layer.module, hidden, weights, groups[expert], out, expert, row)
+                if expert in self._coming:
+                    self._arrive(expert, row)
+                if self.follow is not None and expert == last and not left:
+                    self.follow.guess(hidden)
+                add_expert(self.layer.module, hidden, weights, groups[expert], out, expert, self.rows.own[row])
         self.counts = self.counts._replace(used=self.counts.used + len(groups))
         return out
 
@@ -144,41 +143,59 @@ class ExpertBlock:
         """
         if self.layer.router is None:
             return
-        current: Any = greenlet.getcurrent()
-        named = current.guess = frozenset(self.layer.router.choose(hidden).flatten().tolist())
-        rising = np.array(sorted(named), np.int64)
-        inside = self.arena.rows(rising) >= 0
-        kept = {*self._coming, *rising[inside].tolist()}
-        most = self.reads.spare(early=True)
-        missing = rising[~inside][: max(0, self.arena.room - len(kept))][:most]
-        fetch = self.arena.fetch(np.array(sorted({*kept, *missing.tolist()}), np.int64))
-        self._begin(deque(zip(fetch.neurons.tolist(), fetch.rows.tolist(), strict=True)), early=True)
-        self.guesses = self.guesses._replace(early=self.guesses.early + len(missing))
+        named = dict.fromkeys(self.layer.router.choose(hidden).T.flatten().tolist())  # all tokens' first choices first
+        self._named[greenlet.getcurrent()] = frozenset(named)
+        missing = [e for e in named if e not in self._coming and self.arena.rows(np.array([e]))[0] < 0]
+        waiting = deque(missing)
+        self._begin(waiting, early=True)
+        self._count(early=len(missing) - len(waiting))
 
-    def _compare(self, chosen: Collection[int]) -> None:
-        """Count how much of the pass's guess was right."""
-        current: Any = greenlet.getcurrent()
-        named, current.guess, found = getattr(current, "guess", None), None, self.guesses
+    def _count(self, **more: int) -> None:
+        self.guesses = self.guesses._replace(**{name: getattr(self.guesses, name) + n for name, n in more.items()})
+
+    def _compare(self, named: Collection[int] | None, chosen: Collection[int], missing: Collection[int]) -> None:
+        """Count how much of a pass's guess was right."""
         if named is not None:
-            right = len(named.intersection(chosen))
-            self.guesses = found._replace(chosen=found.chosen + len(chosen), right=found.right + right)
+            self._count(chosen=len(chosen), right=len(set(chosen) & set(named)), missing=len(missing),
+                        found=len(set(missing) & set(named)))  # fmt: skip
 
-    def _begin(self, waiting: "deque[tuple[int, int]]", early: bool = False) -> None:
-        """Begin the first of the reads of (expert, row), as many as can begin now."""
-        while waiting and self.reads.spare(early) != 0:
-            expert, row = waiting.popleft()
-            stage = self.reads.stages.pop() if self.reads.stages is not None else None
-            done = self.reads.begin(list(self._pairs(expert, self._targets(row, stage))))
-            self._coming[expert] = Coming(done, stage, row, early)
+    def _begin(self, waiting: "deque[int]", early: bool = False) -> None:
+        """Begin to read the first of the experts, as many as there are buffers for now."""
+        while waiting:
+            expert = waiting[0]
+            if (coming := self._coming.get(expert)) is not None:
+                self._count(ahead_bytes=self.reads.need(coming.read))
+            elif (buffer := self._claim(expert, early)) is not None:
+                read = self.reads.begin(self._pairs(expert, self._targets(buffer)), early)
+                self._coming[expert] = Coming(read, buffer, early)
+            else:
+                return
+            waiting.popleft()
 
-    def _targets(self, row: int, stage: Tensor | None) -> dict[str, Tensor]:
-        """Return where the matrices of one expert are read to, by name."""
-        if stage is None:
-            return {name: memory[row] for name, memory in self.memory.items()}
+    def _claim(self, expert: int, early: bool) -> Tensor | int | None:
+        """Return where an expert is read to; None if all buffers are in use. Early reads leave a stage for others."""
+        if (stages := self.reads.stages) is not None:
+            return stages.pop() if len(stages) > early else None
+        if early:
+            return self.rows.spare.pop() if self.rows.spare else None
+        return self.rows.own[int(self.arena.rows(np.array([expert]))[0])]
+
+    def _free(self, coming: Coming) -> None:
+        """Give back where an expert was read to."""
+        if isinstance(coming.buffer, Tensor):
+            assert self.reads.stages is not None
+            self.reads.stages.append(coming.buffer)
+        elif coming.early:
+            self.rows.spare.append(coming.buffer)
+
+    def _targets(self, buffer: Tensor | int) -> dict[str, Tensor]:
+        """Return the matrices of one expert in a buffer, by name."""
+        if isinstance(buffer, int):
+            return {name: memory[buffer] for name, memory in self.rows.memory.items()}
         targets, start = dict[str, Tensor](), 0
         for name, pieces in self.pieces.items():
             nbytes, dtype = self._nbytes(name), pieces[0].dtype
-            targets[name] = stage[start : start + nbytes].view(dtype).view(self.memory[name].shape[1:])
+            targets[name] = buffer[start : start + nbytes].view(dtype).view(self.rows.memory[name].shape[1:])
             start += nbytes
         return targets
 
@@ -191,35 +208,25 @@ class ExpertBlock:
             nbytes = self._nbytes(name)
             yield from spread(part_of(self.pieces[name], expert * nbytes, nbytes), target)
 
-    def _arrive(self, expert: int) -> None:
-        """Wait for an expert, if it is being read."""
-        if (coming := self._coming.pop(expert, None)) is None:
-            return
-        try:
-            coming.done.result()
-            if coming.stage is not None:
-                for name, part in self._targets(coming.row, coming.stage).items():
-                    self.memory[name][coming.row].copy_(part)
-        except BaseException:
-            self.arena.drop(np.array([expert], np.int64))
-            raise
-        finally:
-            if coming.stage is not None and self.reads.stages is not None:
-                self.reads.stages.append(coming.stage)
+    def _arrive(self, expert: int, row: int) -> None:
+        """Wait until an expert is read, and have it lie in a row of the layer. An error of the read ends the job."""
+        coming = self._coming.pop(expert)
+        coming.read.done.result()
+        if isinstance(coming.buffer, Tensor):
+            for name, part in self._targets(coming.buffer).items():
+                self.rows.memory[name][self.rows.own[row]].copy_(part)
+        elif coming.early:
+            self.rows.own[row], coming = coming.buffer, coming._replace(buffer=self.rows.own[row])
+        self._free(coming)
         self.counts = self.counts._replace(read=self.counts.read + 1)
 
-    def _settle(self, chosen: Sequence[int]) -> None:
-        """End the reads of other experts than these, so that their rows can be given away."""
-        for expert in self._coming.keys() - set(chosen):
-            coming = self._coming[expert]
-            self.guesses = self.guesses._replace(wasted=self.guesses.wasted + 1)
-            if not coming.done.cancel():
-                self._arrive(expert)
-                continue
-            del self._coming[expert]
-            self.arena.drop(np.array([expert], np.int64))
-            if coming.stage is not None and self.reads.stages is not None:
-                self.reads.stages.append(coming.stage)
+    def _settle(self, chosen: Collection[int]) -> None:
+        """Stop early reads of experts that neither this pass chose, nor the guess of a pass that is still to come
+        named."""
+        for expert in self._coming.keys() - set(chosen).union(*self._named.values()):
+            coming = self._coming.pop(expert)
+            self._count(wasted=1, wasted_bytes=self.reads.stop(coming.read))
+            self._free(coming)
 
 
 class ExpertBlocks:
@@ -245,9 +252,10 @@ class ExpertBlocks:
             self._reads = ExpertReads(disk, stages)
             undo.callback(self._reads.close)
             undo.callback(self._release)
+            memories = self._memories(layout)
             for j, layer in enumerate(opened.experts):
-                if layer is not None:
-                    self.blocks.append(self._block(j, layer, layout))
+                if layer is not None and (facts := opened.facts.blocks[j]) is not None:
+                    self.blocks.append(self._block(layer, layout.rooms[j], *memories[facts.record]))
                     layer.module.__dict__["block"] = self.blocks[-1]
             if self.guessing:
                 for block, follow in zip(self.blocks, self.blocks[1:], strict=False):
@@ -262,21 +270,32 @@ class ExpertBlocks:
         tier = self._machine.tier(place)
         return [tier.view(self._regions.take(place, size, RECORDS)) for _ in range(EXPERT_STAGES)]
 
-    def _block(self, number: int, layer: ExpertLayer, layout: Layout) -> ExpertBlock:
-        """Return the block of a layer, and have the layer's matrices be its memory."""
-        opened, facts = self._opened, self._opened.facts.blocks[number]
-        assert facts is not None
-        room = layout.rooms[number]
-        whole = self._machine.device.view(self._regions.take("device", room * facts.record, NEURONS))
+    def _memories(self, layout: Layout) -> dict[int, tuple[Tensor, list[int]]]:
+        """Return, by bytes of an expert, memory of all layers with such experts: uint8 [rows, bytes], and its rows."""
+        made = dict[int, tuple[Tensor, list[int]]]()
+        for record, count in expert_rows(self._opened.facts, layout.rooms).items():
+            region = self._regions.take("device", record * count, NEURONS)
+            made[record] = self._machine.device.view(region).view(count, record), list(range(count))
+        return made
+
+    def _block(self, layer: ExpertLayer, room: int, whole: Tensor, free: list[int]) -> ExpertBlock:
+        """Return the block of a layer, and have the layer's matrices be the memory.
+
+        Args:
+            room: rows that the layer takes from `free`. After all layers have theirs, the spare ones are left in it.
+            whole: memory, uint8 [rows, bytes of an expert].
+        """
+        opened = self._opened
         memory, start, pieces = dict[str, Tensor](), 0, dict[str, list[Region]]()
         for name, slot in layer.matrices.items():
-            stored, held, shape = opened.locations[name], opened.held[name], (room, *slot.shape[1:])
+            stored, held, shape = opened.locations[name], opened.held[name], slot.shape[1:]
             nbytes = torch.Size(shape).numel() * held.itemsize
-            memory[name] = whole[start : start + nbytes].view(held).view(shape)
+            memory[name] = whole[:, start : start + nbytes].view(held).view(len(whole), *shape)
             start += nbytes
             pieces[name] = [self._machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             slot.bind(nn.Parameter(memory[name], requires_grad=False))
-        return ExpertBlock(layer, memory, pieces, self._reads)
+        own = [free.pop(0) for _ in range(room)]
+        return ExpertBlock(layer, ExpertRows(memory, own, free), pieces, self._reads)
 
     def _release(self) -> None:
         """Have modules use neither blocks nor their memory."""

@@ -62,15 +62,19 @@ def test_guesses_change_no_token(
     with_guesses = tokens(known, policy, ORACLE, tmp_path)
     assert all(block.guesses.chosen > 0 for block in closed[1:])
     assert all(0 <= block.guesses.wasted <= block.guesses.early for block in closed)
+    assert all(block.guesses.found <= block.guesses.missing <= block.guesses.chosen for block in closed)
     closed.clear()
     monkeypatch.setattr(ExpertBlocks, "guessing", False)
     assert tokens(known, policy, ORACLE, tmp_path) == with_guesses == known.expected
     assert all(block.guesses.chosen == 0 for block in closed)
 
 
-def test_bytes_read_are_those_of_the_experts(families: Any, tmp_path: Path, closed: list[Any]) -> None:
+def test_bytes_read_are_those_of_the_experts(
+    families: Any, tmp_path: Path, closed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all other weights in memory, the disk reads experts only."""
     known = families("mixtral")
+    monkeypatch.setattr(ExpertBlocks, "guessing", False)
     with Engine(known.directory, policy=Policy(2, 2, neurons=0.5), lossy=ORACLE, offload_dir=tmp_path) as engine:
         engine.generate(known.rows, SamplingParams(max_tokens=4, ignore_eos=True))
         read = engine.summary.bytes["disk_read"]

@@ -81,12 +81,3 @@ def test_more_neurons_than_rows_come_in_parts() -> None:
         arena.fetch(part)
         assert set(part.tolist()) <= set(arena.held.tolist())
     assert arena.held.tolist() == [4, 5, 6]
-
-def test_dropped_neurons_give_their_rows_to_the_next_ones() -> None:
-    arena = Arena(10, 3)
-    arena.fetch(np.array([1, 4, 7]))
-    row = int(arena.rows(np.array([4]))[0])
-    arena.drop(np.array([4]))
-    assert arena.held.tolist() == [1, 7]
-    assert arena.fetch(np.array([9])).rows.tolist() == [row]
-    assert arena.held.tolist() == [1, 7, 9]

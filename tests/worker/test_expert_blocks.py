@@ -17,10 +17,18 @@ from flexengine.model.linear import Product
 from flexengine.model.products import use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.tier.base import Region
-from flexengine.worker.expert_blocks import ExpertBlock, ExpertReads
+from flexengine.worker import expert_reads
+from flexengine.worker.expert_blocks import ExpertBlock, ExpertRows
+from flexengine.worker.expert_reads import ExpertReads
 
 EXPERTS, ACTIVE, WIDTH, INNER = 7, 2, 16, 24
 NBYTES = 4 * 3 * WIDTH * INNER  # of an expert
+PIECES = 3  # of a read
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_reads, "PIECE", NBYTES // PIECES)
 
 
 class Disk:
@@ -28,9 +36,16 @@ class Disk:
 
     def __init__(self, pause: Callable[[], float] = lambda: 0.0) -> None:
         self.pause, self.nbytes, self.fails, self.gate = pause, 0, False, threading.Event()
+        self._arrived = threading.Event()
         self.gate.set()
 
+    def wait_until_blocked(self) -> None:
+        """Wait until a read waits at the gate."""
+        assert self._arrived.wait(30)
+
     def load_all(self, pairs: Any) -> None:
+        if not self.gate.is_set():
+            self._arrived.set()
         self.gate.wait()
         time.sleep(self.pause())
         if self.fails:
@@ -41,23 +56,32 @@ class Disk:
 
 
 class Layers:
-    """Layers with random experts, and their blocks."""
+    """Layers with random experts, and their blocks.
 
-    def __init__(self, count: int, room: int, disk: Disk, stages: int | None = None, seed: int = 0) -> None:
+    Args:
+        spare: rows that belong to no layer.
+        stages: buffers on the way to a GPU; None for a CPU.
+    """
+
+    def __init__(
+        self, count: int, room: int, disk: Disk, stages: int | None = None, seed: int = 0, spare: int = 2
+    ) -> None:
         torch.manual_seed(seed)
         config = MixtralConfig(hidden_size=WIDTH, intermediate_size=INNER, num_local_experts=EXPERTS,
                                num_experts_per_tok=ACTIVE)  # fmt: skip
         made = None if stages is None else [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(stages)]
         self.reads = ExpertReads(disk, made)  # type: ignore[arg-type]
         self.weights, self.routers, self.blocks = list[dict[str, Tensor]](), list[Any](), list[ExpertBlock]()
-        for _ in range(count):
+        shapes = {name: w.shape[1:] for name, w in MixtralExperts(config).named_parameters()}
+        memory = {name: torch.full((count * room + spare, *shape), torch.nan) for name, shape in shapes.items()}
+        free = list(range(count * room, count * room + spare))
+        for j in range(count):
             module, router = MixtralExperts(config), MixtralTopKRouter(config)
             use_product(nn.ModuleList([module]), Product(torch.float32))
             nn.init.normal_(router.weight)
             for p in module.parameters():
                 nn.init.normal_(p, std=0.3)
             stacked = {name: p.detach() for name, p in module.named_parameters()}
-            memory = {name: torch.full((room, *w.shape[1:]), torch.nan) for name, w in stacked.items()}
             pieces = {n: [Region(w.view(-1).view(torch.uint8), 0, w.nbytes, w.dtype)] for n, w in stacked.items()}
             slots = {name: ParamRef(module, name, tuple(w.shape)) for name, w in stacked.items()}
             for name, slot in slots.items():
@@ -65,7 +89,8 @@ class Layers:
             layer = ExpertLayer(module, slots, EXPERTS, ACTIVE, Router(router, (), ACTIVE))
             self.weights.append(stacked)
             self.routers.append(router)
-            self.blocks.append(ExpertBlock(layer, memory, pieces, self.reads))
+            rows = ExpertRows(memory, list(range(j * room, (j + 1) * room)), free)
+            self.blocks.append(ExpertBlock(layer, rows, pieces, self.reads))
 
     def follow(self) -> None:
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
@@ -111,13 +136,16 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
     return [torch.randn(int(torch.randint(1, 6, ())), WIDTH) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("stages", "together"), [(None, 1), (None, 3), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("stages", "spare", "together"), [(None, 2, 1), (None, 1, 3), (None, 0, 2), (2, 0, 3), (3, 0, 1)]
+)
 @pytest.mark.parametrize("room", [1, 2, 4, EXPERTS])
 @torch.no_grad()
-def test_sums(room: int, stages: int | None, together: int) -> None:
-    """Results are bitwise those of a memory with room for all, whatever is read early."""
+def test_sums(room: int, stages: int | None, spare: int, together: int) -> None:
+    """Results are bitwise those of a memory with room for all, whatever is read early. All bytes are accounted for."""
     inputs, random = batches(25), torch.Generator().manual_seed(3)
-    layers = Layers(3, room, Disk(lambda: float(torch.rand((), generator=random)) * 1e-3), stages)
+    disk = Disk(lambda: float(torch.rand((), generator=random)) * 1e-3)
+    layers = Layers(3, room, disk, stages, spare=spare)
     layers.follow()
     found = run(layers, inputs, together)
     whole = Layers(3, EXPERTS, Disk())
@@ -125,23 +153,25 @@ def test_sums(room: int, stages: int | None, together: int) -> None:
         assert torch.equal(one, other)
     layers.reads.close()
     whole.reads.close()
+    assert disk.nbytes == sum(b.counts.read * NBYTES + b.guesses.wasted_bytes for b in layers.blocks)
+    rows = [row for block in layers.blocks for row in block.rows.own] + layers.blocks[0].rows.spare
+    assert sorted(rows) == list(range(3 * room + spare))
+    assert stages is None or len(layers.reads.stages or ()) == stages
 
 
 @torch.no_grad()
 def test_each_expert_is_read_once_if_all_fit() -> None:
     disk = Disk()
     layers = Layers(2, EXPERTS, disk)
-    layers.follow()
     run(layers, batches(20))
     for block in layers.blocks:
-        block._settle([])
         assert block.counts.read == len(block.arena.held)
     assert disk.nbytes == NBYTES * sum(block.counts.read for block in layers.blocks)
 
 
 @torch.no_grad()
 def test_guesses_are_counted() -> None:
-    """The last token goes through layers whose memory is empty: what its guess read early, and what of it was right."""
+    """One token goes through layers whose memory is empty: what its guess read early, and what of it was right."""
     layers = Layers(2, EXPERTS, Disk(), seed=5)
     layers.follow()
     x = batches(1, seed=9)[0][:1]
@@ -150,49 +180,161 @@ def test_guesses_are_counted() -> None:
     after = x + 0.1 * layers.expected(0, x, chosen, weights).float()
     true = set(layers.routers[1](after)[2].flatten().tolist())
     run(layers, [x])
-    assert layers.blocks[0].guesses == (0, 0, 0, 0)
-    assert layers.blocks[1].guesses == (len(true), len(true & named), len(named), len(named - true))
-    layers.reads.close()
-
-
-@torch.no_grad()
-def test_wrong_guesses_that_were_not_begun_are_dropped() -> None:
-    disk = Disk()
-    layers = Layers(1, 3, disk)
-    block, x = layers.blocks[0], batches(1)[0][:1]
-    _, weights, chosen = layers.routers[0](x)
-    others = [e for e in range(EXPERTS) if e not in chosen.flatten().tolist()]
-    disk.gate.clear()
-    layers.reads.begin([])  # keeps the thread busy
-    object.__setattr__(block.layer, "router", Named(torch.tensor([others[:2]])))
-    block.guess(x)
-    assert block.arena.held.tolist() == others[:2]
-    threading.Timer(0.05, disk.gate.set).start()
-    block(x, chosen, weights)
-    assert block.arena.held.tolist() == sorted(set(chosen.flatten().tolist()))
-    assert (block.counts.read, block.guesses.early, block.guesses.wasted) == (ACTIVE, 2, 2)
-    assert disk.nbytes == ACTIVE * NBYTES
+    right, found = len(true & named), layers.blocks[1].guesses
+    assert layers.blocks[0].guesses == (0,) * 8
+    assert found[:6] == (len(true), right, len(true), right, len(named), len(named - true))
+    assert 0 <= found.ahead_bytes <= right * NBYTES
     layers.reads.close()
 
 
 class Named:
     """A router that names given experts."""
 
-    def __init__(self, chosen: Tensor) -> None:
-        self.chosen = chosen
+    def __init__(self, *experts: int) -> None:
+        self.chosen = torch.tensor([experts])
 
     def choose(self, hidden: Tensor) -> Tensor:
         return self.chosen
 
 
-@pytest.mark.parametrize("stages", [None, 2])
+class Guessed:
+    """A layer, a token, and guesses that are planted. `chosen` are the token's experts, `others` all others."""
+
+    def __init__(self, disk: Disk, stages: int | None = None, room: int = 3) -> None:
+        self.layers, self.disk = Layers(1, room, disk, stages), disk
+        self.block, self.x = self.layers.blocks[0], batches(1)[0][:1]
+        _, self.weights, self.picked = self.layers.routers[0](self.x)
+        self.chosen = sorted(self.picked.flatten().tolist())
+        self.others = [e for e in range(EXPERTS) if e not in self.chosen]
+
+    def guess(self, *experts: int) -> None:
+        object.__setattr__(self.block.layer, "router", Named(*experts))
+        self.block.guess(self.x)
+
+    def compute(self) -> None:
+        out = self.block(self.x, self.picked, self.weights)
+        expected = self.layers.expected(0, self.x, self.picked, self.weights)
+        assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+STAGES = pytest.mark.parametrize("stages", [None, 3])
+
+
+@STAGES
+@torch.no_grad()
+def test_a_wrong_guess_costs_a_piece_and_takes_nothing_out_of_memory(stages: int | None) -> None:
+    disk = Disk()
+    case = Guessed(disk, stages)
+    case.compute()
+    disk.gate.clear()
+    case.guess(*case.others[:2])
+    disk.wait_until_blocked()
+    case.compute()  # while the first piece is read
+    disk.gate.set()
+    case.layers.reads.close()
+    assert case.block.arena.held.tolist() == case.chosen
+    assert case.block.counts.read == ACTIVE
+    assert case.block.guesses == (ACTIVE, 0, 0, 0, 2, 2, 0, NBYTES // PIECES)
+    assert disk.nbytes == ACTIVE * NBYTES + NBYTES // PIECES
+
+
+@STAGES
+@torch.no_grad()
+def test_a_right_guess_is_read_once(stages: int | None) -> None:
+    disk = Disk()
+    case = Guessed(disk, stages)
+    disk.gate.clear()
+    case.guess(*case.chosen)
+    disk.wait_until_blocked()
+    threading.Timer(0.02, disk.gate.set).start()
+    case.compute()
+    assert case.block.guesses[:6] == (ACTIVE, ACTIVE, ACTIVE, ACTIVE, ACTIVE, 0)
+    assert NBYTES // PIECES <= case.block.guesses.ahead_bytes <= ACTIVE * NBYTES
+    assert disk.nbytes == ACTIVE * NBYTES
+    case.layers.reads.close()
+
+
+@torch.no_grad()
+def test_first_choices_are_read_first() -> None:
+    disk = Disk()
+    case = Guessed(disk)
+    disk.gate.clear()
+    object.__setattr__(case.block.layer, "router", Named())
+    case.block.layer.router.chosen = torch.tensor([[5, 0], [2, 5]])  # type: ignore[union-attr]
+    case.block.guess(case.x)
+    assert list(case.block._coming) == [5, 2]
+    disk.gate.set()
+    case.layers.reads.close()
+
+
+@STAGES
+@torch.no_grad()
+def test_a_guess_is_kept_until_its_own_pass_has_come(stages: int | None) -> None:
+    """Two gpu_batches: the expert that the second one's guess named is not dropped when the first one is computed."""
+    disk = Disk()
+    case = Guessed(disk, stages)
+    mine, other = case.chosen[0], case.others[0]
+    disk.gate.clear()
+    second = greenlet.greenlet(lambda: (case.guess(other), greenlet.getcurrent().parent.switch(), case.compute()))
+    second.switch()
+    case.guess(mine)
+    threading.Timer(0.02, disk.gate.set).start()
+    case.compute()
+    assert list(case.block._coming) == [other]
+    assert case.block.guesses[:6] == (ACTIVE, 1, ACTIVE, 1, 2, 0)
+    second.switch()
+    assert not case.block._coming
+    assert (case.block.guesses.early, case.block.guesses.wasted) == (2, 1)
+    case.layers.reads.close()
+
+
+@torch.no_grad()
+def test_guesses_of_a_pass_that_ended_are_forgotten() -> None:
+    case = Guessed(Disk())
+    greenlet.greenlet(case.guess).switch(case.others[0])
+    case.compute()
+    assert not case.block._coming
+    assert case.block.guesses.wasted == 1
+    case.layers.reads.close()
+
+
+@STAGES
 @torch.no_grad()
 def test_a_failed_read_reaches_the_caller(stages: int | None) -> None:
-    disk = Disk()
-    layers = Layers(1, 4, disk, stages)
-    x = batches(1)[0]
-    _, weights, chosen = layers.routers[0](x)
-    disk.fails = True
+    case = Guessed(Disk(), stages)
+    case.disk.fails = True
     with pytest.raises(OSError, match="planted"):
-        layers.blocks[0](x, chosen, weights)
-    layers.reads.close()
+        case.compute()
+    case.layers.reads.close()
+
+
+@STAGES
+@torch.no_grad()
+def test_a_failed_early_read_reaches_the_caller_if_it_is_chosen(stages: int | None) -> None:
+    case = Guessed(Disk(), stages)
+    case.disk.fails = True
+    case.guess(case.others[0])
+    case.block._coming[case.others[0]].read.done.exception()  # waits
+    case.disk.fails = False
+    case.compute()
+    case.layers.reads.close()
+    case = Guessed(Disk(), stages)
+    case.disk.fails = True
+    case.guess(case.chosen[1])
+    case.block._coming[case.chosen[1]].read.done.exception()
+    case.disk.fails = False
+    with pytest.raises(OSError, match="planted"):
+        case.compute()
+    case.layers.reads.close()
+
+
+@torch.no_grad()
+def test_closing_while_an_early_read_runs() -> None:
+    disk = Disk()
+    case = Guessed(disk)
+    disk.gate.clear()
+    case.guess(*case.others[:2])
+    disk.wait_until_blocked()
+    threading.Timer(0.02, disk.gate.set).start()
+    case.layers.reads.close()
+    assert disk.nbytes <= 2 * NBYTES // PIECES  # one piece, or a second one that began before the queue was closed
