@@ -25,6 +25,7 @@ from flexengine.model.shards import check_finite, save
 
 VERSION = 1
 TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
+SPARSITY = "sparsify"  # in `about`: `Lossy.sparsity` as a list; left out without sparsified activations
 _REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
 
 
@@ -200,21 +201,23 @@ def _shape(predictor: Predictor) -> tuple[int, int]:
     return predictor.neurons, predictor.a.shape[1]
 
 
-def find(files: Sequence[Path]) -> Path | None:
+def find(files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> Path | None:
     """Return the directory of the predictors that were trained last for a checkpoint; None if there are none.
 
     The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it.
 
     Args:
         files: as for `model.prepare.prepared`.
+        sparsity: as `Lossy.sparsity`. Predictors of other sparsified activations are not found.
     """
-    key = checkpoint_key(files)
+    key, wanted = checkpoint_key(files), None if sparsity is None else list(sparsity)
     found = list[tuple[float, Path]]()
     for about in (cache_root() / "prepared").glob(f"*/{ABOUT}"):
         if about.parent.suffix:  # unfinished
             continue
         try:
-            if _content(about.parent)["checkpoint"] == key:
+            content = _content(about.parent)
+            if content["checkpoint"] == key and content["about"].get(SPARSITY) == wanted:
                 found.append((about.stat().st_mtime, about.parent))
         except (BadCheckpoint, OSError):
             continue

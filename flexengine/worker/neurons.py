@@ -198,18 +198,18 @@ class Neurons:
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
         read = partial(self._read, bundle)
-        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, first))
+        first.block = Block(feed, bundle.form, memory, (one, two), read, self._predict(layer, feed, first))
         return first.block
 
     def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
         coming = self._reader.begin(bundle, torch.from_numpy(numbers), target, torch.from_numpy(rows))
         return lambda: self._machine.disk.count(read=coming.result().bytes)
 
-    def _predict(self, layer: int, first: RecordFirst) -> Predict:
+    def _predict(self, layer: int, feed: FeedForward, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
         trained = self._opened.trained
         if trained is None or self._opened.lossy.flash == ORACLE:
-            return lambda x: FastLinear.forward(first, x) > 0
+            return lambda x: feed.act(FastLinear.forward(first, x)) != 0
         known = trained.layers[layer]
         assert known is not None
         self._regions.keep_room("device", aligned(known.predictor.nbytes), PREDICTORS)
