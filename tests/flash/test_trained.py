@@ -11,7 +11,17 @@ from torch import nn
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Sharing
-from flexengine.flash.trained import ABOUT, TENSORS, LayerPredictor, Trained, checkpoint_key, find, load, write
+from flexengine.flash.trained import (
+    ABOUT,
+    SPARSITY,
+    TENSORS,
+    LayerPredictor,
+    Trained,
+    checkpoint_key,
+    find,
+    load,
+    write,
+)
 from flexengine.flash.training import Errors
 from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import prepared
@@ -34,7 +44,7 @@ TRAINED = Trained((layer(1), None, layer(2)), {"text": "a text", "misses": 0.05}
 
 
 def block(neurons: int = NEURONS) -> FeedForward:
-    return FeedForward("first", "", "down", cast(Any, (None, None, None)), neurons, WIDTH, nn.ReLU())
+    return FeedForward("first", "", "down", cast(Any, (None, None, None)), neurons, WIDTH, nn.ReLU(), nn.Identity())
 
 
 BLOCKS = (block(), None, block())
@@ -109,3 +119,18 @@ def test_the_newest_predictors_of_a_checkpoint_are_found(own_cache: Path, tmp_pa
     assert find([other]) == made[2]
     (made[1] / ABOUT).write_text("{")
     assert find([mine]) == made[0]
+
+
+def test_predictors_of_sparsified_activations_are_found_by_their_share_and_text(own_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_text("weights")
+    made = {}
+    for sparsity in (None, (0.7, "bundled"), (0.8, "bundled"), (0.7, "a.txt")):
+        about = {"text": "a text"} | ({} if sparsity is None else {SPARSITY: list(sparsity)})
+        named = Trained(TRAINED.layers, about)
+        made[sparsity] = prepared(
+            file, [file], lambda path, named=named: write(named, checkpoint_key([file]), path), str(sparsity)  # type: ignore[misc]
+        )
+    for sparsity, directory in made.items():
+        assert find([file], sparsity) == directory
+    assert find([file], (0.75, "bundled")) is None
