@@ -11,7 +11,7 @@ from flexengine import texts
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import MODEL, SPARSIFY, add_machine, named
+from flexengine.commands.options import MODEL, add_machine, named
 from flexengine.commands.parser import Parser
 from flexengine.commands.progress import verified_line
 from flexengine.commands.text import table
@@ -44,7 +44,7 @@ def parser() -> Parser:
     training.add_argument("--misses", type=float, default=0.05, metavar="SHARE",
                           help="share of the active neurons that may be missed (default: %(default)s)")  # fmt: skip
     training.add_argument("--sparsify", type=float, metavar="SHARE",
-                          help=f"for jobs with --sparsify SHARE: {SPARSIFY}")  # fmt: skip
+                          help="for jobs with --sparsify SHARE (docs/flash.md)")
     training.add_argument("--calibration-text", type=named, metavar="FILE",
                           help="find the thresholds of --sparsify on this UTF-8 text instead of the bundled"
                                " one")  # fmt: skip

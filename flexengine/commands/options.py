@@ -47,9 +47,6 @@ POLICY: dict[str, Any] = dict(
          " time)",
 )  # fmt: skip
 
-SPARSIFY = ("set this share of the activations of SiLU or GELU to 0, those of the smallest magnitude, e.g. 0.7; the"
-            " exact model finds a threshold for each layer on a text, once per model (docs/flash.md)")  # fmt: skip
-
 
 def add_rows(group: Group) -> None:
     """Add the options that say which rows of the input are read, and how."""
@@ -140,12 +137,15 @@ def add_lossy(group: Group) -> None:
     group.add_argument("--cache", choices=tuple(CACHE), help="store keys and values in this format")
     group.add_argument("--sparse-attention", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
-    group.add_argument("--sparsify", type=float, metavar="SHARE", help=SPARSIFY)
+    group.add_argument("--sparsify", type=float, metavar="SHARE",
+                       help="set this share of the activations of SiLU or GELU to 0, those of the smallest magnitude,"
+                            " e.g. 0.7, by thresholds that the exact model finds on a text, once per model"
+                            " (docs/flash.md)")  # fmt: skip
     add_calibration(group)
     group.add_argument("--flash", choices=FLASH,
-                       help="of a model with ReLU, or with --sparsify, read only the neurons that become active: those that predictors of"
-                            " flexengine flash train name, or an oracle, which is exact (docs/flash.md); of a mixture"
-                            " of experts, oracle keeps the experts used last in memory, and is exact")  # fmt: skip
+                       help="of a model with ReLU, or with --sparsify, read only the neurons that become active:"
+                            " those that predictors of flexengine flash train name, or an oracle, which is exact"
+                            " (docs/flash.md); of a mixture of experts, oracle keeps the experts used last in memory, and is exact")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
                             " (default: %(default)s)")  # fmt: skip

@@ -9,8 +9,8 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Lossy
 
 SHARES = (0.1, 0.25)
-# Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors, and sparsify
-# a pass of the exact model over a text.
+# Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors, and
+# sparsify a pass of the exact model over a text.
 ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES,
                                          "flash": (), "sparsify": ()}  # fmt: skip
 

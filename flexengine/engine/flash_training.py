@@ -1,5 +1,5 @@
-"""Training of predictors: the model reads a text, in an ordinary job, and each layer's predictor is trained on the inputs
-and active neurons of its feed-forward block."""
+"""Training of predictors: the model reads a text, in an ordinary job, and each layer's predictor is trained on the
+inputs and active neurons of its feed-forward block."""
 
 import contextlib
 import hashlib

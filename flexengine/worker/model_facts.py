@@ -1,4 +1,4 @@
-"""Facts of a model for the planner: sizes and dtypes of its weights, from a skeleton and the headers of a checkpoint."""
+"""Facts of a model for the planner: sizes and dtypes of weights, from a skeleton and the headers of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace

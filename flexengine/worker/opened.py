@@ -260,8 +260,8 @@ class Opened:
                     " knows (such as mixtures of experts, and blocks with a fused first matrix); leave sparsify"
                     " out")  # fmt: skip
         if relu := next((block for block in self.found if block and block.relu), None):
-            return (f"{given}, but activations of {name} are exactly 0 already for many neurons: its activation function"
-                    f" is {relu.activation}; leave sparsify out")  # fmt: skip
+            return (f"{given}, but activations of {name} are exactly 0 already for many neurons: its activation"
+                    f" function is {relu.activation}; leave sparsify out")  # fmt: skip
         return None
 
     def _not_sparse(self, lossy: Lossy) -> str | None:

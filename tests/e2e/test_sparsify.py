@@ -17,6 +17,7 @@ from flexengine.engine import calibration
 from flexengine.engine.flash_training import cut, predictors
 from flexengine.errors import InvalidInput
 from flexengine.flash.training import Settings
+from flexengine.worker.opened import open_model
 from tests.e2e.test_flash import masked
 from tests.helpers.calibrated import SPREAD, TOKENS
 from tests.helpers.families import FAMILIES, NEW, Family, reference
@@ -201,6 +202,8 @@ def test_refusals(families: Any, readers: Any, tmp_path: Path) -> None:
         Engine(readers("llama").directory, lossy=Lossy(sparsify=SHARE, calibrate=str(tmp_path / "nowhere.txt")))
     with pytest.raises(InvalidInput, match=r"set sparsify, such as 0\.7, which is lossy, use a model with ReLU"):
         Engine(readers("llama").directory, lossy=Lossy(flash="oracle"))
+    with pytest.raises(InvalidInput, match=r"sparsify is 0\.7 with stages, of which none has all layers"):
+        open_model(str(readers("llama").directory), None, "cpu", layers=(1, 3), lossy=Lossy(sparsify=SHARE))
     with pytest.raises(InvalidInput, match="flash is 'predictors' with weights int2"):
         Lossy(sparsify=SHARE, flash="predictors", weights="int2")
 

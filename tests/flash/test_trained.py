@@ -121,7 +121,7 @@ def test_the_newest_predictors_of_a_checkpoint_are_found(own_cache: Path, tmp_pa
     assert find([mine]) == made[0]
 
 
-def test_predictors_of_sparsified_activations_are_found_by_their_share_and_text(own_cache: Path, tmp_path: Path) -> None:
+def test_predictors_of_sparsified_activations_are_found_by_share_and_text(own_cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_text("weights")
     made = {}

@@ -52,9 +52,8 @@ def test_families_with_relu_are_sparse(family: str, tmp_path: Path) -> None:
     common = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
                   num_key_value_heads=2, head_dim=16)  # fmt: skip
     act = {"hidden_activation": "relu"} if family == "gemma2" else {"hidden_act": "relu"}
-    getattr(transformers, f"{kind}Config")(**common, **more, **act, architectures=[f"{kind}ForCausalLM"]).save_pretrained(
-        tmp_path
-    )
+    config = getattr(transformers, f"{kind}Config")
+    config(**common, **more, **act, architectures=[f"{kind}ForCausalLM"]).save_pretrained(tmp_path)
     assert [block.sparse for block in find(build(tmp_path, torch.float32)) if block] == [True] * 2
 
 
