@@ -145,7 +145,8 @@ def add_lossy(group: Group) -> None:
     group.add_argument("--flash", choices=FLASH,
                        help="of a model with ReLU, or with --sparsify, read only the neurons that become active:"
                             " those that predictors of flexengine flash train name, or an oracle, which is exact"
-                            " (docs/flash.md); of a mixture of experts, oracle keeps the experts used last in memory, and is exact")  # fmt: skip
+                            " (docs/flash.md); of a mixture of experts, oracle keeps the experts used last in memory,"
+                            " and is exact")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
                             " (default: %(default)s)")  # fmt: skip
