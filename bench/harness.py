@@ -318,7 +318,7 @@ def lossy(text: str) -> Record:
     if text == "exact":
         return {}
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    switches: Record = {name: float(value) if name == "sparse_attention" else value for name, value in pairs}
+    switches: Record = {name: float(value) if name.startswith("spars") else value for name, value in pairs}
     code = "import json, sys; from flexengine.lossy import Lossy; Lossy(**json.loads(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(switches)], cwd=REPO, capture_output=True, text=True)
     if done.returncode:

@@ -36,10 +36,14 @@ class Lossy:
         flash: of sparse feed-forward blocks, read only the neurons that become active, from FLASH: ORACLE computes
             which ones these are, from half or a third of the block's weights, and is exact; PREDICTORS guess. Of
             mixtures of experts, ORACLE reads the experts that the router chooses, and is exact.
+        sparsify: share of the activations of a feed-forward block that become 0, those of the smallest magnitude, in
+            (0, 1). For models whose activation function is never 0, such as SiLU. A threshold per layer is measured on
+            the text of `calibrate`; None is BUNDLED.
 
     Raises:
-        InvalidInput: a value is not allowed, `calibrate` is set for weights of which none is in FITTED, `budget` is set
-            for weights that are not MIXED, or these have none, or `flash` is set for weights that records cannot have.
+        InvalidInput: a value is not allowed, `calibrate` is set without `sparsify` for weights of which none is in
+            FITTED, `budget` is set for weights that are not MIXED, or these have none, or `flash` is set for weights
+            that records cannot have.
     """
 
     weights: str | Formats | None = None
@@ -49,6 +53,7 @@ class Lossy:
     calibrate: str | None = None
     budget: int | str | None = None
     flash: str | None = None
+    sparsify: float | None = None
 
     @property
     def alters_cache(self) -> bool:
@@ -64,10 +69,12 @@ class Lossy:
                 raise InvalidInput(
                     f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
                 )
-        share = self.sparse_attention
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
-            raise InvalidInput(f"sparse_attention is {share!r}; it must be a share above 0 and below 1, or left out to"
-                               " be exact")  # fmt: skip
+        for name in ("sparse_attention", "sparsify"):
+            share = getattr(self, name)
+            number = isinstance(share, int | float) and not isinstance(share, bool)
+            if share is not None and not (number and 0 < share < 1):
+                raise InvalidInput(f"{name} is {share!r}; it must be a share above 0 and below 1, or left out to be"
+                                   " exact")  # fmt: skip
         self._check_budget()
         self._check_calibrate()
         if self.flash is not None and self.weights not in (None, *RECORDED):
@@ -105,11 +112,12 @@ class Lossy:
             return
         if not isinstance(text, str) or not text:
             raise InvalidInput(f"calibrate is {text!r}; it must be the name of a text file, or {BUNDLED!r}")
-        if self.decided and not self.fitted:
+        if self.decided and not self.fitted and self.sparsify is None:
             coded = self.coded
             why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
-            raise InvalidInput(f"calibrate is {text!r}, but it is for weights that are fitted, and {why}; set weights"
-                               f" to one of {', '.join(FITTED)}, or leave calibrate out")  # fmt: skip
+            raise InvalidInput(f"calibrate is {text!r}, but it is for weights that are fitted, and for sparsify, and"
+                               f" {why}; set weights to one of {', '.join(FITTED)}, set sparsify, or leave calibrate"
+                               " out")  # fmt: skip
 
     def __bool__(self) -> bool:
         return bool(self.enabled)
@@ -118,6 +126,11 @@ class Lossy:
     def enabled(self) -> dict[str, Any]:
         """Return the switches that are set, by name, as a job's manifest stores them."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def sparsity(self) -> tuple[float, str] | None:
+        """Return the share of `sparsify` and the name of the text for its thresholds; None without `sparsify`."""
+        return None if self.sparsify is None else (self.sparsify, self.calibrate or BUNDLED)
 
     @property
     def file(self) -> str | None:

@@ -46,8 +46,8 @@ def parser() -> Parser:
                       help="directory, .gguf file or hub id (default: the demo model); may be repeated")  # fmt: skip
     runs.add_argument("--run", action="append", default=[], metavar="NAME:OPTION=VALUE,...",
                       help="exact, or a name and options from model, weights, compute, cache, sparse-attention,"
-                           " calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be repeated; each is"
-                           " run with each --model (default: exact)")  # fmt: skip
+                           " flash, sparsify, calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be"
+                           " repeated; each is run with each --model (default: exact)")  # fmt: skip
     runs.add_argument("--resamples", type=int, default=1000, metavar="N",
                       help="draws of the bootstrap, which gives intervals of 95 %% (default: %(default)s)")  # fmt: skip
     add_machine(p.add_argument_group("machine"))

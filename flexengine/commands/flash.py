@@ -16,6 +16,7 @@ from flexengine.commands.parser import Parser
 from flexengine.commands.progress import verified_line
 from flexengine.commands.text import table
 from flexengine.errors import InvalidInput
+from flexengine.lossy import Lossy
 from flexengine.plan.words import plain, size
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _HEAD = ("layer", "neurons", "rank", "active", "predicted", "misses", "false ala
 def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("flash", "Train predictors for flash mode, which reads only the neurons that will be active. The model"
-                        " must have ReLU activations.",
+                        " must have ReLU activations, or others that --sparsify makes sparse.",
                "Predictors stay in the cache (kind calibrations), with what was measured of them on a part of the text"
                " that they were not trained on.", "train [MODEL]")  # fmt: skip
     p.add_argument("action", nargs="?", choices=(TRAIN,), help="train: train the predictors of a model")
@@ -42,6 +43,11 @@ def parser() -> Parser:
                                " false alarms of a layer)")  # fmt: skip
     training.add_argument("--misses", type=float, default=0.05, metavar="SHARE",
                           help="share of the active neurons that may be missed (default: %(default)s)")  # fmt: skip
+    training.add_argument("--sparsify", type=float, metavar="SHARE",
+                          help="for jobs with --sparsify SHARE (docs/flash.md)")
+    training.add_argument("--calibration-text", type=named, metavar="FILE",
+                          help="find the thresholds of --sparsify on this UTF-8 text instead of the bundled"
+                               " one")  # fmt: skip
     training.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one per core)")
     machine = p.add_argument_group("machine")
     p.add_twin(machine, "-m", "--model", **MODEL)
@@ -66,13 +72,17 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--threads is {args.threads}; it must be at least 1")
     if args.tokens < 1:
         raise InvalidInput(f"--tokens is {args.tokens}; it must be at least 1")
+    if args.calibration_text is not None and args.sparsify is None:
+        raise InvalidInput(f"--calibration-text {args.calibration_text} is for the thresholds of --sparsify; give"
+                           " --sparsify, too, or leave it out")  # fmt: skip
+    lossy = Lossy(sparsify=args.sparsify, calibrate=args.calibration_text)
     content = texts.calibration() if args.text is None else texts.read(args.text)
-    trained = _train(args, content)
+    trained = _train(args, content, lossy)
     print(json.dumps(as_json(trained)) if args.json else report(trained))
     return DONE
 
 
-def _train(args: argparse.Namespace, content: str) -> "Trained":
+def _train(args: argparse.Namespace, content: str, lossy: Lossy) -> "Trained":
     engine_class = load_libraries()
     import torch
 
@@ -85,7 +95,7 @@ def _train(args: argparse.Namespace, content: str) -> "Trained":
     with engine_class(
         args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
         offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
-        allow_symlinks=args.allow_symlinks, verify=args.verify, prefix_sharing=False,
+        allow_symlinks=args.allow_symlinks, verify=args.verify, prefix_sharing=False, lossy=lossy,
     ) as engine:  # fmt: skip
         core = engine.core
         if core.verifier:

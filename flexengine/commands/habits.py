@@ -92,7 +92,7 @@ COMMANDS = {
 }
 _NAMES = {other: name for name, others in RENAMED.items() for other in others}
 _PROMPT = ("--prompt", "-p")  # a prompt on the command line
-_LISTS = ("--weights", "--compute", "--cache", "--sparse-attention")  # of quality: values with commas
+_LISTS = ("--weights", "--compute", "--cache", "--sparse-attention", "--sparsify")  # of quality: values with commas
 
 
 class CommandParser(Protocol):
@@ -268,7 +268,7 @@ def _join_lists(line: Line) -> None:
 
 
 def _is_value(option: str, text: str) -> bool:
-    return _as_float(text) is not None if option == "--sparse-attention" else text in ("bf16", *_INT8, *_INT4, "int3")
+    return _as_float(text) is not None if option.startswith("--spars") else text in ("bf16", *_INT8, *_INT4, "int3")
 
 
 def _name_model(line: Line, known: Mapping[str, argparse.Action]) -> None:

@@ -137,11 +137,16 @@ def add_lossy(group: Group) -> None:
     group.add_argument("--cache", choices=tuple(CACHE), help="store keys and values in this format")
     group.add_argument("--sparse-attention", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
+    group.add_argument("--sparsify", type=float, metavar="SHARE",
+                       help="set this share of the activations of SiLU or GELU to 0, those of the smallest magnitude,"
+                            " e.g. 0.7, by thresholds that the exact model finds on a text, once per model"
+                            " (docs/flash.md)")  # fmt: skip
     add_calibration(group)
     group.add_argument("--flash", choices=FLASH,
-                       help="of a model with ReLU, read only the neurons that become active: those that predictors of"
-                            " flexengine flash train name, or an oracle, which is exact (docs/flash.md); of a mixture"
-                            " of experts, oracle keeps the experts used last in memory, and is exact")  # fmt: skip
+                       help="of a model with ReLU, or with --sparsify, read only the neurons that become active:"
+                            " those that predictors of flexengine flash train name, or an oracle, which is exact"
+                            " (docs/flash.md); of a mixture of experts, oracle keeps the experts used last in memory,"
+                            " and is exact")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
                             " (default: %(default)s)")  # fmt: skip
@@ -164,7 +169,8 @@ def add_calibration(group: Group) -> None:
                        help="first run the exact model over a text, once per model, to measure which errors of encoded"
                             " weights matter")  # fmt: skip
     group.add_argument("--calibration-text", type=named, metavar="FILE",
-                       help="calibrate on this UTF-8 text instead of the bundled one")  # fmt: skip
+                       help="calibrate, and find the thresholds of --sparsify, on this UTF-8 text instead of the"
+                            " bundled one")  # fmt: skip
 
 
 def calibration_of(args: argparse.Namespace) -> str | None:
@@ -190,7 +196,8 @@ def lossy_of(args: argparse.Namespace) -> Lossy:
         raise InvalidInput(f"--weights {args.weights} and --layer-bits {args.layer_bits} are both given; leave one out")
     weights = args.weights if args.layer_bits is None else bits_file(args.layer_bits)
     cache, share = args.cache, args.sparse_attention
-    return Lossy(weights, args.compute, cache, share, calibration_of(args), args.budget, args.flash)
+    calibrate = calibration_of(args)
+    return Lossy(weights, args.compute, cache, share, calibrate, args.budget, args.flash, args.sparsify)
 
 
 def bits_file(name: str) -> str:

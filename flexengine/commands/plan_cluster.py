@@ -32,8 +32,8 @@ THETA, GROUP, SECONDS = 1.0, 1, 60.0
 # Options of plan that a cluster plan does not use, and their defaults.
 _UNUSED = {"hardware": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None, "plot": None,
            "save_lp": None, "device": "auto", "device_mem": None, "host_mem": None, "offload_dir": None,
-           "compute": None, "cache": None, "sparse_attention": None, "flash": None, "calibrate": False,
-           "calibration_text": None, "slices": False}  # fmt: skip
+           "compute": None, "cache": None, "sparse_attention": None, "flash": None, "sparsify": None,
+           "calibrate": False, "calibration_text": None, "slices": False}  # fmt: skip
 _DEFAULTS = {"theta": None, "harm": None, "group": None, "method": None, "batch": None, "search_seconds": None}
 
 

@@ -18,9 +18,9 @@ _UNUSED = {"input": None, "input_format": None, "prompt_column": None, "chat": F
            "prefix_sharing": True, "limit": None, "prompt_tokens": None, "rows": None,
            "max_tokens": SAMPLING["max_tokens"], "n": SAMPLING["n"], "device_mem": None, "host_mem": None,
            "offload_dir": None, "weights": None, "budget": None, "layer_bits": None, "compute": None, "cache": None,
-           "sparse_attention": None, "flash": None, "calibrate": False, "calibration_text": None, "quality": "exact",
-           "allow": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None, "plot": None,
-           "save": None, "save_lp": None}  # fmt: skip
+           "sparse_attention": None, "flash": None, "sparsify": None, "calibrate": False, "calibration_text": None,
+           "quality": "exact", "allow": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None,
+           "plot": None, "save": None, "save_lp": None}  # fmt: skip
 _ROW = "    {:<18}{:<24}{:<12}{:>12}"  # where to, name, shape, bytes
 
 

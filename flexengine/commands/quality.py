@@ -56,6 +56,8 @@ def parser() -> Parser:
         choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
     choices.add_argument("--sparse-attention", type=_several_shares, metavar="SHARE,...",
                          help="read only the values of this share when decoding")  # fmt: skip
+    choices.add_argument("--sparsify", type=_several_shares, metavar="SHARE,...",
+                         help="set these shares of the activations of SiLU or GELU to 0 (docs/flash.md)")  # fmt: skip
     add_bits(choices)
     add_calibration(choices)
     choices.add_argument("--all-together", action="store_true", help="measure combinations of the given choices, too")

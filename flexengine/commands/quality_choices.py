@@ -9,9 +9,10 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Lossy
 
 SHARES = (0.1, 0.25)
-# Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors.
+# Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors, and
+# sparsify a pass of the exact model over a text.
 ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES,
-                                         "flash": ()}  # fmt: skip
+                                         "flash": (), "sparsify": ()}  # fmt: skip
 
 
 def asked(
@@ -24,11 +25,11 @@ def asked(
         given: values by switch.
         together: add every combination of one value of each given switch.
         calibrate: a calibration text. Every choice whose weights are fitted is added again with calibration; weights
-            `mixed` are always calibrated.
+            `mixed` are always calibrated, and `sparsify` finds its thresholds on this text.
         budget: budget of weights `mixed`.
 
     Raises:
-        InvalidInput: `together` with fewer than two switches, `calibrate` without a choice whose weights are fitted, or
+        InvalidInput: `together` with fewer than two switches, `calibrate` without a choice that has a use for it, or
             one of `budget` and weights `mixed` without the other.
     """
     some: dict[str, Iterable[Any]] = {name: values for name in ALL if (values := given.get(name))}
@@ -40,18 +41,20 @@ def asked(
     mixed: dict[str, Any] = {"budget": budget, "calibrate": calibrate}
 
     def lossy_of(switches: Mapping[str, Any]) -> Lossy:
-        return Lossy(**switches, **(mixed if switches.get("weights") == MIXED else {}))
+        text = {"calibrate": calibrate} if switches.get("sparsify") is not None else {}
+        return Lossy(**switches, **(mixed if switches.get("weights") == MIXED else text))
 
     alone = [lossy_of({name: value}) for name, values in (some or ALL).items() for value in values]
     every = product(*some.values()) if together else ()
     plain = list(dict.fromkeys([*alone, *(lossy_of(dict(zip(some, each, strict=True))) for each in every)]))
     if calibrate is None:
         return plain
-    if not any(lossy.fitted or not lossy.decided for lossy in plain):
-        raise InvalidInput(f"calibration on {calibrate} is for weights that are fitted, and no choice has any; give"
-                           f" --weights with one of {', '.join(FITTED)}, too, or leave it out")  # fmt: skip
+    if not any(lossy.fitted or not lossy.decided or lossy.sparsify is not None for lossy in plain):
+        raise InvalidInput(f"calibration on {calibrate} is for weights that are fitted, and for sparsify, and no choice"
+                           f" has any; give --weights with one of {', '.join(FITTED)}, or --sparsify, too, or leave it"
+                           " out")  # fmt: skip
     both = ((x, replace(x, calibrate=calibrate)) if x.fitted or x.file else (x,) for x in plain)
-    return [lossy for pair in both for lossy in pair]
+    return list(dict.fromkeys(lossy for pair in both for lossy in pair))
 
 
 def run_words(lossy: Lossy) -> list[str]:

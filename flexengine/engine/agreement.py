@@ -14,7 +14,8 @@ from flexengine.lossy import Lossy
 if TYPE_CHECKING:  # it imports torch, which is not needed here
     from flexengine.engine.base import BaseEngine
 
-LOSSY, CACHE, IMPORTANCES, PREFILL_TOKENS = "lossy", "cache", "importances", "prefill_tokens"  # names of settings
+# Names of settings.
+LOSSY, CACHE, IMPORTANCES, PREFILL_TOKENS, THRESHOLDS = "lossy", "cache", "importances", "prefill_tokens", "thresholds"
 _AGAIN = "give --restart (restart=True in Python) to run the job again"
 
 
@@ -57,7 +58,9 @@ def settings_of(engine: "BaseEngine", prefill_tokens: int) -> dict[str, Any]:
     """
     importances = engine.calibrator.importances
     fitted = {IMPORTANCES: importances.digest} if importances is not None else {}
-    return {PREFILL_TOKENS: prefill_tokens, LOSSY: engine.lossy.enabled, CACHE: engine.core.cache_form, **fitted}
+    sparse = {THRESHOLDS: thresholds} if (thresholds := engine.calibrator.thresholds) else {}
+    return {PREFILL_TOKENS: prefill_tokens, LOSSY: engine.lossy.enabled, CACHE: engine.core.cache_form, **fitted,
+            **sparse}  # fmt: skip
 
 
 def take_over(engine: "BaseEngine", settings: Mapping[str, Any]) -> None:
@@ -73,6 +76,7 @@ def take_over(engine: "BaseEngine", settings: Mapping[str, Any]) -> None:
         engine.use(Lossy(**chosen))
         _check_cache(engine, settings.get(CACHE, ""))
     _check_importances(engine, settings.get(IMPORTANCES))
+    _check_thresholds(engine, settings.get(THRESHOLDS))
 
 
 def _check_cache(engine: "BaseEngine", began: str) -> None:
@@ -90,3 +94,11 @@ def _check_importances(engine: "BaseEngine", began: str | None) -> None:
     raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
                        f" importances, and calibrating again, with other memory or libraries, gave"
                        f" {current.digest}; {_AGAIN}")  # fmt: skip
+
+
+def _check_thresholds(engine: "BaseEngine", began: list[float] | None) -> None:
+    """Raise InvalidInput if the job began with other thresholds of sparsified activations, as for importances."""
+    if began is not None and began != engine.calibrator.thresholds:
+        raise InvalidInput("this job began with other thresholds of sparsified activations than the cache has now: they"
+                           " were removed from it, and measuring them again, with other memory or libraries, gave other"
+                           f" numbers; {_AGAIN}")  # fmt: skip

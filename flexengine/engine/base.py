@@ -65,6 +65,7 @@ class BaseEngine(ABC):
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
+        core.opened.thresholds = lambda: self.calibrator.thresholds
         self._bits = Bits(core, self.calibrator) if core.lossy.weights == MIXED else None  # None once they are chosen
         if options.group is not None:
             check_alike(core, options, options.group)
@@ -151,6 +152,7 @@ class BaseEngine(ABC):
         self._check_open()
         self.choose_bits()
         with reporting(self.listener):
+            self.core.opened.set_thresholds()
             _ = self.core.opened.origins, self.core.opened.bundles
 
     def plan(self, workload: Workload) -> Layout:

@@ -176,9 +176,10 @@ def _bytes(opened: Opened, codec: Format) -> tuple[list[int], int]:
 
 
 def _with(lossy: Lossy, weights: tuple[Format, ...] | None) -> Lossy:
-    """Return the switches with these weights, without the budget, and without calibration if nothing is fitted."""
+    """Return the switches with these weights, without the budget, and without calibration if nothing needs it."""
     plain = replace(lossy, weights=weights, budget=None, calibrate=None)
-    return replace(plain, calibrate=lossy.calibrate) if plain.fitted else plain
+    needed = plain.fitted or plain.sparsify is not None
+    return replace(plain, calibrate=lossy.calibrate) if needed else plain
 
 
 def _mb(nbytes: int) -> str:

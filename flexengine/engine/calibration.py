@@ -1,14 +1,15 @@
-"""Calibration: the exact model reads a text, in an ordinary job, to measure which errors of encoded weights matter."""
+"""Calibration: the exact model reads a text, in an ordinary job, to measure which errors of encoded weights matter, and
+which magnitudes activations have, for the thresholds of sparsified activations."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import GENERATING
 from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
+from flexengine.flash import magnitudes
+from flexengine.flash.magnitudes import Magnitudes
 from flexengine.lossy import BUNDLED, Lossy
 from flexengine.model.importance import Importances, Recorder, load
+from flexengine.model.neurons import find
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
 from flexengine.model.skeleton import Skeleton
@@ -29,10 +33,12 @@ from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
 
 VERSION = 2  # part of the cache's key: raise it when the computed importances change
+MAGNITUDES_VERSION = 1  # likewise
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
 PIECE = 128  # tokens of a prefill chunk, for any memory size: the last bits depend on where a prompt is cut
-FILE = "importances.safetensors"
+FILE, MAGNITUDES = "importances.safetensors", "magnitudes.safetensors"
 Ids = Sequence[int]
+T = TypeVar("T")
 Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
 
 
@@ -67,17 +73,25 @@ class Calibration:
         Raises:
             InvalidInput: `measured` raised OSError. Its other errors are raised unchanged.
         """
+        key = {"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)}
 
         def build(directory: Path) -> None:
-            try:
-                importances = measured()
-            except OSError as error:  # of the checkpoint or the offload directory, not of `directory`
-                raise InvalidInput(f"calibrating with {source} failed: {error}") from error
-            save(importances, directory / FILE)
+            save(_explained_read(source, measured), directory / FILE)
 
-        what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
-        label = str(dtype).removeprefix("torch.")
-        return load(prepared(source, files, build, what, verifier, label) / FILE)
+        return load(prepared(source, files, build, json.dumps(key), verifier, _short(dtype)) / FILE)
+
+    def magnitudes(
+        self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], Magnitudes],
+        verifier: Verifier | None = None,
+    ) -> Magnitudes:  # fmt: skip
+        """Return the magnitudes of a model's activations. Arguments and errors as of `importances`."""
+        key = {"magnitudes": MAGNITUDES_VERSION, "rows": self.digest, "dtype": str(dtype)}
+
+        def build(directory: Path) -> None:
+            _explained_read(source, measured).write(directory / MAGNITUDES)
+
+        made = prepared(source, files, build, json.dumps(key), verifier, f"magnitudes, {_short(dtype)}")
+        return magnitudes.load(made / MAGNITUDES)
 
     def measure(self, skeleton: Skeleton, score: Score) -> dict[str, Tensor]:
         """Return the importances of the matrices of an engine's skeleton.
@@ -90,15 +104,37 @@ class Calibration:
             InvalidInput: a stretch cannot be run.
         """
         recorder = Recorder(skeleton)
-        with recorder.watching():
+        self._read(recorder.watching(), score)
+        return recorder.means()
+
+    def measure_magnitudes(self, skeleton: Skeleton, score: Score) -> Magnitudes:
+        """Return the magnitudes of the activations of an engine's skeleton. Arguments and errors as of `measure`."""
+        recorder = magnitudes.Recorder([block for block in find(skeleton) if block])
+        self._read(recorder.watching(), score)
+        return recorder.magnitudes()
+
+    def _read(self, watching: AbstractContextManager[None], score: Score) -> None:
+        with watching:
             results = score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows])
         if bad := next((r for r in results if r.error is not None), None):
             raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
-        return recorder.means()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _explained_read(source: Path, measured: Callable[[], T]) -> T:
+    """Return what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
+    try:
+        return measured()
+    except OSError as error:  # of the checkpoint or the offload directory, not of the cache's directory
+        raise InvalidInput(f"calibrating with {source} failed: {error}") from error
 
 
 class Calibrator:
-    """Importances of the weights of an engine's model, measured once by an engine that runs the exact model."""
+    """What the exact model measures of an engine's model, once for a text: the importances of weights, and the
+    magnitudes of activations."""
 
     def __init__(self, core: Core, exact_engine: Callable[[Listener], "ExactEngine"]) -> None:
         """Check that the text can be read. Raise InvalidInput if it cannot.
@@ -110,13 +146,25 @@ class Calibrator:
         self.core, self.exact_engine = core, exact_engine
         self._texts: dict[str, Calibration] = {}  # by name
         self._importances: dict[str, Importances] = {}  # by digest of the text
-        if core.lossy.calibrate:
-            check(core.lossy.calibrate, core.tokenizer)
+        self._magnitudes: dict[str, Magnitudes] = {}  # likewise
+        for name in filter(None, (core.lossy.calibrate, self._sparse_name)):
+            check(name, core.tokenizer)
+
+    @property
+    def _sparse_name(self) -> str | None:
+        return self.core.lossy.sparsity[1] if self.core.lossy.sparsity else None
 
     @property
     def text(self) -> Calibration | None:
         """The text to calibrate with; None if nothing is calibrated. Raise InvalidInput if there is too little text."""
-        name = self.core.lossy.calibrate
+        return self._text(self.core.lossy.calibrate)
+
+    @property
+    def sparse_text(self) -> Calibration | None:
+        """The text for the thresholds of sparsified activations; None if there are none. Raise as `text`."""
+        return self._text(self._sparse_name)
+
+    def _text(self, name: str | None) -> Calibration | None:
         if name and name not in self._texts:
             self._texts[name] = calibration(name, self.core.tokenizer, self.core.skeleton.context_length)
         return self._texts[name] if name else None
@@ -127,18 +175,30 @@ class Calibrator:
         if (text := self.text) is None:
             return None
         if text.digest not in self._importances:
-            core = self.core
-            measured = text.importances(
-                core.source.directory, core.opened.given, core.dtype, self._measure, core.verifier
-            )
-            self._importances[text.digest] = measured
+            self._importances[text.digest] = text.importances(*self._model, partial(self._measure, text, text.measure),
+                                                              self.core.verifier)  # fmt: skip
         return self._importances[text.digest]
 
-    def _measure(self) -> dict[str, Tensor]:
-        assert self.text is not None
-        tokens = sum(map(len, self.text.rows))
-        text = f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens"
-        with activity("calibrating", text, level=logging.INFO) as work:
+    @property
+    def thresholds(self) -> list[float]:
+        """Threshold of each layer for sparsified activations; none without. Measured unless they have been."""
+        sparsity, text = self.core.lossy.sparsity, self.sparse_text
+        if sparsity is None or text is None:
+            return []
+        if text.digest not in self._magnitudes:
+            measured = partial(self._measure, text, text.measure_magnitudes)
+            self._magnitudes[text.digest] = text.magnitudes(*self._model, measured, self.core.verifier)
+        return self._magnitudes[text.digest].thresholds(sparsity[0])
+
+    @property
+    def _model(self) -> tuple[Path, Sequence[Path], torch.dtype]:
+        return self.core.source.directory, self.core.opened.given, self.core.dtype
+
+    def _measure(self, text: Calibration, measure: Callable[[Skeleton, Score], T]) -> T:
+        """Return what `measure`, of the text, returns for an engine of the exact model."""
+        tokens = sum(map(len, text.rows))
+        about = f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens"
+        with activity("calibrating", about, level=logging.INFO) as work:
 
             def follow(record: Activity) -> None:
                 if record.name == GENERATING:
@@ -146,7 +206,7 @@ class Calibrator:
 
             with self.exact_engine(follow) as engine:
                 engine.planner.prefill_tokens = PIECE
-                return self.text.measure(engine.core.skeleton, engine.score)
+                return measure(engine.core.skeleton, engine.score)
 
 
 class ExactEngine(Protocol):
@@ -174,7 +234,7 @@ def check(name: str, tokenizer: Any) -> None:
     """
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
-                           " tokenizer files beside it, or leave calibrate out")  # fmt: skip
+                           " tokenizer files beside it, or leave calibrate and sparsify out")  # fmt: skip
     if name != BUNDLED:
         if Path(name).is_fifo() or Path(name).is_char_device():
             raise InvalidInput(f"{name}, to calibrate with, is a pipe or a device, but it must be read more than once;"

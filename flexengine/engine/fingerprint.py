@@ -47,10 +47,12 @@ def model_files(core: Core, known: Mapping[str, Any]) -> dict[str, dict[str, Any
 
 
 def switches(core: Core, calibrator: Calibrator) -> dict[str, Any]:
-    """Return the lossy switches that are set. The calibration text is named by a digest of its tokens, and predictors
-    by a digest of their files."""
+    """Return the lossy switches that are set. Texts for calibration and for thresholds are named by a digest of their
+    tokens, and predictors by a digest of their files."""
     text, trained = calibrator.text, core.opened.trained
     named = {"calibrate": text.digest} if text is not None else {}
+    if (sparse := calibrator.sparse_text) is not None:
+        named["sparsify"] = f"{core.lossy.sparsify} with thresholds of {sparse.digest}"
     if core.lossy.flash == PREDICTORS and trained is not None:
         named["flash"] = f"{PREDICTORS} {trained.digest[:16]}"
     return core.lossy.enabled | named

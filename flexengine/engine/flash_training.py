@@ -1,5 +1,5 @@
-"""Training of predictors: the exact model reads a text, in an ordinary job, and each layer's predictor is trained on
-the inputs and active neurons of its feed-forward block."""
+"""Training of predictors: the model reads a text, in an ordinary job, and each layer's predictor is trained on the
+inputs and active neurons of its feed-forward block."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flexengine.activity import activity
-from flexengine.engine.calibration import Score
+from flexengine.engine.calibration import Calibrator, Score
 from flexengine.engine.core import Core
 from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput, UnsupportedModel
@@ -25,7 +25,7 @@ from flexengine.flash.statistics import Trace
 from flexengine.flash.traces import Recorded, Recorder
 from flexengine.flash.trained import LayerPredictor, Trained
 from flexengine.flash.training import MIN_STRETCHES, Settings, divide, train
-from flexengine.model.neurons import FeedForward, find
+from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import prepared
 from flexengine.model.tokenizer import opening, spread, token_ids
 
@@ -39,7 +39,7 @@ PROBE = 2  # stretches that are read first, to measure the share of active neuro
 
 @dataclass(frozen=True)
 class Text:
-    """The stretches of text that the exact model reads.
+    """The stretches of text that the model reads.
 
     Attributes:
         name: for messages.
@@ -60,10 +60,11 @@ class Text:
 
 
 class TextEngine(Protocol):
-    """The part of `Engine` that training uses. It must be exact, and share no prefixes."""
+    """The part of `Engine` that training uses. It must be exact, or only sparsified, and share no prefixes."""
 
     core: Core
     planner: Planner
+    calibrator: Calibrator
 
     @property
     def score(self) -> Score: ...
@@ -106,14 +107,15 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
 
 def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
     """Return the block of each layer that has a sparse one, else None. Raise UnsupportedModel if no layer has one."""
-    found = find(core.skeleton)
+    found = core.opened.found
     if not any(found):
         raise UnsupportedModel(f"{core.source.name} has no feed-forward block that flash mode knows, with one row of a"
                                " matrix for each neuron")  # fmt: skip
     if not any(block.sparse for block in found if block):
         names = sorted({block.activation for block in found if block})
         raise UnsupportedModel(f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron;"
-                               " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint")  # fmt: skip
+                               " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint, or --sparsify"
+                               " SHARE, such as 0.7, which is lossy")  # fmt: skip
     return tuple(block if block and block.sparse else None for block in found)
 
 
@@ -129,6 +131,8 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     blocks = sparse_blocks(core)
     files, about = core.opened.given, {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text),
                                        **asdict(settings)}  # fmt: skip
+    if (sparse_text := engine.calibrator.sparse_text) is not None:
+        about |= {trained.SPARSITY: list(core.lossy.sparsity or ()), "thresholds_sha256": sparse_text.digest}
     checkpoint = trained.checkpoint_key(files)
 
     def build(directory: Path) -> None:
@@ -141,7 +145,8 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
         trained.write(Trained(layers, about), checkpoint, directory)
 
     what = json.dumps({"predictors": VERSION, "files": trained.VERSION, "dtype": str(core.dtype), **about})
-    label = f"predictors, {settings.misses:.1%} misses"
+    sparse = "" if core.lossy.sparsify is None else f" of {core.lossy.sparsify:.1%} sparsified neurons"
+    label = f"predictors{sparse}, {settings.misses:.1%} misses"
     directory = prepared(core.source.directory, files, build, what, core.verifier, label)
     os.utime(directory / trained.ABOUT)  # `trained.find` takes the latest
     return trained.load(directory, checkpoint, blocks)
@@ -179,7 +184,8 @@ class _Training:
         """Let the model read the text. Raise InvalidInput if too many neurons are active."""
         rows, tokens = self.text.rows, _tokens(self.text)
         self.engine.planner.prefill_tokens = len(rows[0]) - 1
-        text = f"reading {tokens:,} tokens with the exact model, to record which neurons are active"
+        kind = "sparsified" if self.engine.core.lossy.sparsify is not None else "exact"
+        text = f"reading {tokens:,} tokens with the {kind} model, to record which neurons are active"
         with activity("recording", text, len(rows), "stretches", logging.INFO) as work, recorder.watching():
             for part in (rows[:PROBE], rows[PROBE:]):
                 results = self.engine.score([row[:-1] for row in part], [row[-1:] for row in part])
@@ -190,10 +196,12 @@ class _Training:
 
     def _check(self, shares: Sequence[float]) -> None:
         if (mean := float(np.mean(shares))) > MAX_ACTIVE:
-            name = self.engine.core.source.name
-            raise InvalidInput(f"{mean:.1%} of the neurons of {name} are active for a token; above {MAX_ACTIVE:.0%},"
-                               " reading only these takes no less time than reading all; use a checkpoint that was"
-                               " trained to be sparse (ReLU-fied), or run without flash mode")  # fmt: skip
+            core = self.engine.core
+            remedy = ("use a checkpoint that was trained to be sparse (ReLU-fied)" if core.lossy.sparsify is None else
+                      f"raise --sparsify, which is {core.lossy.sparsify}")  # fmt: skip
+            raise InvalidInput(f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
+                               f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
+                               f" {remedy}, or run without flash mode")  # fmt: skip
 
     def _layer(self, recorded: Recorded) -> LayerPredictor:
         """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""

@@ -214,8 +214,9 @@ class Job:
         """Return the resources of the sweeps; the shortage if their allocation ran out of memory, or the loss of an
         attention worker."""
         core, began = self.core, time.perf_counter()
+        core.opened.set_thresholds()  # with a second engine, so before this engine allocates memory
         if self.calibrator.text is not None:
-            _ = core.opened.origins  # calibrates with a second engine, so before this engine allocates memory
+            _ = core.opened.origins  # likewise
         _ = core.opened.bundles  # also takes memory while it writes records
         core.machine.give_back()  # memory that planning freed
         try:

@@ -102,7 +102,7 @@ class Recorder:
         for start in starts:
             piece = slice(start, start + self._tokens)
             if (stretch := self._numbers.get(_key(ids[piece]))) is not None:
-                self._store(number, stretch, x[piece], out[piece] > 0)
+                self._store(number, stretch, x[piece], self._blocks[number].act(out[piece]) != 0)
 
     def _store(self, number: int, stretch: int, x: Tensor, active: Tensor) -> None:
         values = x.float().clamp(-_LARGEST, _LARGEST).half().cpu().contiguous().view(torch.uint8).numpy()

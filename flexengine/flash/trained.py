@@ -25,6 +25,7 @@ from flexengine.model.shards import check_finite, save
 
 VERSION = 2  # of the files; those of other versions are not found, and trained again
 TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
+SPARSITY = "sparsify"  # in `about`: `Lossy.sparsity` as a list; left out without sparsified activations
 _REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
 
 
@@ -203,21 +204,23 @@ def _shape(predictor: Predictor) -> tuple[int, int]:
     return predictor.neurons, predictor.a.shape[1]
 
 
-def find(files: Sequence[Path]) -> Path | None:
+def find(files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> Path | None:
     """Return the directory of the predictors that were trained last for a checkpoint; None if there are none.
 
     The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it.
 
     Args:
         files: as for `model.prepare.prepared`.
+        sparsity: as `Lossy.sparsity`. Predictors of other sparsified activations are not found.
     """
-    key = checkpoint_key(files)
+    key, wanted = checkpoint_key(files), None if sparsity is None else list(sparsity)
     found = list[tuple[float, Path]]()
     for about in (cache_root() / "prepared").glob(f"*/{ABOUT}"):
         if about.parent.suffix:  # unfinished
             continue
         try:
-            if _content(about.parent)["checkpoint"] == key:
+            content = _content(about.parent)
+            if content["checkpoint"] == key and content["about"].get(SPARSITY) == wanted:
                 found.append((about.stat().st_mtime, about.parent))
         except (BadCheckpoint, OSError):
             continue
@@ -231,18 +234,18 @@ class Latest:
     """The predictors of a checkpoint that were trained last, searched and loaded once.
 
     Args:
-        files: as for `find`; none if the model has no files.
+        files, sparsity: as for `find`; no files if the model has none.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> None:
+        self._files, self._sparsity = files, sparsity
         self._directory: Path | None = None
         self._loaded: Trained | None = None
 
     def find(self) -> Path | None:
         """Return the directory of the predictors; None if there are none."""
         if self._directory is None and self._files:
-            self._directory = find(self._files)
+            self._directory = find(self._files, self._sparsity)
         return self._directory
 
     def digest(self) -> str:

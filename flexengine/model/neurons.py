@@ -1,16 +1,17 @@
 """Feed-forward blocks whose neurons can be computed one by one: where a layer keeps them, and whether they are sparse.
 
 A block computes down(act(first(x))), or down(act(first(x)) * up(x)) if it is gated. A neuron is one row of `first`, one
-row of `up`, and one column of `down`. If act is 0 for negative numbers (ReLU), a neuron whose row gives a negative
-number adds nothing, so its weights need not be read.
+row of `up`, and one column of `down`. A neuron whose activation act(first(x)) is 0 adds nothing, so its weights need
+not be read. ReLU is 0 for negative numbers; other activation functions can be `Sparsified`.
 
 `use_records` takes the weights of such blocks out of the model. The first module of a block then has the whole block
 computed elsewhere, and the last one returns the result. The modules between, which are elementwise, compute tensors
 without elements.
 """
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import greenlet
@@ -29,7 +30,28 @@ _NAMES = (
     ("up_proj", "", "down_proj"),
     ("dense_h_to_4h", "", "dense_4h_to_h"),
 )
-_SPARSE = (nn.ReLU, ReLUSquaredActivation)
+_RELU = (nn.ReLU, ReLUSquaredActivation)
+_WIDTH, _NEURONS = 3, 5  # of a trial
+
+
+class Sparsified(nn.Module):
+    """An activation function whose results of small magnitude become 0 (CATS, arXiv 2404.08763).
+
+    Magnitudes are compared, not values as in FATReLU: SiLU falls to -0.28, and such a result matters as much as 0.28.
+
+    Attributes:
+        plain: the activation function.
+        threshold: results of a smaller magnitude become 0; 0 until the thresholds of the model are known.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+        self.threshold = 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = self.plain(input)
+        return torch.where(found.abs() < self.threshold, 0.0, found)
 
 
 @dataclass(frozen=True)
@@ -42,7 +64,8 @@ class FeedForward:
         modules: the modules of `first`, `up` (None if not gated) and `down`.
         neurons: their number.
         width: the model's hidden size.
-        act: the activation function.
+        act: the activation function, plain or `Sparsified`.
+        owner: the module that has `act`.
     """
 
     first: str
@@ -52,16 +75,35 @@ class FeedForward:
     neurons: int
     width: int
     act: nn.Module
+    owner: nn.Module
+
+    @property
+    def plain(self) -> nn.Module:
+        """The activation function of the checkpoint."""
+        return self.act.plain if isinstance(self.act, Sparsified) else self.act
 
     @property
     def activation(self) -> str:
-        """Class of the activation function."""
-        return type(self.act).__name__
+        """Class of the activation function of the checkpoint."""
+        return type(self.plain).__name__
+
+    @property
+    def relu(self) -> bool:
+        """Whether the activation function of the checkpoint is 0 for negative numbers."""
+        return isinstance(self.plain, _RELU)
 
     @property
     def sparse(self) -> bool:
-        """Whether the activation is 0 for negative numbers."""
-        return isinstance(self.act, _SPARSE)
+        """Whether activations are exactly 0 for some neurons."""
+        return self.relu or isinstance(self.act, Sparsified)
+
+    def sparsified(self, yes: bool) -> "FeedForward":
+        """Return the block with a sparsified activation function, or with that of the checkpoint. The model uses it
+        from now on."""
+        act = Sparsified(self.plain) if yes else self.plain
+        name = next(name for name, child in self.owner.named_children() if child is self.act)
+        setattr(self.owner, name, act)
+        return replace(self, act=act)
 
     @property
     def gated(self) -> bool:
@@ -74,7 +116,8 @@ class FeedForward:
 
 
 def find(skeleton: Skeleton) -> tuple[FeedForward | None, ...]:
-    """Return the feed-forward block of each layer; None for a layer without one that is known, such as a mixture."""
+    """Return the feed-forward block of each layer; None for a layer without one that is known, such as a mixture. The
+    blocks must not be blocks of records."""
     return tuple(_find(skeleton.model, layer) for layer in skeleton.layers)
 
 
@@ -86,13 +129,14 @@ def _find(model: Any, layer: dict[str, ParamRef]) -> FeedForward | None:
             parent, _, own = path.rpartition(".")
             owners.setdefault(parent, {})[own] = name
     modules = {parent: model.get_submodule(parent) for parent in owners}
-    plain = {parent: m.layer if isinstance(m, PausingLayer) else m for parent, m in modules.items()}
-    found = [f for parent, linears in owners.items() if (f := _block(plain[parent], linears, layer))]
+    found = [f for parent, linears in owners.items() if (f := _block(modules[parent], linears, layer))]
     return found[0] if len(found) == 1 else None
 
 
-def _block(parent: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef]) -> FeedForward | None:
+def _block(module: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef]) -> FeedForward | None:
     """Return the block that a module's linear layers form; None if they form none."""
+    decoder = isinstance(module, PausingLayer)  # it has the linear layers itself, as in OPT
+    parent: Any = module.layer if isinstance(module, PausingLayer) else module
     for first, up, down in _NAMES:
         if first not in linears or down not in linears or (up and up not in linears):
             continue
@@ -101,8 +145,40 @@ def _block(parent: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef
         (neurons, width), acts = layer[names[0]].shape, _activations(parent)
         if layer[names[2]].shape != (width, neurons) or len(acts) != 1:
             return None
-        return FeedForward(*names, (one, middle, other), neurons, width, acts[0])  # type: ignore[arg-type]
+        if not decoder and not _computes(parent, (first, up, down), acts[0]):
+            return None
+        return FeedForward(*names, (one, middle, other), neurons, width, acts[0], parent)  # type: ignore[arg-type]
     return None
+
+
+@torch.no_grad()
+def _computes(parent: nn.Module, names: tuple[str, str, str], act: nn.Module) -> bool:
+    """Return whether a module computes a feed-forward block from its linear modules and its activation function, and
+    nothing else, such as a factor. A small copy of it is tried.
+
+    Args:
+        names: of the linear modules, as in _NAMES.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(width: int, out: int) -> nn.Linear:
+        made = nn.Linear(width, out, device="meta")
+        for name, shape in (("weight", (out, width)), ("bias", (out,))):
+            setattr(made, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
+        return made
+
+    one, other = linear(_WIDTH, _NEURONS), linear(_NEURONS, _WIDTH)
+    middle = linear(_WIDTH, _NEURONS) if names[1] else None
+    small = copy.copy(parent)
+    fakes = {name: fake for name, fake in zip(names, (one, middle, other), strict=True) if fake is not None}
+    small.__dict__["_modules"] = parent._modules | fakes
+    x = torch.randn(1, 2, _WIDTH, generator=generator, dtype=torch.float64)
+    expected = act(one(x)) if middle is None else act(one(x)) * middle(x)
+    try:
+        found = small(x)
+    except Exception:  # it needs more than x, or has parameters of its own, which have no values
+        return False
+    return isinstance(found, Tensor) and torch.allclose(found, other(expected))
 
 
 def _activations(parent: nn.Module) -> list[nn.Module]:

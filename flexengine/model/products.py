@@ -166,8 +166,10 @@ def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     to fill all vectors.
     """
     count = x.numel()
+    if x.device.type != "cpu" or not count:
+        return cast(Tensor, function(x, *args, **kwargs))
     size = padded_size(count, torch.get_num_threads())
-    if x.device.type != "cpu" or not count or (size == count and x.is_contiguous()):
+    if size == count and x.is_contiguous():
         return cast(Tensor, function(x, *args, **kwargs))
     whole = x.new_zeros(size)
     whole[:count].view(x.shape).copy_(x)

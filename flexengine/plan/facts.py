@@ -56,7 +56,7 @@ class NeuronFacts:
         predictor: bytes of the predictor, which is no weight of the layer; 0 for an oracle.
         guess: bytes that are read from memory to tell which neurons become active.
         unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
-        reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together; () if not measured.
+        reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together, as far as it is known.
         stored: bytes of the weights of one neuron on the disk, if these are others than `record`; else 0.
         decoded: bytes of one vector of a neuron after decoding; 0 if records are not encoded.
         experts: whether the neurons are the experts of a mixture, which the router names. Prompts use all of them.

@@ -239,7 +239,7 @@ class Neurons:
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
         begin, now = partial(self._begin, bundle), partial(self._read, bundle)
-        first.block = Block(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, first))
+        first.block = Block(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, feed, first))
         return first.block
 
     def _begin(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
@@ -249,11 +249,11 @@ class Neurons:
         wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self._disk.read_by(lambda: self._reader.read(bundle, *wanted).bytes)
 
-    def _predict(self, layer: int, first: RecordFirst) -> Predict:
+    def _predict(self, layer: int, feed: FeedForward, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
         trained = self._opened.trained
         if trained is None or self._opened.lossy.flash == ORACLE:
-            return lambda x: FastLinear.forward(first, x) > 0
+            return lambda x: feed.act(FastLinear.forward(first, x)) != 0
         known = trained.layers[layer]
         assert known is not None
         device, dtype = self._machine.compute, self._opened.dtype

@@ -1,6 +1,6 @@
 """An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
 from flexengine.flash.trained import Latest, Trained
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
-from flexengine.lossy import EXACT, ORACLE, PREDICTORS, Lossy
+from flexengine.lossy import BUNDLED, EXACT, ORACLE, PREDICTORS, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
@@ -26,19 +26,23 @@ from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.layer_range import use_range
 from flexengine.model.loading import ByteRange, Origin, differ, origins
-from flexengine.model.neurons import FeedForward, find, use_linears, use_records
+from flexengine.model.neurons import FeedForward, Sparsified, find, use_linears, use_records
 from flexengine.model.skeleton import ParamRef, Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
-from flexengine.plan.experts import share
-from flexengine.plan.facts import ModelFacts, NeuronFacts, TensorFact
+from flexengine.plan.facts import ModelFacts, NeuronFacts
 from flexengine.worker import layer_formats
+from flexengine.worker.model_facts import expert_facts, held_dtypes, model_facts
 
 Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
 
 
 def _no_importances() -> None:
     return None
+
+
+def _no_thresholds() -> Sequence[float]:
+    raise RuntimeError("nothing measures the thresholds of this model")
 
 
 @dataclass
@@ -54,8 +58,10 @@ class Opened:
         held: by name, the dtype of each parameter on the device.
         facts: sizes of the model, for the planner.
         importances: returns the importances of columns for encoding; None if all columns are equal.
+        thresholds: returns the threshold of each layer for sparsified activations.
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
+        found: by layer, the feed-forward block; None for a layer without one that is known.
         blocks: by layer, the feed-forward block whose neurons are read when they become active; () without `flash`.
         experts: by layer, the mixture whose experts are read when they are chosen; () if `flash` is no oracle.
         trained: predictors of `blocks`, and statistics; None if there are none.
@@ -69,12 +75,18 @@ class Opened:
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
     importances: Callable[[], Importances | None] = _no_importances
+    thresholds: Callable[[], Sequence[float]] = _no_thresholds
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
+    found: tuple[FeedForward | None, ...] = field(init=False)
     blocks: tuple[FeedForward | None, ...] = ()
     experts: tuple[ExpertLayer | None, ...] = ()
     trained: Trained | None = None
+    _latest: dict[tuple[float, str] | None, Latest] = field(default_factory=dict)
     _whole: tuple[list[dict[str, ParamRef]], dict[str, ParamRef]] | None = None  # layers and others without `flash`
+
+    def __post_init__(self) -> None:
+        self.found = find(self.skeleton)
 
     @property
     def forms(self) -> dict[str, WeightFormat]:
@@ -146,7 +158,8 @@ class Opened:
         use_forms(skeleton, {})  # also of weights that are taken out now
         self._whole = (list(skeleton.layers), dict(skeleton.others)) if lossy.flash else None
         self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
-        blocks = tuple(b if b and b.sparse else None for b in find(skeleton)) if lossy.flash else ()
+        self.found = tuple(b.sparsified(lossy.sparsify is not None) if b else None for b in self.found)
+        blocks = tuple(b if b and b.sparse else None for b in self.found) if lossy.flash else ()
         self.blocks = blocks if any(blocks) else ()
         self.trained = self._trained() if self.blocks else None
         use_records(skeleton, self.blocks, keep_first=oracle)
@@ -159,8 +172,9 @@ class Opened:
         form = record_form(block, self.locations, self.record_kind)
         first = self.locations[block.first]
         made = f"{form.vectors} vectors of {form.width} {form.kind}"
-        decoded = 4 * form.width if form.coded else 0
-        facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes, decoded=decoded)
+        share = self.lossy.sparsify
+        facts = NeuronFacts(block.neurons, form.nbytes, made, guess=first.nbytes, decoded=form.decoded_bytes,
+                            reuse=() if share is None else (1 - share,))  # fmt: skip
         if self.trained is None or (known := self.trained.layers[layer]) is None:
             return facts
         if self.lossy.flash == ORACLE:
@@ -179,16 +193,15 @@ class Opened:
         source = self.source.directory, self.given, self.locations
         return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier) if self.blocks else ()
 
-    @cached_property
-    def latest(self) -> Latest:
-        """The predictors that were trained last."""
-        return Latest(self.given)
+    def latest(self, sparsity: tuple[float, str] | None) -> Latest:
+        """Return the predictors that were trained last. sparsity: as `Lossy.sparsity`."""
+        return self._latest.setdefault(sparsity, Latest(self.given, sparsity))
 
     def _trained(self) -> Trained | None:
         """Return the predictors of the model, which were trained last; None if there are none, or if an oracle, which
         needs only their statistics, finds them damaged."""
         try:
-            return self.latest.load(self.blocks, slice(*self.skeleton.layer_range))
+            return self.latest(self.lossy.sparsity).load(self.blocks, slice(*self.skeleton.layer_range))
         except FlexError:
             if self.lossy.flash == ORACLE:
                 return None
@@ -196,12 +209,17 @@ class Opened:
 
     def _not_trained(self, lossy: Lossy) -> str | None:
         """Return why the model has no predictors, if it needs some."""
-        if lossy.flash != PREDICTORS or self.latest.find():
+        if lossy.flash != PREDICTORS or self.latest(lossy.sparsity).find():
             return None
         if not self.files:
             return f"{self.source.name} has no weights here, so no predictors; let flash be {ORACLE}"
-        return (f"{self.source.name} has no predictors; train them: flexengine flash train {self.source.directory}, or"
-                f" let flash be {ORACLE}")  # fmt: skip
+        words, lacks = str(self.source.directory), "no predictors"
+        if lossy.sparsity is not None:
+            share, text = lossy.sparsity
+            words += f" --sparsify {share}" + ("" if text == BUNDLED else f" --calibration-text {text}")
+            lacks += f" for sparsify {share} with this text for its thresholds"
+        return (f"{self.source.name} has {lacks}; train them: flexengine flash train {words}, or let flash be"
+                f" {ORACLE}")  # fmt: skip
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""
@@ -210,6 +228,8 @@ class Opened:
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
+        if lossy.sparsify is not None and (reason := self._not_sparsified(lossy)):
+            return reason
         if lossy.flash and (reason := self._not_sparse(lossy) or self._not_trained(lossy)):
             return reason
         if reason := layer_formats.mismatch(lossy.weights, self.skeleton.total):
@@ -232,11 +252,24 @@ class Opened:
                     " encoded; leave weights and compute out, or leave flash out")  # fmt: skip
         return None
 
+    def _not_sparsified(self, lossy: Lossy) -> str | None:
+        """Return why activations cannot be sparsified; None if they can."""
+        given, name = f"sparsify is {lossy.sparsify}", self.source.name
+        if len(self.skeleton.layers) < self.skeleton.total:
+            return f"{given} with stages, of which none has all layers; leave out one of them"
+        if unknown := self.found.count(None):
+            return (f"{given}, but {unknown} of {len(self.found)} layers of {name} have no feed-forward block that it"
+                    " knows (such as mixtures of experts, and blocks with a fused first matrix); leave sparsify"
+                    " out")  # fmt: skip
+        if relu := next((block for block in self.found if block and block.relu), None):
+            return (f"{given}, but activations of {name} are exactly 0 already for many neurons: its activation"
+                    f" function is {relu.activation}; leave sparsify out")  # fmt: skip
+        return None
+
     def _not_sparse(self, lossy: Lossy) -> str | None:
         """Return why no neurons can be read apart; None if they can."""
-        blocks = self.blocks or find(self.skeleton)
-        known = {block.activation for block in blocks if block is not None}
-        sparse = any(block is not None and block.sparse for block in blocks)
+        known = {block.activation for block in self.found if block is not None}
+        sparse = lossy.sparsify is not None or any(block is not None and block.relu for block in self.found)
         experts = any(self.experts or find_experts(self.skeleton))
         if experts and (not sparse or lossy.flash == ORACLE) and (reason := self._experts_refused(lossy)):
             return reason
@@ -247,8 +280,17 @@ class Opened:
             return None
         what = (f"no neuron of {self.source.name} stays inactive: its activation function is {', '.join(sorted(known))}"
                 if known else f"the layers of {self.source.name} have no block that it knows")  # fmt: skip
-        return (f"flash reads the neurons that become active, but {what}; use a model with ReLU, such as OPT, or one"
-                " that was trained further with ReLU, or leave flash out")  # fmt: skip
+        other = "set sparsify, such as 0.7, which is lossy, " if None not in self.found else ""
+        return (f"flash reads the neurons that become active, but {what}; {other}use a model with ReLU, such as OPT, or"
+                " one that was trained further with ReLU, or leave flash out")  # fmt: skip
+
+    def set_thresholds(self) -> None:
+        """Set the thresholds of sparsified activations, if there are any. Measures them if the cache lacks them."""
+        if self.lossy.sparsify is not None:
+            for block, threshold in zip(self.found, self.thresholds(), strict=True):
+                assert block is not None
+                assert isinstance(block.act, Sparsified)
+                block.act.threshold = threshold
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""
@@ -336,65 +378,3 @@ def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
     shapes = skeleton.wanted
     return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
-
-
-def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:
-    """Return the dtype of each weight on the device.
-
-    On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
-    matrices except routers are held in bf16.
-    """
-    keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
-    if skeleton.product.compute == "bf16":
-        keep &= set(forms(skeleton, "int8"))  # routers keep their dtype: rounding would change the choice of experts
-        return {name: torch.bfloat16 if name in keep else dtype for name in stored}
-    narrow = (torch.bfloat16, torch.float16)
-    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
-
-
-def expert_facts(layer: ExpertLayer, stored: Mapping[str, Origin], held: Mapping[str, torch.dtype]) -> NeuronFacts:
-    """Return the sizes of a layer's experts. Tokens are expected to choose independently and evenly."""
-    elements = {name: stored[name].nbytes // stored[name].dtype.itemsize for name in layer.matrices}
-    record = sum(n * held[name].itemsize for name, n in elements.items()) // layer.experts
-    on_disk = sum(stored[name].nbytes for name in layer.matrices) // layer.experts
-    form = f"{len(elements)} matrices, {layer.active} of {layer.experts} experts"
-    successive = tuple(float(share(layer.active, layer.experts, tokens)) for tokens in range(1, 65))
-    return NeuronFacts(layer.experts, record, form, reuse=successive, stored=on_disk, experts=True)
-
-
-def model_facts(
-    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
-) -> ModelFacts:
-    """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
-    by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
-
-    def facts(shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
-        tensor_facts = []
-        for name, shape in shapes.items():
-            size = stored[name].dtype.itemsize
-            elements, experts = stored[name].nbytes // size, shared.get(name, 0)
-            fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
-            if (form := skeleton.forms.get(name)) is not None:
-                fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
-            elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
-                fact = replace(fact, form="bfloat16" + by)
-            tensor_facts.append(fact)
-        return tuple(tensor_facts)
-
-    embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
-    own = not skeleton.leaves and not (skeleton.tied and embedding)
-    head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
-    others = {name: param.shape for name, param in skeleton.others.items()}
-    others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
-    layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
-    text = skeleton.config.get_text_config()
-    return ModelFacts(
-        tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
-        embedding, head,
-        vocabulary=skeleton.head[1][0], hidden=text.hidden_size, width=skeleton.width,
-        heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
-        itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
-        windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
-        softcap=getattr(text, "attn_logit_softcapping", None), leaves=skeleton.leaves,
-        queries_apart=skeleton.queries_apart,
-    )  # fmt: skip

@@ -78,6 +78,10 @@ def test_choices_alone_and_together() -> None:
     assert asked(given, together=True) == [
         *alone, Lossy(weights="int8", cache="int4"), Lossy(weights="int4", cache="int4"),
     ]  # fmt: skip
+    assert asked({"sparsify": [0.5, 0.7]}) == [Lossy(sparsify=0.5), Lossy(sparsify=0.7)]
+    assert asked({"sparsify": [0.5], "weights": ["int4"]}, calibrate="a.txt") == [
+        Lossy(weights="int4"), Lossy(weights="int4", calibrate="a.txt"), Lossy(sparsify=0.5, calibrate="a.txt"),
+    ]  # fmt: skip
     with pytest.raises(InvalidInput, match="two kinds"):
         asked({"weights": ["int8", "int4"]}, together=True)
     with pytest.raises(InvalidInput, match=r"sparse_attention is 1\.5"):

@@ -14,7 +14,18 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.flash import trained
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Sharing
-from flexengine.flash.trained import ABOUT, TENSORS, Latest, LayerPredictor, Trained, checkpoint_key, find, load, write
+from flexengine.flash.trained import (
+    ABOUT,
+    SPARSITY,
+    TENSORS,
+    Latest,
+    LayerPredictor,
+    Trained,
+    checkpoint_key,
+    find,
+    load,
+    write,
+)
 from flexengine.flash.training import Errors
 from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import prepared
@@ -40,7 +51,7 @@ TRAINED = Trained((layer(1), None, layer(2)), {"text": "a text", "misses": 0.05}
 
 
 def block(neurons: int = NEURONS) -> FeedForward:
-    return FeedForward("first", "", "down", cast(Any, (None, None, None)), neurons, WIDTH, nn.ReLU())
+    return FeedForward("first", "", "down", cast(Any, (None, None, None)), neurons, WIDTH, nn.ReLU(), nn.Identity())
 
 
 BLOCKS = (block(), None, block())
@@ -211,3 +222,18 @@ def test_files_of_an_older_version_are_not_found(
     assert find([weights]) is None
     with pytest.raises(BadCheckpoint, match=r"is not of version 2; remove its directory, and train again"):
         load(old, checkpoint_key([weights]), BLOCKS)
+
+
+def test_predictors_of_sparsified_activations_are_found_by_share_and_text(own_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_text("weights")
+    made = {}
+    for sparsity in (None, (0.7, "bundled"), (0.8, "bundled"), (0.7, "a.txt")):
+        about = {"text": "a text"} | ({} if sparsity is None else {SPARSITY: list(sparsity)})
+        named = Trained(TRAINED.layers, about)
+        made[sparsity] = prepared(
+            file, [file], lambda path, named=named: write(named, checkpoint_key([file]), path), str(sparsity)  # type: ignore[misc]
+        )
+    for sparsity, directory in made.items():
+        assert find([file], sparsity) == directory
+    assert find([file], (0.75, "bundled")) is None

@@ -211,6 +211,7 @@ def test_plot_file(line: Line) -> None:
         (["--allow", "int5-cache"], "'int5-cache' cannot be allowed"),
         (["--cache", "bf16"], "cache is 'bf16', but this GPU computes in"),
         (["--sparse-attention", "2"], "sparse_attention is 2.0; it must be a share above 0 and below 1"),
+        (["--sparsify", "2"], "sparsify is 2.0; it must be a share above 0 and below 1"),
         (["--calibrate"], "it is for weights that are fitted"),
     ],
 )

@@ -13,7 +13,8 @@ from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
 from flexengine.lossy import EXACT, Lossy
 
-OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "flash", "dtype")
+OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "flash", "sparsify",
+           "dtype")  # fmt: skip
 PLAIN = "exact"  # the run without options
 _MOST_BYTES = 200  # of a run's name; a file's name has at most 255
 _JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
@@ -78,13 +79,18 @@ def _options(name: str, text: str) -> dict[str, str]:
 
 def _lossy(options: Mapping[str, str]) -> Lossy:
     """Return the lossy switches. Raise InvalidInput if a value is not allowed."""
-    share, calibrate = options.get("sparse-attention"), options.get("calibrate")
+    switches: dict[str, Any] = {n.replace("-", "_"): v for n, v in options.items() if n not in ("model", "dtype")}
+    for name in ("sparse_attention", "sparsify"):
+        if name in switches:
+            switches[name] = _share(name, switches[name])
+    return Lossy(**switches)
+
+
+def _share(name: str, text: str) -> float:
     try:
-        number = None if share is None else float(share)
+        return float(text)
     except ValueError:
-        raise InvalidInput(f"sparse-attention is {shown(share)}; it must be a number, such as 0.1") from None
-    weights, budget = options.get("weights"), options.get("budget")
-    return Lossy(weights, options.get("compute"), options.get("cache"), number, calibrate, budget, options.get("flash"))
+        raise InvalidInput(f"{name.replace('_', '-')} is {shown(text)}; it must be a number, such as 0.1") from None
 
 
 def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:

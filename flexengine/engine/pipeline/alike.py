@@ -21,7 +21,7 @@ LAYOUT = 1  # of frames; raise it when `messages` changes
 def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
     """Return the name of the predictors of active neurons, if the job may use some."""
     used = core.lossy.flash == PREDICTORS or f"flash-{PREDICTORS}" in options.allow
-    return {"predictors of neurons": core.opened.latest.digest()[:16]} if used else {}
+    return {"predictors of neurons": core.opened.latest(core.lossy.sparsity).digest()[:16]} if used else {}
 
 
 def check_alike(core: Core, options: EngineOptions, group: Group) -> None:

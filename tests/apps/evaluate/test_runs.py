@@ -14,6 +14,7 @@ def test_specifications() -> None:
         "sparse", None, Lossy(sparse_attention=0.1), "float16")  # fmt: skip
     both = Lossy(cache="int8", compute="int8")
     assert parse_run("cache=int8,compute=int8") == Run("cache=int8,compute=int8", None, both)
+    assert parse_run("a:sparsify=0.7,flash=oracle") == Run("a", None, Lossy(sparsify=0.7, flash="oracle"))
     assert parse_run("big:model=org/m,sparse_attention=0.5") == Run("big", "org/m", Lossy(sparse_attention=0.5))
 
 
@@ -36,6 +37,7 @@ def test_each_specification_is_run_with_each_model() -> None:
         (["a:weights=int4,weights=int8"], "--run a: weights is given twice"),
         (["a:weights=int5"], "--run a: weights is 'int5'; it must be one of int8, int4, int3, int2"),
         (["a:sparse-attention=x"], "--run a: sparse-attention is 'x'; it must be a number"),
+        (["a:sparsify=much"], "--run a: sparsify is 'much'; it must be a number"),
         (["a:sparse-attention=2"], "--run a: sparse_attention is 2.0; it must be a share"),
         (["a:calibrate=bundled"], "--run a: calibrate is 'bundled', but it is for weights that are fitted"),
         (["a b:weights=int4", "a_b:weights=int8"], "two runs are named a b and a_b"),

@@ -221,7 +221,7 @@ def test_texts_that_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lossy", [dict(), dict(cache="int4"), dict(weights="int8"), dict(compute="int8")])
 def test_what_has_no_use_for_it_is_refused(lossy: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"set weights to one of int4, int3, int2, or leave calibrate out"):
+    with pytest.raises(InvalidInput, match=r"set weights to one of int4, int3, int2, set sparsify, or leave"):
         Lossy(**lossy, calibrate=BUNDLED)
     with pytest.raises(InvalidInput, match="it must be the name of a text file"):
         Lossy(weights="int4", calibrate="")

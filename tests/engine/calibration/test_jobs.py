@@ -144,7 +144,7 @@ def test_quality_measures_both() -> None:
     found = quality.asked({"weights": ["int8", "int4"], "cache": ["int4"]}, calibrate="a.txt")
     assert found == [Lossy(weights="int8"), Lossy(weights="int4"), Lossy(weights="int4", calibrate="a.txt"),
                      Lossy(cache="int4")]  # fmt: skip
-    with pytest.raises(InvalidInput, match="no choice has any; give --weights with one of int4, int3, int2, too"):
+    with pytest.raises(InvalidInput, match="no choice has any; give --weights with one of int4, int3, int2, or"):
         quality.asked({"cache": ["int4"]}, calibrate=BUNDLED)
     costs = [quality.Cost(x, more=m) for x, m in ((Lossy(), 0), (Lossy(weights="int4", calibrate=BUNDLED), 1))]
     assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibrate")
