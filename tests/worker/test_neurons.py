@@ -41,7 +41,7 @@ class Toy:
         form = RecordForm("float32", WIDTH)
         self.records, self.events = form.encode(self.first, self.down), list[object]()
         bare = SimpleNamespace(bias=None)
-        feed = FeedForward("first", "", "down", (bare, None, bare), NEURONS, WIDTH, nn.ReLU())  # type: ignore[arg-type]
+        feed = FeedForward("first", "", "down", (bare, None, bare), NEURONS, WIDTH, nn.ReLU(), nn.Module())  # type: ignore[arg-type]
         memory, streamed = (torch.zeros(n, form.nbytes, dtype=torch.uint8) for n in (room, 4))
         self.uses = torch.zeros(0, NEURONS, dtype=torch.bool)
         self.block = Block(feed, form, memory, (streamed, streamed.clone()), self.begin, self.now, lambda _: self.uses)
