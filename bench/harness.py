@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -215,6 +215,12 @@ def stats(values: Sequence[float]) -> dict[str, float] | None:
 def good(runs: Sequence[Record], key: str = "tok_s") -> list[float]:
     """Return this field of every run that did not fail."""
     return [run[key] for run in runs if "error" not in run]
+
+
+def medians(sides: Mapping[str, Sequence[Record]], key: str) -> dict[str, float]:
+    """Return each side's median of a field, without the sides that do not have it."""
+    taken = {side: [run[key] for run in runs if key in run] for side, runs in sides.items()}
+    return {side: statistics.median(found) for side, found in taken.items() if found}
 
 
 def installed(python: str) -> Record:

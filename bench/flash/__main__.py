@@ -5,13 +5,13 @@ python -m bench.flash DIR [--out FILE] [--shape opt-6.7b] [--rows 1 2 4 8] [--tu
 DIR: where the checkpoint is made or reused (13 GB; the cache takes 9 GB more for the records). Sides: naive reads all
 weights in every sweep. streamed is the planner's choice without flash. flash reads neurons when they become active.
 All have the same memory, in a cgroup. Turns alternate between the sides. Rows have prompts of 8, 32, 56, ... tokens, so
-that they use different neurons. The last line of every number of rows has seconds per decode sweep of each side.
+that they use different neurons; after 480 tokens lengths begin again at 20. The last line of every number of rows has
+seconds of each side: of a decode sweep, of a decoded token, of the job, and of the job as the plan predicts it.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from bench import harness
@@ -21,6 +21,7 @@ from bench.harness import Job, Limits, Record
 from bench.models import make
 
 NEW = 32  # tokens generated per row
+TIMES = ("sweep_seconds", "token_seconds", "job_seconds", "predicted_seconds")
 NAIVE = {"gpu_batch_size": 8, "num_gpu_batches": 1, "weights": [0, 0, 1]}
 SIDES: dict[str, Record] = {
     "naive": {"policy": NAIVE}, "streamed": {}, "flash": {"lossy": {"flash": "predictors"}},
@@ -28,8 +29,8 @@ SIDES: dict[str, Record] = {
 
 
 def requests(rows: int, vocabulary: int) -> tuple[Request, ...]:
-    """Return rows with prompts of 8, 32, 56, ... tokens."""
-    lengths = [8 + 24 * row for row in range(rows)]
+    """Return rows with prompts of 8, 32, 56, ... tokens, from the 21st on of 20, 44, 68, ... tokens."""
+    lengths = [8 + 24 * (row % 20) + 12 * (row // 20) for row in range(rows)]
     return tuple(Request(tuple(5 + (row * 97 + i) % (vocabulary - 5) for i in range(n)), NEW)
                  for row, n in enumerate(lengths))  # fmt: skip
 
@@ -41,6 +42,9 @@ def run_turn(side: str, model: Path, shape: PlantedShape, rows: int, memory: int
     if "summary" in run:
         summary: dict[str, Any] = run["summary"]
         run["sweep_seconds"] = summary["decode_seconds"] / max(1, summary["sweeps"] - 1)
+        run["token_seconds"] = summary["decode_seconds"] / (rows * (NEW - 1))
+        run["job_seconds"] = summary["plan"]["measured_seconds"]
+        run["predicted_seconds"] = summary["plan"]["predicted_seconds"]
     return run
 
 
@@ -67,16 +71,14 @@ def main() -> int:
                 runs[side].append(run_turn(side, model, shape, rows, memory))
         all_runs = [run for turns in runs.values() for run in turns]
         failed |= any("error" in run for run in all_runs)
-        taken = {side: harness.good(turns, "sweep_seconds") for side, turns in runs.items()}
-        seconds = {side: median(found) for side, found in taken.items() if found}
+        seconds = {name: harness.medians(runs, name) for name in TIMES}
         record = {
             **harness.header("flash", {"shape": args.shape, "rows": rows, "memory": memory}, all_runs),
-            "tokens_equal": len({str(run.get("token_ids")) for run in all_runs}) == 1,
-            "sweep_seconds": seconds,
+            "tokens_equal": len({str(run.get("token_ids")) for run in all_runs}) == 1, **seconds,
             "runs": {side: [harness.brief(run) for run in turns] for side, turns in runs.items()},
-        }
+        }  # fmt: skip
         harness.emit(record, args.out)
-        print(f"{rows} rows, seconds of a decode sweep: {harness.rounded(seconds)}", file=sys.stderr, flush=True)
+        print(f"{rows} rows: {harness.rounded(seconds)}", file=sys.stderr, flush=True)
     return int(failed)
 
 

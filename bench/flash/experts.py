@@ -25,7 +25,7 @@ Turns alternate between the sides. One JSON line per number of rows.
 import argparse
 import sys
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from bench import harness
@@ -70,12 +70,6 @@ def run_turn(side: str, model: Path, args: Any, rows: int, memory: int) -> Recor
     return run
 
 
-def medians(runs: dict[str, list[Record]], name: str) -> dict[str, float]:
-    """Return each side's median of a number, without the sides that do not have it."""
-    taken = {side: [run[name] for run in turns if name in run] for side, turns in runs.items()}
-    return {side: median(found) for side, found in taken.items() if found}
-
-
 def measure(model: Path, args: Any, rows: int, memory: int) -> tuple[Record, bool]:
     """Return the record of a number of rows, and whether all runs succeeded."""
     runs: dict[str, list[Record]] = {side: [] for side in args.sides}
@@ -83,7 +77,7 @@ def measure(model: Path, args: Any, rows: int, memory: int) -> tuple[Record, boo
         for side in args.sides:
             runs[side].append(run_turn(side, model, args, rows, memory))
     every = [run for turns in runs.values() for run in turns]
-    shown = {name: medians(runs, name) for name in SHOWN}
+    shown = {name: harness.medians(runs, name) for name in SHOWN}
     print(f"{rows} rows: {harness.rounded(shown)}", file=sys.stderr, flush=True)
     case = {"shape": args.shape, "rows": rows, "memory": memory, "right": args.right}
     record = {

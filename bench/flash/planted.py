@@ -94,6 +94,7 @@ def successive(count: int, width: int, kept: float, generator: Any) -> Any:
 
 SHAPES = {
     "opt-6.7b": PlantedShape(layers=32, hidden=4096, ffn=16384, heads=32),
+    "opt-1.3b": PlantedShape(layers=24, hidden=2048, ffn=8192, heads=32, vocab=8000),
     "opt-0.4b": PlantedShape(layers=8, hidden=2048, ffn=8192, heads=16, vocab=8000),
     "opt-tiny": PlantedShape(layers=3, hidden=256, ffn=1024, heads=4, vocab=512, positions=256, code=32,
                              shard_bytes=1_000_000),
