@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-LEAST_NEURONS = 64  # in memory; a token that needs more than there is room for is computed in several parts
+# Neurons of a layer that have room in memory at least, and as a share. Tokens that use more than there is room for are
+# computed in parts of half the room, which must be large enough for full rates of reads and products.
+LEAST_NEURONS, LEAST_SHARE = 64, 1 / 32
 ENCODED_ROWS = 16  # rows of an encoded matrix that are packed together
 
 
@@ -86,7 +88,7 @@ class NeuronFacts:
     @property
     def least(self) -> int:
         """Return the fewest neurons that memory must have room for."""
-        return min(self.neurons, 1 if self.experts else LEAST_NEURONS)
+        return 1 if self.experts else min(self.neurons, max(LEAST_NEURONS, int(LEAST_SHARE * self.neurons)))
 
 
 class CacheGroup(NamedTuple):

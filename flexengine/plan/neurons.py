@@ -137,7 +137,8 @@ def _block_seconds(
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
     used = use.used(rows)
     missing = use.missing(rows, room)
-    read = missing * stored / values_at(rates["read"], np.maximum(1.0, missing * block.neurons))
+    together = np.where(used > room, np.minimum(missing, room / 2), missing) * block.neurons  # records of one read
+    read = missing * stored / values_at(rates["read"], np.maximum(1.0, together))
     computed = used * nbytes / values_at(rates["some"], np.maximum(1.0, rows))
     predicted = block.guess / hardware.elementwise * np.ones(rows.shape)
     whole = sweeps.prompt / prompt  # gpu_batches of prompts

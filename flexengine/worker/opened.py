@@ -61,7 +61,6 @@ class Opened:
         thresholds: returns the threshold of each layer for sparsified activations.
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
-        found: by layer, the feed-forward block; None for a layer without one that is known.
         blocks: by layer, the feed-forward block whose neurons are read when they become active; () without `flash`.
         experts: by layer, the mixture whose experts are read when they are chosen; () if `flash` is no oracle.
         trained: predictors of `blocks`, and statistics; None if there are none.
@@ -78,15 +77,17 @@ class Opened:
     thresholds: Callable[[], Sequence[float]] = _no_thresholds
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
-    found: tuple[FeedForward | None, ...] = field(init=False)
     blocks: tuple[FeedForward | None, ...] = ()
     experts: tuple[ExpertLayer | None, ...] = ()
     trained: Trained | None = None
     _latest: dict[tuple[float, str] | None, Latest] = field(default_factory=dict)
     _whole: tuple[list[dict[str, ParamRef]], dict[str, ParamRef]] | None = None  # layers and others without `flash`
 
-    def __post_init__(self) -> None:
-        self.found = find(self.skeleton)
+    @cached_property
+    def found(self) -> tuple[FeedForward | None, ...]:
+        """The feed-forward block of each layer, with all weights or without; None for a layer whose block is not known.
+        They are searched before the first blocks are taken out."""
+        return find(self.skeleton)
 
     @property
     def forms(self) -> dict[str, WeightFormat]:
@@ -158,7 +159,9 @@ class Opened:
         use_forms(skeleton, {})  # also of weights that are taken out now
         self._whole = (list(skeleton.layers), dict(skeleton.others)) if lossy.flash else None
         self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
-        self.found = tuple(b.sparsified(lossy.sparsify is not None) if b else None for b in self.found)
+        sparsify = lossy.sparsify is not None
+        if lossy.flash or sparsify or "found" in self.__dict__:
+            self.found = tuple(b.sparsified(sparsify) if b else None for b in self.found)
         blocks = tuple(b if b and b.sparse else None for b in self.found) if lossy.flash else ()
         self.blocks = blocks if any(blocks) else ()
         self.trained = self._trained() if self.blocks else None

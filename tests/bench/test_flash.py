@@ -162,6 +162,8 @@ def test_requests_of_rows() -> None:
     assert [len(row.prompt_token_ids) for row in found] == [8 + 24 * row for row in range(8)]
     assert all(5 <= token < 512 for row in found for token in row.prompt_token_ids)
     assert {row.max_tokens for row in found} == {flash.NEW}
+    more = [len(row.prompt_token_ids) for row in flash.requests(40, 512)]
+    assert sorted(more) == list(range(8, 8 + 40 * 12, 12))
 
 
 def test_planted_predictors_are_found(tmp_path: Path) -> None:

@@ -127,6 +127,18 @@ def test_seconds() -> None:
     assert found[~decode] == pytest.approx(np.full((~decode).sum(), 128_000 / 4e6))
 
 
+def test_tokens_that_use_more_than_fits_read_halves_of_the_room() -> None:
+    slow = {**RATES, "read": ((32.0, 1e6), (500.0, 8e6))}
+    facts = replace(toy_model(2), blocks=(of((0.5, 0.6)), None))
+    machine = replace(CPU, blocks={facts.blocks[0].signature: slow})
+    policy, work = Policy(1, 1), Workload({(8, 5): 1})
+    sweeps = Cost(facts, machine, work).sweeps(policy)
+    found = seconds(facts, machine, policy, sweeps, 8.0)[sweeps.decoding > 0]
+    missing = float(Use(facts.blocks[0]).missing(np.asarray(1.0), 0.064))
+    each = missing * 128_000 / 1e6 + 0.5 * 128_000 / 5e7 + 2_000_000 / machine.elementwise
+    assert found == pytest.approx(np.full(len(found), each))  # 500 neurons, of which 64 have room: 32 in a read
+
+
 def test_the_report_has_what_is_used_and_read() -> None:
     facts = replace(toy_model(2), blocks=(of((0.02, 0.03, 0.035)), None))
     found = search(facts, replace(CPU, device_bytes=None), Workload({(8, 5): 1})).best
