@@ -87,6 +87,12 @@ class Arena:
         self._row_of[missing], self._neuron_at[places], self._used[places] = places, missing, self.step
         return Fetch(missing, places)
 
+    def reserve(self, neurons: Numbers, calls: int) -> None:
+        """Have those of the neurons that are in memory leave after all others, for the next `calls` calls of `fetch`,
+        or until they are fetched."""
+        rows = self._row_of[neurons]
+        self._used[rows[rows >= 0]] = self.step + calls + 1
+
     def rows(self, neurons: Numbers) -> Numbers:
         """Return the rows of neurons that are all in memory."""
         return self._row_of[neurons]

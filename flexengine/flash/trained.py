@@ -188,9 +188,7 @@ def _sharing(about: Mapping[str, Any]) -> Sharing:
     return Sharing(float(about["active"]), tuple(about["rows"]), tuple(about["window"]))
 
 
-def _check(
-    layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward | None], directory: Path
-) -> None:
+def _check(layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward | None], directory: Path) -> None:
     """Raise InvalidInput unless each predictor fits the block of its layer."""
     found = [None if layer is None else _shape(layer.predictor) for layer in layers]
     expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]

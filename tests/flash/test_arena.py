@@ -81,3 +81,18 @@ def test_more_neurons_than_rows_come_in_parts() -> None:
         arena.fetch(part)
         assert set(part.tolist()) <= set(arena.held.tolist())
     assert arena.held.tolist() == [4, 5, 6]
+
+
+def test_reserved_neurons_leave_last() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        room = int(random.integers(1, 12))
+        arena = Arena(20, room)
+        for _ in range(5):
+            wanted = np.flatnonzero(random.random(20) < 0.6)
+            arena.reserve(wanted, len(wanted))
+            for at, neuron in enumerate(wanted):
+                before, later = set(arena.held.tolist()), set(wanted[at + 1 :].tolist())
+                assert len(arena.fetch(wanted[at : at + 1]).neurons) == (neuron not in before)
+                gone, stayed = before - set(arena.held.tolist()), before & set(arena.held.tolist())
+                assert not gone & later or stayed <= later

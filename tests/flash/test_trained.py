@@ -232,7 +232,10 @@ def test_predictors_of_sparsified_activations_are_found_by_share_and_text(own_ca
         about = {"text": "a text"} | ({} if sparsity is None else {SPARSITY: list(sparsity)})
         named = Trained(TRAINED.layers, about)
         made[sparsity] = prepared(
-            file, [file], lambda path, named=named: write(named, checkpoint_key([file]), path), str(sparsity)  # type: ignore[misc]
+            file,
+            [file],
+            lambda path, named=named: write(named, checkpoint_key([file]), path),
+            str(sparsity),  # type: ignore[misc]
         )
     for sparsity, directory in made.items():
         assert find([file], sparsity) == directory
