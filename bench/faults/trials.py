@@ -295,7 +295,7 @@ class Stub:
         self.planner = SimpleNamespace(
             check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None
         )
-        self.calibrator = SimpleNamespace(importances=None)
+        self.calibrator = SimpleNamespace(importances=None, thresholds=[])
         self.tokenizer = None
         self.reader = SimpleNamespace(check=lambda params: None, check_chat=lambda chat: None)
         self.lossy = SimpleNamespace(enabled={})
