@@ -5,7 +5,6 @@ that are left as the router names them; others are replaced by random ones) and 
 up to which they are loaded on demand into slots, where flash is off).
 """
 
-import contextlib
 import statistics
 import sys
 import time
@@ -14,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.harness import Job, Record, report
-from bench.peers.flexengine_side import generated, options_of
+from bench.peers.flexengine_side import run
 
 
 def summed(counts: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -71,8 +70,6 @@ class Choices:
 def main() -> None:
     """Run one job."""
     job = Job.from_json(sys.stdin.read())
-    start = time.perf_counter()
-    from flexengine import Engine
     from flexengine.model.expert_layers import Router
     from flexengine.plan import experts
     from flexengine.worker.expert_blocks import ExpertBlock, ExpertBlocks
@@ -101,20 +98,14 @@ def main() -> None:
     setattr(ExpertBlock, "__call__", computing)  # noqa: B010
     setattr(Worker, "begin", beginning)  # noqa: B010 - a method is replaced
     setattr(ExpertBlocks, "close", closing)  # noqa: B010
-    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options_of(job)) as engine:
-        loaded = time.perf_counter()
-        results = generated(engine, job)
-        seconds = time.perf_counter() - loaded
-        summary = engine.summary.to_json()
-    if errors := [r.error for r in results if r.error]:
-        raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
+    ran = run(job)
     taken = [(now[0] - last[0], now[1] - last[1]) for last, now in pairwise(sweeps[1:])]
     more = worth(summed([block.guesses._asdict() for block in blocks]))
     more |= summed([block.counts._asdict() for block in blocks]) | choices.report()
     if taken:
         more |= {"sweep_seconds": statistics.median(s for s, _ in taken),
                  "sweep_bytes": statistics.mean(n for _, n in taken)}  # fmt: skip
-    report([list(r.token_ids) for r in results], seconds, loaded - start, summary=summary, **more)
+    report(**ran, **more)
 
 
 if __name__ == "__main__":

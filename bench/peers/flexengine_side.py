@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from bench.harness import Job, report
+from bench.harness import Job, Record, report
 
 
 def cuda_peak() -> dict[str, Any]:
@@ -35,9 +35,8 @@ def generated(engine: Any, job: Job) -> list[Any]:
     return results
 
 
-def main() -> None:
-    """Run one job."""
-    job = Job.from_json(sys.stdin.read())
+def run(job: Job) -> Record:
+    """Run a job, and return what `report` takes. Exit if a row failed."""
     start = time.perf_counter()
     from flexengine import Engine
 
@@ -49,8 +48,15 @@ def main() -> None:
         summary = engine.summary.to_json()
     if errors := [r.error for r in results if r.error]:
         raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
-    more = cuda_peak() if job.device == "cuda" else {}
-    report([list(r.token_ids) for r in results], seconds, loaded - start, summary=summary, **more)
+    return {"token_ids": [list(r.token_ids) for r in results], "seconds": seconds, "load_seconds": loaded - start,
+            "summary": summary}  # fmt: skip
+
+
+def main() -> None:
+    """Run one job."""
+    job = Job.from_json(sys.stdin.read())
+    ran = run(job)
+    report(**ran, **(cuda_peak() if job.device == "cuda" else {}))
 
 
 if __name__ == "__main__":

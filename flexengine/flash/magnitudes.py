@@ -4,19 +4,19 @@ A histogram per layer counts magnitudes by the upper bits of their fp32 numbers,
 most, and memory does not grow with the text. Quantiles of the magnitudes are what is kept.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import greenlet
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine.errors import BadCheckpoint
+from flexengine.flash.watching import watching
 from flexengine.model.neurons import FeedForward
 from flexengine.model.shards import save
 
@@ -63,20 +63,12 @@ class Recorder:
         self._blocks = blocks
         self._counts = torch.zeros(len(blocks), _BINS, dtype=torch.int64)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Count the activations of the passes of jobs."""
-        with ExitStack() as hooks:
-            for number, block in enumerate(self._blocks):
-                hooks.callback(block.modules[0].register_forward_hook(self._hook(number)).remove)
-            yield
+        return watching(self._blocks, self._note)
 
-    def _hook(self, number: int) -> Any:
-        return lambda _, args, out: self._note(number, out)
-
-    def _note(self, number: int, out: Tensor) -> None:
-        if getattr(greenlet.getcurrent(), "inputs", None) is not None:
-            self._counts[number] += histogram(self._blocks[number].act(out)).cpu()
+    def _note(self, number: int, _: Any, x: Tensor, out: Tensor) -> None:
+        self._counts[number] += histogram(self._blocks[number].act(out)).cpu()
 
     def magnitudes(self) -> Magnitudes:
         """Return the quantiles of what was counted."""

@@ -5,19 +5,19 @@ one bit per neuron, which is 1 if its activation is not 0.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import greenlet
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine.flash.statistics import Trace
+from flexengine.flash.watching import watching
 from flexengine.model.neurons import FeedForward
 from flexengine.model.shards import check_room
 
@@ -82,21 +82,11 @@ class Recorder:
         for file in self._files:
             file.close()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record the blocks while the block runs."""
-        with ExitStack() as hooks:
-            for number, block in enumerate(self._blocks):
-                hooks.callback(block.modules[0].register_forward_hook(self._hook(number)).remove)
-            yield
+    def watching(self) -> AbstractContextManager[None]:
+        """Record the blocks while the context is open."""
+        return watching(self._blocks, self._note)
 
-    def _hook(self, number: int) -> Any:
-        return lambda _, args, out: self._note(number, args[0], out)
-
-    def _note(self, number: int, x: Tensor, out: Tensor) -> None:
-        inputs = getattr(greenlet.getcurrent(), "inputs", None)
-        if inputs is None:  # no pass of a job
-            return
+    def _note(self, number: int, inputs: Any, x: Tensor, out: Tensor) -> None:
         ids, starts = inputs.ids[0].cpu(), (inputs.positions[0] == 0).nonzero()[:, 0].tolist()
         x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
         for start in starts:

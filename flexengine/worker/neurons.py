@@ -161,9 +161,9 @@ class Block:
     def all(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use all neurons: of those in memory, if all fit, else of records
         on their way. While some of these are computed, the next ones are read."""
-        out, size, narrow = self._zeros(x), len(self.streamed[0]), x.device.type != "cpu"
+        out, size = self._zeros(x), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
-        dtype, x = x.dtype, x if narrow else x.float()
+        dtype, x = x.dtype, x if kernels.load_for(x.device).narrow else x.float()
         if self.arena.room == self.feed.neurons:
             for run in runs:
                 numbers = np.arange(run.start, run.stop)
