@@ -62,12 +62,28 @@ class Arena:
 
         Args:
             neurons: numbers, rising, without repeats.
-            most: neurons of a run; None for `room`. With half of the room, each run's neurons stay until the run after
-                the next.
+            most: neurons of a run; None for `room`.
         """
         most = most or self.room
         for low in range(0, len(neurons), most):
             yield neurons[low : low + most]
+
+    def overlapping(self, neurons: Numbers, each: int) -> list[Numbers]:
+        """Return more neurons than there is room for, in runs for successive calls of `fetch`.
+
+        A run may be fetched while the rows of the run before are in use. `room - 2 * each` of the neurons that are in
+        memory now stay until their run.
+
+        Args:
+            neurons: numbers, rising, without repeats.
+            each: neurons of a run that are not kept so; at most half of the room.
+        """
+        assert 0 < each <= self.room // 2
+        held = neurons[self._row_of[neurons] != _NOWHERE][: self.room - 2 * each]
+        runs = (np.cumsum(np.isin(neurons, held, invert=True)) - 1).clip(0) // each
+        parts = np.split(neurons, np.flatnonzero(np.diff(runs)) + 1)
+        self.reserve(held, len(parts))
+        return parts
 
     def fetch(self, neurons: Numbers) -> Fetch:
         """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.

@@ -173,10 +173,11 @@ def _check(bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> N
         raise ValueError("numbers and places must be int64 [n] both")
     if not len(numbers):
         return
-    first, last, low, high = int(numbers[0]), int(numbers[-1]), *map(int, torch.aminmax(places))
+    wanted, rows = numbers.numpy(), places.numpy()
+    first, last, low, high = wanted[0], wanted[-1], rows.min(), rows.max()
     if first < 0 or last >= bundle.neurons or low < 0 or high >= len(target):
         raise ValueError(f"records {first} to {last} of {bundle.neurons} for rows {low} to {high} of {len(target)}")
-    if not bool((numbers.diff() > 0).all()):
+    if not (wanted[1:] > wanted[:-1]).all():
         raise ValueError("the numbers of records must rise")
 
 

@@ -30,6 +30,7 @@ def seconds_per_call(
     call: Callable[[int], object],
     budget: float,
     machine: Machine | None = None,
+    before: Callable[[], object] | None = None,
 ) -> float:
     """Return the median seconds of call(0), call(1), ... over about `budget` seconds.
 
@@ -39,12 +40,14 @@ def seconds_per_call(
         call: receives its number.
         budget: seconds.
         machine: whose GPU work, queued by the calls, is waited for; None for none.
+        before: called before each call; its seconds do not count.
     """
     queued = machine is not None and machine.kind == "cuda"
     synchronize = machine.synchronize if machine is not None else _nothing
-    number, times = 0, list[float]()
+    number, times, prepare = 0, list[float](), before or _nothing
     began = time.perf_counter()
     while len(times) < MAX_CALLS:
+        prepare()
         start = time.perf_counter()
         count = BURST if queued and number else 1
         for _ in range(count):

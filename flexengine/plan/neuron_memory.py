@@ -6,7 +6,7 @@ from typing import Protocol
 from flexengine.errors import InvalidInput
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.facts import ModelFacts, NeuronFacts
-from flexengine.plan.neurons import rooms
+from flexengine.plan.neurons import RECORD_READERS, rooms
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.policy import Policy
 
@@ -16,7 +16,7 @@ RECORDS = "records on their way"
 STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
 EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
 EXPERT_SPARES = 2  # experts that are read early at once without a GPU
-RECORD_READERS, RECORD_READ = 32, 128 << 10  # threads that read records, and bytes of a read; as in flash.reader
+RECORD_READ = 128 << 10  # bytes of a read of records; as in flash.reader
 
 
 class Booked(Protocol):

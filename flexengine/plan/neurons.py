@@ -28,8 +28,15 @@ from flexengine.policy import Policy
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
 ASSUMED_REUSE = 0.6  # exponent: k successive tokens use k^this times as many neurons as one
+RECORD_READERS = 32  # threads that read records; as in flash.reader
 _CERTAIN = 1 - 1e-9
 _MOST_AGE = 4096  # tokens
+
+
+def part_of(room: int) -> int:
+    """Return how many neurons are read together if tokens use more than there is room for: few, so that others stay in
+    memory, but enough for the requests that a disk answers together."""
+    return max(room // 8, min(RECORD_READERS, room // 2))
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,15 @@ class Use:
         for count in each:
             together = self._together(shares, count)
             k = float(np.interp(room, together, ages))
-            found.append(float(np.interp(k + 1, ages, together) - np.interp(k, ages, together)))
+            new = float(np.interp(k + 1, ages, together) - np.interp(k, ages, together))
+            found.append(new if self.block.experts or k >= 1 else max(new, float(together[1]) - self._kept(room)))
         return np.array(found).reshape(np.shape(rows))
+
+    def _kept(self, room: float) -> float:
+        """Return the share of the neurons that stay in memory if tokens use more than there is room for; see
+        `Arena.overlapping`."""
+        rows = int(room * self.block.neurons)
+        return (rows - 2 * part_of(rows)) / self.block.neurons
 
     def _successive(self, ages: Array) -> Array:
         """Return the share of the neurons that this many successive tokens of a sequence use together."""
@@ -91,7 +105,7 @@ def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profi
     """Return the seconds of all blocks by sweep. The device waits for the reads, so they count as its own.
 
     Args:
-        prompt: tokens of a gpu_batch of prompts. It uses all neurons, and reads them.
+        prompt: tokens of a full gpu_batch of prompts. A gpu_batch of prompts uses all neurons, and reads them.
     """
     total = np.zeros(sweeps.times.shape)
     room = dict(zip(model.blocks, rooms(model.blocks, policy.neurons), strict=True))
@@ -137,16 +151,24 @@ def _block_seconds(
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
     used = use.used(rows)
     missing = use.missing(rows, room)
-    together = np.where(used > room, np.minimum(missing, room / 2), missing) * block.neurons  # records of one read
+    part = part_of(int(room * block.neurons)) / block.neurons
+    together = np.where(used > room, np.minimum(missing, part), missing) * block.neurons  # records of one read
     read = missing * stored / values_at(rates["read"], np.maximum(1.0, together))
-    computed = used * nbytes / values_at(rates["some"], np.maximum(1.0, rows))
+    computed = used * nbytes * _per_byte(rates["some"], rows)
     predicted = block.guess / hardware.elementwise * np.ones(rows.shape)
-    whole = sweeps.prompt / prompt  # gpu_batches of prompts
-    multiplied = prompt * block.reuse[0] if block.experts else prompt  # tokens of a neuron
-    kept = block.experts and room >= 1  # experts that prompts read stay in memory, unlike records
-    stream = 0.0 if kept else stored / values_at(rates["stream"], block.neurons)
-    streamed = max(stream, nbytes / values_at(rates["all"], multiplied))
-    return np.where(batches > 0, batches * (read + computed + predicted), 0.0) + whole * streamed
+    # Sweeps with few prompts have smaller gpu_batches, but one at least.
+    prompts = np.maximum(sweeps.prompt / prompt, np.minimum(sweeps.entering, 1.0) * (sweeps.prompt > 0))
+    tokens = sweeps.prompt / np.where(prompts > 0, prompts, 1.0)
+    multiplied = tokens * block.reuse[0] if block.experts else tokens  # tokens of a neuron
+    in_memory, coming = nbytes * _per_byte(rates["all"], multiplied), stored * _per_byte(rates["all_read"], multiplied)
+    whole = np.where((room < 1) | (np.arange(len(prompts)) == 0), coming, in_memory)  # the first sweep reads all
+    return np.asarray(np.where(batches > 0, batches * (read + computed + predicted), 0.0) + prompts * whole)
+
+
+def _per_byte(rate: Table, tokens: Array) -> Array:
+    """Return the seconds per byte. Fewer tokens than were measured take as long as the fewest, as the bytes are read
+    from a disk or from memory; for more tokens the seconds grow with their number. rate: (tokens, bytes per second)."""
+    return np.asarray(np.maximum(1.0, tokens / rate[-1][0]) / values_at(rate, np.maximum(tokens, 1e-9)))
 
 
 def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
@@ -155,9 +177,11 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
     disk, memory = hardware.checkpoint_read, hardware.elementwise
     one, many = at(disk, block.read_bytes), at(disk, block.read_bytes * block.neurons)
     element = 2.0 * 8 / 16  # FLOP per byte of a 16-bit weight and token
+    computing = tuple((rows, flops / (element * rows)) for rows, flops in matrix)
+    smaller = block.read_bytes / block.record
     assumed: dict[str, Table] = {
-        "read": ((1.0, one),), "stream": ((1.0, many),), "some": ((1.0, memory),),
-        "all": tuple((rows, flops / (element * rows)) for rows, flops in matrix),
+        "read": ((1.0, one),), "some": ((1.0, memory),), "all": computing,
+        "all_read": tuple((rows, min(many, smaller * rate)) for rows, rate in computing),
     }  # fmt: skip
     return {**assumed, **hardware.blocks.get(block.signature, {})}
 

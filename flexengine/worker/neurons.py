@@ -25,6 +25,7 @@ from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import FeedForward, RecordFirst
 from flexengine.plan.layout import Layout
 from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED, decoded_bytes
+from flexengine.plan.neurons import part_of
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.demand_reads import DemandReads
@@ -90,8 +91,7 @@ class Block:
         if len(union) <= self.arena.room:
             self._bring(*self._fetched(union))
             return self.added(out, x, uses, union, self.memory, self.arena.rows(union)).to(x.dtype)
-        # Rows of a half of the memory are computed while the other half is read: rows of the part before leave last.
-        parts = list(self.arena.parts(union, self.arena.room // 2))
+        parts = self.arena.overlapping(union, part_of(self.arena.room))  # one is computed while the next one is read
         arrive = self._begin(self._fetched(parts[0]))
         for i, numbers in enumerate(parts):
             arrive()
@@ -169,7 +169,7 @@ class Block:
                 numbers = np.arange(run.start, run.stop)
                 self._bring(*self.arena.fetch(numbers))
                 rows = torch.from_numpy(self.arena.rows(numbers)).to(x.device)
-                self._add_run(out, x, run, self.memory[rows])
+                self._add_run(out, x, run, self.memory.index_select(0, rows))
             return out.to(dtype)
         coming = self._coming(runs[0], 0)
         for i, run in enumerate(runs):

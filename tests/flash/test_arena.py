@@ -76,11 +76,34 @@ def test_more_neurons_than_rows_come_in_parts() -> None:
     arena.fetch(np.array([8, 9]))
     parts = list(arena.parts(np.arange(7)))
     assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [part.tolist() for part in arena.parts(np.arange(3), 2)] == [[0, 1], [2]]
     for part in parts:
         arena.fetch(part)
         assert set(part.tolist()) <= set(arena.held.tolist())
     assert arena.held.tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("room", "each"), [(2, 1), (3, 1), (17, 8), (64, 32), (100, 7), (400, 50)])
+def test_overlapping_runs(room: int, each: int) -> None:
+    """The rows of a run stay while the next one is fetched, and neurons in memory are read again only if they are more
+    than the rows that two runs leave."""
+    random = np.random.default_rng(room)
+    for _ in range(60):
+        arena = Arena(1000, room)
+        arena.fetch(np.sort(random.choice(1000, int(random.integers(room + 1)), replace=False)))
+        wanted = np.sort(random.choice(1000, int(random.integers(room + 1, 1001)), replace=False))
+        kept = min(room - 2 * each, len(np.intersect1d(arena.held, wanted)))
+        runs, read, before = arena.overlapping(wanted, each), 0, np.empty(0, np.int64)
+        assert np.concatenate(runs).tolist() == wanted.tolist()
+        for run in runs:
+            rows = arena.rows(before)
+            missing = arena.fetch(run)
+            assert len(missing.neurons) <= each
+            assert arena.rows(before).tolist() == rows.tolist()
+            assert not np.intersect1d(missing.rows, rows).size
+            assert (arena.rows(run) >= 0).all()
+            read, before = read + len(missing.neurons), run
+        assert read <= len(wanted) - kept
+        assert len(runs) <= -(-(len(wanted) - kept) // each)
 
 
 def test_reserved_neurons_leave_last() -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine.flash.arena import Arena
 from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
-from flexengine.plan.neurons import Use, reads, rooms, seconds, share_of
+from flexengine.plan.neurons import Use, part_of, reads, rooms, seconds, share_of
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -104,7 +105,7 @@ def test_equal_layers_have_equal_rooms() -> None:
 
 
 FORM = "2 vectors of 16 float32"
-RATES = {"read": ((1.0, 1e6),), "stream": ((1.0, 4e6),), "some": ((1.0, 5e7),), "all": ((1.0, 2e7),)}
+RATES = {"read": ((1.0, 1e6),), "all_read": ((16.0, 4e6),), "some": ((4.0, 5e7),), "all": ((16.0, 2e7),)}
 
 
 def of(reuse: tuple[float, ...]) -> NeuronFacts:
@@ -127,16 +128,70 @@ def test_seconds() -> None:
     assert found[~decode] == pytest.approx(np.full((~decode).sum(), 128_000 / 4e6))
 
 
-def test_tokens_that_use_more_than_fits_read_halves_of_the_room() -> None:
-    slow = {**RATES, "read": ((32.0, 1e6), (500.0, 8e6))}
-    facts = replace(toy_model(2), blocks=(of((0.5, 0.6)), None))
+@pytest.mark.parametrize(("prompts", "batch", "gpu_batches"), [((8,), 8.0, 1), ((4, 60), 64.0, 1), ((50, 50), 50.0, 2)])
+def test_seconds_of_prompts(prompts: tuple[int, ...], batch: float, gpu_batches: int) -> None:
+    """A gpu_batch of prompts passes over all records, at the rate for its number of tokens; beyond the measured ones,
+    seconds grow with tokens."""
+    coming = ((4.0, 4e6), (16.0, 4e6))
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03)), None))
+    machine = replace(CPU, blocks={facts.blocks[0].signature: {**RATES, "all_read": coming}})
+    policy = Policy(len(prompts), 1, neurons=0.1)
+    sweeps = Cost(facts, machine, Workload.of((p, 5) for p in prompts)).sweeps(policy)
+    found = seconds(facts, machine, policy, sweeps, batch)[sweeps.prompt > 0]
+    each = 128_000 / 4e6 * max(1, sum(prompts) / gpu_batches / 16)
+    assert found == pytest.approx([gpu_batches * each])
+
+
+def test_few_prompts_make_one_gpu_batch() -> None:
+    """If one prompt enters per sweep, each sweep reads all records, however many prompts a gpu_batch has room for."""
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03)), None))
+    machine = replace(CPU, blocks={facts.blocks[0].signature: RATES})
+    sweeps = Cost(facts, machine, Workload({(8, 5): 4})).sweeps(Policy(1, 1))
+    found = seconds(facts, machine, Policy(1, 1), sweeps, 32.0)[sweeps.prompt > 0]
+    assert found == pytest.approx(np.full(len(found), 128_000 / 4e6))
+
+
+def test_records_that_all_fit_are_read_once() -> None:
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03)), None))
+    machine = replace(CPU, blocks={facts.blocks[0].signature: RATES})
+    policy = Policy(1, 1, neurons=1.0)
+    sweeps = Cost(facts, machine, Workload({(8, 5): 4})).sweeps(policy)
+    found = seconds(facts, machine, policy, sweeps, 8.0)[sweeps.prompt > 0]
+    assert found == pytest.approx([128_000 / 4e6, *[128_000 / 2e7] * (len(found) - 1)])
+
+
+@pytest.mark.parametrize("room", [2, 30, 64, 500])
+def test_parts_of_neurons(room: int) -> None:
+    """An eighth of the room, or as many as are read at once; two parts fit."""
+    assert part_of(room) == max(room // 8, min(32, room // 2)) <= room // 2
+
+
+def test_tokens_that_use_more_than_fits_read_in_parts() -> None:
+    """With room for 320 of 500 neurons, 240 stay, and 40 are read at once, however alike tokens are."""
+    slow = {**RATES, "read": ((20.0, 1e6), (80.0, 4e6))}
+    facts = replace(toy_model(2), blocks=(of((0.5, 0.5)), None))
     machine = replace(CPU, blocks={facts.blocks[0].signature: slow})
-    policy, work = Policy(1, 1), Workload({(8, 5): 1})
+    policy, work = Policy(1, 1, neurons=0.32), Workload({(8, 5): 1})
     sweeps = Cost(facts, machine, work).sweeps(policy)
     found = seconds(facts, machine, policy, sweeps, 8.0)[sweeps.decoding > 0]
-    missing = float(Use(facts.blocks[0]).missing(np.asarray(1.0), 0.064))
-    each = missing * 128_000 / 1e6 + 0.5 * 128_000 / 5e7 + 2_000_000 / machine.elementwise
-    assert found == pytest.approx(np.full(len(found), each))  # 500 neurons, of which 64 have room: 32 in a read
+    each = 0.26 * 128_000 / 2e6 + 0.5 * 128_000 / 5e7 + 2_000_000 / machine.elementwise
+    assert found == pytest.approx(np.full(len(found), each), rel=0.01)
+
+
+@pytest.mark.parametrize(("active", "room"), [(0.1, 64), (0.1, 90), (0.2, 160), (0.05, 64)])
+def test_missing_neurons_if_more_are_used_than_fit(active: float, room: int) -> None:
+    """Against the memory itself: random neurons, of which tokens keep half."""
+    rng, arena, wanted, read, used = np.random.default_rng(0), Arena(1000, room), np.arange(0), [], []
+    count = int(2 * active * 1000)
+    for _ in range(40):
+        kept = rng.choice(wanted, len(wanted) // 2, replace=False) if len(wanted) else wanted
+        rest = np.setdiff1d(np.arange(1000), kept)
+        wanted = np.sort(np.append(kept, rng.choice(rest, count - len(kept), replace=False)))
+        runs = arena.overlapping(wanted, part_of(room))
+        read.append(sum(len(arena.fetch(run).neurons) for run in runs))
+        used.append(count)
+    facts = of((2 * active, 3 * active))
+    assert float(Use(facts).missing(np.asarray(1.0), room / 1000)) * 1000 == pytest.approx(np.mean(read[5:]), rel=0.1)
 
 
 def test_the_report_has_what_is_used_and_read() -> None:
