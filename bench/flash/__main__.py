@@ -5,8 +5,10 @@ python -m bench.flash DIR [--out FILE] [--shape opt-6.7b] [--rows 1 2 4 8] [--tu
 DIR: where the checkpoint is made or reused (13 GB; the cache takes 9 GB more for the records). Sides: naive reads all
 weights in every sweep. streamed is the planner's choice without flash. flash reads neurons when they become active.
 All have the same memory, in a cgroup. Turns alternate between the sides. Rows have prompts of 8, 32, 56, ... tokens, so
-that they use different neurons; after 480 tokens lengths begin again at 20. The last line of every number of rows has
-seconds of each side: of a decode sweep, of a decoded token, of the job, and of the job as the plan predicts it.
+that they use different neurons; after 480 tokens lengths begin again at 20. Rows of lengths that differ by 24 use
+neurons that are somewhat alike, so the first half of the rows takes turns with the second half. The last line of every
+number of rows has seconds of each side: of a decode sweep, of a decoded token, of the job, and of the job as the plan
+predicts it.
 """
 
 import argparse
@@ -29,8 +31,10 @@ SIDES: dict[str, Record] = {
 
 
 def requests(rows: int, vocabulary: int) -> tuple[Request, ...]:
-    """Return rows with prompts of 8, 32, 56, ... tokens, from the 21st on of 20, 44, 68, ... tokens."""
-    lengths = [8 + 24 * (row % 20) + 12 * (row // 20) for row in range(rows)]
+    """Return rows with prompts of 8, 32, 56, ... tokens, from the 21st on of 20, 44, 68, ... tokens, where each of the
+    first half of them is followed by one of the second half."""
+    rising = [8 + 24 * (row % 20) + 12 * (row // 20) for row in range(rows)]
+    lengths = [rising[row // 2 + row % 2 * ((rows + 1) // 2)] for row in range(rows)]
     return tuple(Request(tuple(5 + (row * 97 + i) % (vocabulary - 5) for i in range(n)), NEW)
                  for row, n in enumerate(lengths))  # fmt: skip
 

@@ -24,7 +24,7 @@ from flexengine.flash.predictors import Predictor
 from flexengine.flash.statistics import Trace
 from flexengine.flash.traces import Recorded, Recorder
 from flexengine.flash.trained import LayerPredictor, Trained
-from flexengine.flash.training import MIN_STRETCHES, Settings, divide, train
+from flexengine.flash.training import MIN_STRETCHES, Errors, Settings, divide, train
 from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import prepared
 from flexengine.model.tokenizer import opening, spread, token_ids
@@ -177,6 +177,7 @@ class _Training:
                 for number in range(len(sparse)):
                     made.append(self._layer(recorder.recorded(number)))
                     work.advance(1)
+        self._check_named(sum((layer.errors for layer in made), Errors(0, 0, 0, 0)))
         each = iter(made)
         return tuple(next(each) if block else None for block in self.blocks)
 
@@ -202,6 +203,15 @@ class _Training:
             raise InvalidInput(f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
                                f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
                                f" {remedy}, or run without flash mode")  # fmt: skip
+
+    def _check_named(self, errors: Errors) -> None:
+        """Raise InvalidInput if the predictors name too many neurons."""
+        if errors.predicted_share > MAX_ACTIVE:
+            raise InvalidInput(f"predictors that miss {errors.misses:.1%} of the active neurons of"
+                               f" {self.engine.core.source.name} name {errors.predicted_share:.1%} of all neurons for a"
+                               f" token; above {MAX_ACTIVE:.0%}, reading only these takes no less time than reading"
+                               f" all; allow more misses than {self.settings.misses:g} (--misses), raise --rank, or let"
+                               " flash be oracle")  # fmt: skip
 
     def _layer(self, recorded: Recorded) -> LayerPredictor:
         """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""

@@ -91,7 +91,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
             with measuring("this model's attention", "model", "2 s for each shape"):
                 attention = {**measure_attention(opened, machine)}
         if not knows_blocks(hardware, facts):
-            with measuring("records of this model's neurons", "model", "2 s"):
+            with measuring("records of this model's neurons", "model", "10 s"):
                 blocks = {**measure_blocks(opened, machine)}
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):

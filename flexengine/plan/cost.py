@@ -225,7 +225,8 @@ class Cost:
         cache, rest = touched(self.hardware, layout, missing)
         first = int(np.argmax(entering))
         loading = self._loading(policy, missing * reading(self.hardware, layout), rest,
-                                {lane: float(x[first]) for lane, x in lanes.items()})  # fmt: skip
+                                {lane: float(x[first]) for lane, x in lanes.items()},
+                                self._waits(policy, sweeps, first))  # fmt: skip
         rows = max(1, sweeps.rows)
         return Prediction(
             policy=policy, layout=layout, seconds=float(seconds @ sweeps.times) + cache, load_seconds=loading,
@@ -237,7 +238,16 @@ class Cost:
             busy={lane: float(x @ sweeps.times) for lane, x in lanes.items()}, fractions=fractions,
         )  # fmt: skip
 
-    def _loading(self, policy: Policy, read: float, faults: float, first: Mapping[str, float]) -> float:
+    def _waits(self, policy: Policy, sweeps: Profile, sweep: int) -> float:
+        """Return the seconds of a sweep that the device waits for records of neurons that prompts use."""
+        if not self.model.blocks:
+            return 0.0
+        batch = self._prompts(policy.gpu_batch_size, policy.prefill_tokens).batch
+        return float(neurons.waits(self.model, self.hardware, policy, sweeps, batch)[sweep])
+
+    def _loading(
+        self, policy: Policy, read: float, faults: float, first: Mapping[str, float], waits: float = 0.0
+    ) -> float:
         """Return the seconds that reading resident weights adds to the first sweep.
 
         Args:
@@ -245,19 +255,21 @@ class Cost:
             read: seconds of the reads.
             faults: seconds of page faults of the weights' RAM.
             first: seconds of work of the first sweep, by lane.
+            waits: part of the device's seconds in which it waits for records.
         """
-        device = first.get("device", 0.0)
-        if self.hardware.kind != "cuda":  # page faults take time of the CPU that computes
-            device += faults
+        busy = {**first, "device": first.get("device", 0.0) - waits}
+        device = busy["device"]
+        if self.hardware.kind != "cuda":  # page faults take time of the CPU that computes, unless it waits
+            device += max(0.0, faults - waits)
         if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, except reads of resident weights
-            slowed, alone = self.slowed({"device": device, "disk_read": read}, policy), sum(first.values())
-            end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
+            slowed, alone = self.slowed({"device": device, "disk_read": read}, policy), sum(busy.values())
+            end = max(alone - busy["device"] + slowed["device"], slowed["disk_read"])
             if first.get("disk_read"):  # a layer's read waits for its slot, and delays later reads
                 end = max(end, alone + read)
         else:
             disk = first.get("disk_read", 0.0) + read
-            end = self._ends({**first, "device": device, "disk_read": disk}, policy)
-        return float(max(end, faults) - self._ends(first, policy))
+            end = self._ends({**busy, "device": device, "disk_read": disk}, policy)
+        return float(max(waits + end, faults) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
         """Return the seconds of reading all resident weights while no other lane works."""

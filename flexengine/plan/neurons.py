@@ -14,6 +14,7 @@ they were read when they are needed, so such a job may be faster than predicted.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -108,11 +109,26 @@ def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profi
         prompt: tokens of a full gpu_batch of prompts. A gpu_batch of prompts uses all neurons, and reads them.
     """
     total = np.zeros(sweeps.times.shape)
+    for block, layers, share in _shares(model, policy):
+        reading, computing = _passes(block, share, hardware, sweeps, prompt)
+        total = total + layers * (_decoding(block, share, hardware, policy, sweeps) + np.maximum(reading, computing))
+    return total
+
+
+def waits(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:
+    """Return the seconds by sweep that the device waits for the records of prompts. Arguments as in `seconds`."""
+    total = np.zeros(sweeps.times.shape)
+    for block, layers, share in _shares(model, policy):
+        reading, computing = _passes(block, share, hardware, sweeps, prompt)
+        total = total + layers * np.maximum(0.0, reading - computing)
+    return total
+
+
+def _shares(model: ModelFacts, policy: Policy) -> Iterator[tuple[NeuronFacts, int, float]]:
+    """Yield each different block, the number of its layers, and the share of its neurons that have room in memory."""
     room = dict(zip(model.blocks, rooms(model.blocks, policy.neurons), strict=True))
     for block, layers in _grouped(model.blocks).items():
-        share = room[block] / block.neurons
-        total = total + layers * _block_seconds(block, share, hardware, policy, sweeps, prompt)
-    return total
+        yield block, layers, room[block] / block.neurons
 
 
 @lru_cache(maxsize=1024)
@@ -141,28 +157,38 @@ def _curve(block: NeuronFacts) -> Array:
     return Use(block)._successive(np.arange(_MOST_AGE + 1, dtype=float))
 
 
-def _block_seconds(
-    block: NeuronFacts, room: float, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float
-) -> Array:
-    """Return the seconds of one layer's block. room: share of its neurons that memory has room for."""
+def _decoding(block: NeuronFacts, room: float, hardware: Hardware, policy: Policy, sweeps: Profile) -> Array:
+    """Return the seconds by sweep of one layer's block for decoding sequences.
+
+    Args:
+        room: share of the block's neurons that memory has room for.
+    """
     rates, use, nbytes = rates_of(hardware, block), Use(block), float(block.neurons * block.record)
-    stored = float(block.neurons * block.read_bytes)
     batches = np.ceil(sweeps.decoding / policy.gpu_batch_size - 1e-9)
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
     used = use.used(rows)
     missing = use.missing(rows, room)
     part = part_of(int(room * block.neurons)) / block.neurons
     together = np.where(used > room, np.minimum(missing, part), missing) * block.neurons  # records of one read
-    read = missing * stored / values_at(rates["read"], np.maximum(1.0, together))
+    read = missing * block.neurons * block.read_bytes / values_at(rates["read"], np.maximum(1.0, together))
     computed = used * nbytes * _per_byte(rates["some"], rows)
-    predicted = block.guess / hardware.elementwise * np.ones(rows.shape)
+    return np.asarray(np.where(batches > 0, batches * (read + computed + block.guess / hardware.elementwise), 0.0))
+
+
+def _passes(
+    block: NeuronFacts, room: float, hardware: Hardware, sweeps: Profile, prompt: float
+) -> tuple[Array, Array]:
+    """Return the seconds by sweep of one layer's block for prompts: if its records are read meanwhile, or 0 if they are
+    in memory; and if they are in memory. Other arguments as in `_decoding` and `seconds`."""
+    rates = rates_of(hardware, block)
     # Sweeps with few prompts have smaller gpu_batches, but one at least.
-    prompts = np.maximum(sweeps.prompt / prompt, np.minimum(sweeps.entering, 1.0) * (sweeps.prompt > 0))
-    tokens = sweeps.prompt / np.where(prompts > 0, prompts, 1.0)
+    batches = np.maximum(sweeps.prompt / prompt, np.minimum(sweeps.entering, 1.0) * (sweeps.prompt > 0))
+    tokens = sweeps.prompt / np.where(batches > 0, batches, 1.0)
     multiplied = tokens * block.reuse[0] if block.experts else tokens  # tokens of a neuron
-    in_memory, coming = nbytes * _per_byte(rates["all"], multiplied), stored * _per_byte(rates["all_read"], multiplied)
-    whole = np.where((room < 1) | (np.arange(len(prompts)) == 0), coming, in_memory)  # the first sweep reads all
-    return np.asarray(np.where(batches > 0, batches * (read + computed + predicted), 0.0) + prompts * whole)
+    reads = (room < 1) | (np.arange(len(batches)) == 0)  # the first sweep reads all
+    reading = block.neurons * block.read_bytes * _per_byte(rates["all_read"], multiplied)
+    computing = block.neurons * block.record * _per_byte(rates["all"], multiplied)
+    return batches * reading * reads, batches * computing
 
 
 def _per_byte(rate: Table, tokens: Array) -> Array:

@@ -6,7 +6,7 @@ with records that lie anywhere in memory. Neurons are summed in the order of the
 not use add nothing. So a token's result does not depend on the other tokens of its batch, or on what is in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -160,25 +160,31 @@ class Block:
 
     def all(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use all neurons: of those in memory, if all fit, else of records
-        on their way. While some of these are computed, the next ones are read."""
+        on their way."""
         out, size = self._zeros(x), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
         dtype, x = x.dtype, x if kernels.load_for(x.device).narrow else x.float()
-        if self.arena.room == self.feed.neurons:
-            for run in runs:
-                numbers = np.arange(run.start, run.stop)
-                self._bring(*self.arena.fetch(numbers))
-                rows = torch.from_numpy(self.arena.rows(numbers)).to(x.device)
-                self._add_run(out, x, run, self.memory.index_select(0, rows))
-            return out.to(dtype)
+        records = self._held if self.arena.room == self.feed.neurons else self._passing
+        for run, some in zip(runs, records(runs), strict=True):
+            self._add_run(out, x, run, some)
+        return out.to(dtype)
+
+    def _held(self, runs: Sequence[slice]) -> Iterator[Tensor]:
+        """Yield the records of each run from the memory, after those that are not there were read."""
+        for run in runs:
+            numbers = np.arange(run.start, run.stop)
+            self._bring(*self.arena.fetch(numbers))
+            yield self.memory.index_select(0, torch.from_numpy(self.arena.rows(numbers)).to(self.memory.device))
+
+    def _passing(self, runs: Sequence[slice]) -> Iterator[Tensor]:
+        """Yield the records of each run from one of two buffers. While they are computed, the next ones are read."""
         coming = self._coming(runs[0], 0)
-        for i, run in enumerate(runs):
+        for i in range(len(runs)):
             records, arrive = coming
             arrive()
             if i + 1 < len(runs):
                 coming = self._coming(runs[i + 1], i + 1)
-            self._add_run(out, x, run, records.to(x.device))
-        return out.to(dtype)
+            yield records.to(self.memory.device)
 
     def _add_run(self, out: Tensor, x: Tensor, run: slice, records: Tensor) -> None:
         """Add what a run of neurons contributes to the output of tokens that use all of them.

@@ -159,7 +159,8 @@ def test_drawn_records_rise_and_have_no_neighbours(tmp_path: Path) -> None:
 
 def test_requests_of_rows() -> None:
     found = flash.requests(8, 512)
-    assert [len(row.prompt_token_ids) for row in found] == [8 + 24 * row for row in range(8)]
+    assert [len(row.prompt_token_ids) for row in found] == [8, 104, 32, 128, 56, 152, 80, 176]
+    assert [len(row.prompt_token_ids) for row in flash.requests(3, 512)] == [8, 56, 32]
     assert all(5 <= token < 512 for row in found for token in row.prompt_token_ids)
     assert {row.max_tokens for row in found} == {flash.NEW}
     more = [len(row.prompt_token_ids) for row in flash.requests(40, 512)]

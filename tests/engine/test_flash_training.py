@@ -113,6 +113,18 @@ def test_without_predictors(own_cache: Path, tmp_path: Path) -> None:
         engine.use(Lossy(flash="predictors"))
 
 
+def test_predictors_that_name_most_neurons_are_refused(cache: Path, tmp_path: Path) -> None:
+    """Under half of the neurons are active, but a predictor of rank 1 that misses few names more."""
+    model = make_relu(tmp_path, shift=-0.3)
+    settings = Settings(misses=0.002, rank=1)
+    refused = pytest.raises(InvalidInput, match=r"miss .* name (5\d|[6-9]\d|100)\.\d% of all neurons.*0\.002")
+    shares = [active.float().mean() for _, active in by_transformers(model, text().stretches)]
+    assert torch.stack(shares).mean() < flash_training.MAX_ACTIVE
+    with Engine(tmp_path, prefix_sharing=False) as engine, refused:
+        predictors(engine, text(), settings)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+
+
 def test_dense_models_are_refused_with_their_share(cache: Path, tmp_path: Path) -> None:
     """Before most of the text is read; nothing stays in the cache."""
     model = make_relu(tmp_path, shift=1.0)

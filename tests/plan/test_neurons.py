@@ -11,7 +11,8 @@ from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
-from flexengine.plan.neurons import Use, part_of, reads, rooms, seconds, share_of
+from flexengine.plan.layout import lay_out
+from flexengine.plan.neurons import Use, part_of, reads, rooms, seconds, share_of, waits
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -158,6 +159,21 @@ def test_records_that_all_fit_are_read_once() -> None:
     sweeps = Cost(facts, machine, Workload({(8, 5): 4})).sweeps(policy)
     found = seconds(facts, machine, policy, sweeps, 8.0)[sweeps.prompt > 0]
     assert found == pytest.approx([128_000 / 4e6, *[128_000 / 2e7] * (len(found) - 1)])
+
+
+@pytest.mark.parametrize(("faults", "expected"), [(5.0, 0.0), (12.0, 3.0)])
+def test_page_faults_while_the_device_waits(faults: float, expected: float) -> None:
+    """A prompt's records take 10 s to read and 1 s to compute. Page faults hide in the 9 s in which the device waits,
+    and reads of the other weights in the second in which it computes."""
+    rates = {**RATES, "all_read": ((16.0, 128_000 / 10),), "all": ((16.0, 128_000 / 1),)}
+    facts = replace(toy_model(2), blocks=(of((0.02, 0.03)), None))
+    policy, work = Policy(1, 1), Workload({(8, 1): 1})
+    machine = replace(CPU, crosstalk={}, checkpoint_read=((1.0, 1e10),), blocks={facts.blocks[0].signature: rates})
+    layout = lay_out(facts, policy, work, machine.capacity)
+    booked = sum(layout.total(tier) for tier in ("device", "host")) - layout.account["device"]["KV cache"]
+    cost = Cost(facts, replace(machine, touch=booked / faults), work)
+    assert waits(facts, machine, policy, cost.sweeps(policy), 8.0) == pytest.approx([9.0])
+    assert cost.predict(layout).load_seconds == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("room", [2, 30, 64, 500])
