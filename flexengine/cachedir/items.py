@@ -195,7 +195,7 @@ def _prepared(place: int, name: str) -> tuple[str, dict[str, Any]]:
         note = _read_note(directory)
     finally:
         os.close(directory)
-    if files & {"importances.safetensors", "harms.json", "predictors.json"}:
+    if files & {"importances.safetensors", "magnitudes.safetensors", "harms.json", "predictors.json"}:
         return "calibrations", note
     return ("models" if "config.json" in files else "weights"), note
 

@@ -125,7 +125,7 @@ def _cells(number: int, layer: "LayerPredictor") -> tuple[str, ...]:
 
 
 def as_json(trained: "Trained") -> dict[str, Any]:
-    """Return the numbers as a JSON object, without frequencies."""
+    """Return the numbers as a JSON object."""
     layers = [
         None if each is None else {
             "neurons": each.predictor.neurons, "rank": each.predictor.rank, "threshold": each.predictor.threshold,

@@ -23,12 +23,11 @@ from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
 from flexengine.flash import magnitudes
 from flexengine.flash.magnitudes import Magnitudes
-from flexengine.lossy import BUNDLED, Lossy
+from flexengine.flash.trained import THRESHOLDS_TEXT
+from flexengine.lossy import BUNDLED, PREDICTORS, Lossy
 from flexengine.model.importance import Importances, Recorder, load
-from flexengine.model.neurons import find
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
-from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
 
@@ -93,23 +92,23 @@ class Calibration:
         made = prepared(source, files, build, json.dumps(key), verifier, f"magnitudes, {_short(dtype)}")
         return magnitudes.load(made / MAGNITUDES)
 
-    def measure(self, skeleton: Skeleton, score: Score) -> dict[str, Tensor]:
-        """Return the importances of the matrices of an engine's skeleton.
+    def measure(self, core: Core, score: Score) -> dict[str, Tensor]:
+        """Return the importances of the matrices of an engine's model.
 
         Args:
-            skeleton: the engine's modules.
+            core: the engine's core.
             score: the engine's `score`.
 
         Raises:
             InvalidInput: a stretch cannot be run.
         """
-        recorder = Recorder(skeleton)
+        recorder = Recorder(core.skeleton)
         self._read(recorder.watching(), score)
         return recorder.means()
 
-    def measure_magnitudes(self, skeleton: Skeleton, score: Score) -> Magnitudes:
-        """Return the magnitudes of the activations of an engine's skeleton. Arguments and errors as of `measure`."""
-        recorder = magnitudes.Recorder([block for block in find(skeleton) if block])
+    def measure_magnitudes(self, core: Core, score: Score) -> Magnitudes:
+        """Return the magnitudes of the activations of an engine's model. Arguments and errors as of `measure`."""
+        recorder = magnitudes.Recorder([block for block in core.opened.found if block])
         self._read(recorder.watching(), score)
         return recorder.magnitudes()
 
@@ -156,8 +155,10 @@ class Calibrator:
 
     @property
     def text(self) -> Calibration | None:
-        """The text to calibrate with; None if nothing is calibrated. Raise InvalidInput if there is too little text."""
-        return self._text(self.core.lossy.calibrate)
+        """The text to calibrate weights with; None if none are calibrated. Raise InvalidInput if there is too little
+        text."""
+        lossy = self.core.lossy
+        return self._text(lossy.calibrate) if lossy.fitted or not lossy.decided else None
 
     @property
     def sparse_text(self) -> Calibration | None:
@@ -188,13 +189,23 @@ class Calibrator:
         if text.digest not in self._magnitudes:
             measured = partial(self._measure, text, text.measure_magnitudes)
             self._magnitudes[text.digest] = text.magnitudes(*self._model, measured, self.core.verifier)
+        self._check_trained(text)
         return self._magnitudes[text.digest].thresholds(sparsity[0])
+
+    def _check_trained(self, text: Calibration) -> None:
+        """Raise InvalidInput if the predictors in use were trained with thresholds of another text."""
+        made = self.core.opened.trained
+        if made is None or self.core.lossy.flash != PREDICTORS or made.about.get(THRESHOLDS_TEXT) == text.digest:
+            return
+        raise InvalidInput(f"the predictors of {self.core.source.name} were trained with thresholds of another text"
+                           f" than {self._sparse_name} has now; train them again with the same --sparsify and"
+                           " --calibration-text: flexengine flash train MODEL")  # fmt: skip
 
     @property
     def _model(self) -> tuple[Path, Sequence[Path], torch.dtype]:
         return self.core.source.directory, self.core.opened.given, self.core.dtype
 
-    def _measure(self, text: Calibration, measure: Callable[[Skeleton, Score], T]) -> T:
+    def _measure(self, text: Calibration, measure: Callable[[Core, Score], T]) -> T:
         """Return what `measure`, of the text, returns for an engine of the exact model."""
         tokens = sum(map(len, text.rows))
         about = f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens"
@@ -206,7 +217,7 @@ class Calibrator:
 
             with self.exact_engine(follow) as engine:
                 engine.planner.prefill_tokens = PIECE
-                return measure(engine.core.skeleton, engine.score)
+                return measure(engine.core, engine.score)
 
 
 class ExactEngine(Protocol):

@@ -132,7 +132,7 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     files, about = core.opened.given, {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text),
                                        **asdict(settings)}  # fmt: skip
     if (sparse_text := engine.calibrator.sparse_text) is not None:
-        about |= {trained.SPARSITY: list(core.lossy.sparsity or ()), "thresholds_sha256": sparse_text.digest}
+        about |= {trained.SPARSITY: list(core.lossy.sparsity or ()), trained.THRESHOLDS_TEXT: sparse_text.digest}
     checkpoint = trained.checkpoint_key(files)
 
     def build(directory: Path) -> None:

@@ -25,7 +25,8 @@ from flexengine.model.shards import check_finite, save
 
 VERSION = 2  # of the files; those of other versions are not found, and trained again
 TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
-SPARSITY = "sparsify"  # in `about`: `Lossy.sparsity` as a list; left out without sparsified activations
+# In `about`, both left out without sparsified activations: `Lossy.sparsity` as a list, and the digest of its text.
+SPARSITY, THRESHOLDS_TEXT = "sparsify", "thresholds_text_sha256"
 _REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
 
 

@@ -1,6 +1,6 @@
 """Measurement of blocks of records: reads of scattered records, and products with records in memory and on their way.
 
-Reads are of a file of the checkpoint, at random places, as the records themselves may not be made yet. Products are
+Reads are of files of the checkpoint, at random places, as the records themselves may not be made yet. Products are
 those of the block of a job (`worker.neurons`), with as many neurons as tokens of the model use.
 """
 
@@ -19,6 +19,7 @@ from flexengine.codec.records import RecordForm
 from flexengine.errors import OutOfMemory
 from flexengine.flash.arena import Numbers
 from flexengine.flash.bundles import Bundle, record_form
+from flexengine.flash.predictors import Predictor
 from flexengine.flash.reader import Reader
 from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
@@ -34,6 +35,7 @@ from flexengine.worker.regions import Regions
 
 HELD = 128 << 20  # most bytes of records in memory, more than the caches of a CPU
 OTHERS = 64 << 20  # bytes that are read before each call, as by a layer's other products: caches hold them then
+FILES = 4  # most files that are read
 COUNTS = (4, 32, 256, 1024)  # records of one read
 SOME, ALL = (1, 2, 4, 8, 16), (4, 32, 128, 256, 512)  # tokens
 SECONDS, ROUNDS = 0.1, 3  # seconds of each point in each round
@@ -51,30 +53,32 @@ class _File(Bundle):
 def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Table]]:
     """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out."""
     found = dict[str, dict[str, Table]]()
-    others = fill(torch.empty(OTHERS // 4))
-    for feed, facts in zip(opened.blocks, opened.facts.blocks, strict=False):
+    for layer, (feed, facts) in enumerate(zip(opened.blocks, opened.facts.blocks, strict=False)):
         if feed is None or facts is None or facts.signature in found:
             continue
         form = record_form(feed, opened.locations, opened.record_kind)
-        file = _file(form, feed.neurons, opened.files)
-        with unnoticed(machine), Reader([file] if file else []) as reader:
-            points = _Points(feed, facts, form, opened.dtype, machine, file, reader, others)
-            found[facts.signature] = _best([points.rates() for _ in range(ROUNDS)])
+        files = _files(form, feed.neurons, opened.files)
+        predictor = opened.predictor(layer, machine.compute)
+        with unnoticed(machine), Reader(files) as reader:
+            points = _Points(feed, facts, form, opened.dtype, machine, files, reader, predictor)
+            found[facts.signature] = _typical([points.rates() for _ in range(ROUNDS)])
     return found
 
 
-def _best(rounds: Sequence[dict[str, Table]]) -> dict[str, Table]:
-    """Return the highest rate of each point. Rates of a disk that others use, too, change within seconds."""
+def _typical(rounds: Sequence[dict[str, Table]]) -> dict[str, Table]:
+    """Return the median rate of each point. Rates of a disk that others use, too, change within seconds."""
     names = [name for name in rounds[0] if all(name in tables for tables in rounds)]
-    return {name: tuple(map(max, *(tables[name] for tables in rounds))) for name in names}
+    return {name: tuple(sorted(same)[len(same) // 2] for same in zip(*(t[name] for t in rounds), strict=True))
+            for name in names}  # fmt: skip
 
 
-def _file(form: RecordForm, neurons: int, files: Sequence[Path]) -> _File | None:
-    """Return the largest of the files, to be read as records; None if it has fewer than a layer's. A single file, as a
-    disk's own cache may hold it, like the records of a job, which a prompt has read before."""
-    largest = max(files, key=lambda path: path.stat().st_size, default=None)
-    total = largest.stat().st_size // form.nbytes if largest else 0
-    return _File(largest, form, total) if largest and total >= neurons else None
+def _files(form: RecordForm, neurons: int, files: Sequence[Path]) -> list[_File]:
+    """Return some of the files that have a layer's records at least, to be read as records.
+
+    They are few. A cache of the disk itself may then hold them, as it may hold a job's records after a prompt.
+    """
+    sizes = ((path, path.stat().st_size // form.nbytes) for path in files)
+    return [_File(path, form, total) for path, total in sizes if total >= neurons][:FILES]
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class _Points:
 
     Attributes:
         dtype: of activations.
-        file: what is read; None for no reads.
-        others: memory that is read before each call.
+        files: what is read.
+        predictor: what names the neurons of a job; None for an oracle.
     """
 
     feed: FeedForward
@@ -92,73 +96,80 @@ class _Points:
     form: RecordForm
     dtype: torch.dtype
     machine: Machine
-    file: _File | None
+    files: list[_File]
     reader: Reader
-    others: Tensor
+    predictor: Predictor | None
 
     def rates(self) -> dict[str, Table]:
-        """Return all rates; without those of products if there is too little memory."""
-        regions, found = Regions(self.machine), self.reads()
+        """Return all rates; without those for which there is too little memory."""
+        regions, found = Regions(self.machine), dict[str, Table]()
         try:
-            return found | self.products(regions)
+            others = fill(self._ram(regions, OTHERS).view(torch.float32))
+            found |= self.reads(regions, others)
+            found |= self.products(regions, others)
         except OutOfMemory:
-            return found
+            pass
         finally:
             regions.free()
+        return found
 
-    def reads(self) -> dict[str, Table]:
-        """Return the rate of reads of scattered records."""
-        if self.file is None:
+    def _ram(self, regions: Regions, nbytes: int) -> Tensor:
+        """Take RAM, and return it as uint8 [nbytes]."""
+        place = "device" if self.machine.capacity.shared else "host"
+        return self.machine.tier(place).view(regions.take(place, nbytes, WHAT))
+
+    def reads(self, regions: Regions, others: Tensor) -> dict[str, Table]:
+        """Return the rate of reads of scattered records. others: memory that is read before each call."""
+        if not self.files:
             return {}
         rng, neurons, nbytes, rates = np.random.default_rng(0), self.feed.neurons, self.form.nbytes, []
         counts = tuple(count for count in COUNTS if count <= neurons // 2) or (1,)
-        target = torch.empty(counts[-1], nbytes, dtype=torch.uint8)
+        target = self._ram(regions, counts[-1] * nbytes).view(-1, nbytes)
         for count in reversed(counts):  # the first calls of new threads are slow: most of all with few records
 
             def call(_: int, count: int = count) -> None:
                 numbers = np.sort(rng.choice(neurons, count, replace=False))
-                self._read(self._somewhere(rng, numbers), target, np.arange(count))
+                self._read(*self._somewhere(rng, numbers), target, np.arange(count))
 
-            rates.append((float(count), count * nbytes / seconds_per_call(call, SECONDS, before=self.others.sum)))
+            rates.append((float(count), count * nbytes / seconds_per_call(call, SECONDS, before=others.sum)))
         return {"read": tuple(reversed(rates))}
 
-    def _somewhere(self, rng: np.random.Generator, numbers: Numbers) -> Numbers:
-        """Return the numbers of a layer's records at a random place of the file."""
-        assert self.file is not None
-        return numbers + int(rng.integers(self.file.neurons - self.feed.neurons + 1))
+    def _somewhere(self, rng: np.random.Generator, numbers: Numbers) -> tuple[_File, Numbers]:
+        """Return a file, and the numbers of a layer's records at a random place of it."""
+        file = self.files[rng.integers(len(self.files))]
+        return file, numbers + int(rng.integers(file.neurons - self.feed.neurons + 1))
 
-    def _read(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
-        assert self.file is not None
-        file, wanted = self.file, (torch.from_numpy(numbers), target, torch.from_numpy(rows))
+    def _read(self, file: _File, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+        wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self.machine.disk.read_by(lambda: self.reader.read(file, *wanted).bytes)
 
-    def products(self, regions: Regions) -> dict[str, Table]:
-        """Return the rates of products with records in memory, and with records that are read."""
+    def products(self, regions: Regions, others: Tensor) -> dict[str, Table]:
+        """Return the rates of products with records in memory, and with records that are read. others: see `reads`."""
         nbytes, rng = self.form.nbytes, np.random.default_rng(0)
         count = min(self.feed.neurons, max(64, min(HELD, room(self.machine, "device")) // nbytes))
         memory = _records(self.form, self.machine.device.view(regions.take("device", count * nbytes, WHAT)))
-        buffer = _records(self.form, torch.empty(max(1, STREAMED // nbytes) * nbytes, dtype=torch.uint8))
+        fit = max(1, STREAMED // nbytes) * nbytes
+        buffers = tuple(_records(self.form, self._ram(regions, fit)) for _ in range(2))
         bare = tuple(None if module is None else SimpleNamespace(bias=None) for module in self.feed.modules)
 
         def block(neurons: int, room: int, read: Any, predict: Predict = _nothing) -> Block:
             feed = replace(self.feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
-            buffers = buffer, buffer if read is at_once else buffer.clone()
-            return Block(feed, self.form, memory[:room], buffers, read, lambda *_: None, predict)
+            return Block(feed, self.form, memory[:room], buffers, read, lambda *_: None, predict)  # type: ignore[arg-type]
 
         def at_once(*_: object) -> Callable[[], object]:
             return lambda: None
 
         def coming(numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], object]:
-            at = self._somewhere(rng, numbers)
-            return self.reader.begin(lambda: self._read(at, target, rows)).result
+            file, at = self._somewhere(rng, numbers)
+            return self.reader.begin(lambda: self._read(file, at, target, rows)).result
 
-        found = {"some": self._some(lambda predict: block(count, count, at_once, predict), count),
-                 "all": self._all(block(count, count, at_once))}  # fmt: skip
-        if self.file is not None:
-            found["all_read"] = self._all(block(self.feed.neurons, 1, coming))
+        found = {"some": self._some(lambda predict: block(count, count, at_once, predict), count, others),
+                 "all": self._all(block(count, count, at_once), others)}  # fmt: skip
+        if self.files:
+            found["all_read"] = self._all(block(self.feed.neurons, 1, coming), others)
         return found
 
-    def _some(self, of: Callable[[Predict], Block], count: int) -> Table:
+    def _some(self, of: Callable[[Predict], Block], count: int, others: Tensor) -> Table:
         """Return the rate of tokens that use some of `count` neurons: as many as they use in the model.
 
         Args:
@@ -170,24 +181,26 @@ class _Points:
             x, scored = self._inputs(n), torch.ones(n, dtype=torch.bool)
 
             def predict(x: Tensor, used: int = used) -> Tensor:
+                if self.predictor is not None:
+                    self.predictor.active(x)
                 uses = torch.zeros(len(x), count, dtype=torch.bool)
                 uses[:, torch.from_numpy(rng.choice(count, used, replace=False))] = True
                 return uses.to(x.device)
 
             block = of(predict)
-            rates.append((float(n), used * self.form.nbytes / self._seconds(partial(block, x, scored))))
+            rates.append((float(n), used * self.form.nbytes / self._seconds(partial(block, x, scored), others)))
         return tuple(rates)
 
-    def _all(self, block: Block) -> Table:
+    def _all(self, block: Block, others: Tensor) -> Table:
         """Return the rate of tokens that use all neurons of a block."""
         nbytes, inputs = block.feed.neurons * self.form.nbytes, {n: self._inputs(n) for n in ALL}
-        return tuple((float(n), nbytes / self._seconds(partial(block.all, x))) for n, x in inputs.items())
+        return tuple((float(n), nbytes / self._seconds(partial(block.all, x), others)) for n, x in inputs.items())
 
     def _inputs(self, tokens: int) -> Tensor:
         return fill(torch.empty(tokens, self.form.width, dtype=self.dtype, device=self.machine.compute), 1.0)
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        return seconds_per_call(lambda _: call(), SECONDS, self.machine, self.others.sum)
+    def _seconds(self, call: Callable[[], object], others: Tensor) -> float:
+        return seconds_per_call(lambda _: call(), SECONDS, self.machine, others.sum)
 
 
 def _records(form: RecordForm, memory: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def seconds_per_call(
         call: receives its number.
         budget: seconds.
         machine: whose GPU work, queued by the calls, is waited for; None for none.
-        before: called before each call; its seconds do not count.
+        before: called before each call, on a GPU before each BURST of calls; its seconds do not count.
     """
     queued = machine is not None and machine.kind == "cuda"
     synchronize = machine.synchronize if machine is not None else _nothing

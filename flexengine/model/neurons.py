@@ -21,6 +21,7 @@ from transformers.activations import ReLUSquaredActivation
 
 from flexengine.model.forward import PausingLayer
 from flexengine.model.linear import FastLinear
+from flexengine.model.products import is_experts
 from flexengine.model.skeleton import ParamRef, Skeleton
 
 # Names of the modules (first, up, down) that models use.
@@ -122,6 +123,8 @@ def find(skeleton: Skeleton) -> tuple[FeedForward | None, ...]:
 
 
 def _find(model: Any, layer: dict[str, ParamRef]) -> FeedForward | None:
+    if any(is_experts(slot.module) for slot in layer.values()):  # a shared expert is part of a mixture
+        return None
     owners: dict[str, dict[str, str]] = {}  # by name of a parent module: its linear modules, with their weights
     for name, slot in layer.items():
         path, _, parameter = name.rpartition(".")

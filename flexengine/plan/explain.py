@@ -209,7 +209,7 @@ def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     rows = max(1.0, min(policy.gpu_batch_size, prediction.alive))
     used, read = neurons.used(model, rows), neurons.reads(model, policy, rows)
     what = "experts" if all(block.experts for block in blocks) else "neurons"
-    guessed = "" if all(block.reuse for block in blocks) else " (assumed)"
+    guessed = "" if all(block.experts or len(block.reuse) > 1 for block in blocks) else " (assumed)"
     return [f"  {what}  {100 * policy.neurons:.1f} % of {size(total)} in memory; a token of"
             f" {count(round(rows), 'row', 'rows')} uses {100 * used:.1f} %{guessed} and reads"
             f" {100 * read / total:.2f} %: {size(read)}"]  # fmt: skip

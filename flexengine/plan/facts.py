@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 # Neurons of a layer that have room in memory at least, and as a share. Tokens that use more than there is room for are
-# computed in parts of half the room, which must be large enough for full rates of reads and products.
+# computed in parts (`neurons.part_of`), which must be large enough for good rates of reads and products.
 LEAST_NEURONS, LEAST_SHARE = 64, 1 / 32
 ENCODED_ROWS = 16  # rows of an encoded matrix that are packed together
 
@@ -83,7 +83,8 @@ class NeuronFacts:
     @property
     def signature(self) -> str:
         """Return the key of `Hardware.blocks`: equal for blocks whose records are read and computed at equal rates."""
-        return f"{'experts' if self.experts else 'records'} of {self.record} bytes, {self.form}"
+        named = ", named by a predictor" if self.predictor else ""
+        return f"{'experts' if self.experts else 'records'} of {self.record} bytes, {self.form}{named}"
 
     @property
     def least(self) -> int:

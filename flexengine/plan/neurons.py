@@ -178,17 +178,20 @@ def _decoding(block: NeuronFacts, room: float, hardware: Hardware, policy: Polic
 def _passes(
     block: NeuronFacts, room: float, hardware: Hardware, sweeps: Profile, prompt: float
 ) -> tuple[Array, Array]:
-    """Return the seconds by sweep of one layer's block for prompts: if its records are read meanwhile, or 0 if they are
-    in memory; and if they are in memory. Other arguments as in `_decoding` and `seconds`."""
+    """Return the seconds by sweep of one layer's block for prompts: with reads, and as if all records were in memory.
+    If all have room, the first gpu_batch reads each record before it is computed, and later ones read none. Other
+    arguments as in `_decoding` and `seconds`."""
     rates = rates_of(hardware, block)
     # Sweeps with few prompts have smaller gpu_batches, but one at least.
     batches = np.maximum(sweeps.prompt / prompt, np.minimum(sweeps.entering, 1.0) * (sweeps.prompt > 0))
     tokens = sweeps.prompt / np.where(batches > 0, batches, 1.0)
     multiplied = tokens * block.reuse[0] if block.experts else tokens  # tokens of a neuron
-    reads = (room < 1) | (np.arange(len(batches)) == 0)  # the first sweep reads all
-    reading = block.neurons * block.read_bytes * _per_byte(rates["all_read"], multiplied)
-    computing = block.neurons * block.record * _per_byte(rates["all"], multiplied)
-    return batches * reading * reads, batches * computing
+    stored = block.neurons * block.read_bytes
+    computing = batches * block.neurons * block.record * _per_byte(rates["all"], multiplied)
+    if room < 1:
+        return batches * stored * _per_byte(rates["all_read"], multiplied), computing
+    once = stored / rates["all_read"][0][1]
+    return computing + once * (np.arange(len(batches)) == np.argmax(batches > 0)), computing
 
 
 def _per_byte(rate: Table, tokens: Array) -> Array:

@@ -123,11 +123,11 @@ class ExpertBlock:
         """Return the weighted sum of the chosen experts' outputs; arguments as in `products._experts`."""
         groups = dict(by_expert(chosen, self.layer.experts))
         named = self._named.pop(greenlet.getcurrent(), None)
-        self._settle(groups.keys())
+        self._stop_wrong(groups.keys())
         out, left, every = torch.zeros_like(hidden), len(groups), np.fromiter(groups, np.int64, len(groups))
         most = self.arena.room
         if left > most and len(hidden) <= FEW_TOKENS:
-            self.arena.reserve(every, left)  # those in memory are computed before others take their rows
+            self.arena.reserve(every, left)  # those in memory leave last
             most = 1
         for numbers in self.arena.parts(every, most):
             missing, left = self.arena.fetch(numbers).neurons.tolist(), left - len(numbers)
@@ -184,7 +184,7 @@ class ExpertBlock:
     def _claim(self, expert: int, early: bool) -> Tensor | int | None:
         """Return where an expert is read to; None if all buffers are in use. Early reads leave a stage for others."""
         if (stages := self.reads.stages) is not None:
-            return stages.pop() if len(stages) > early else None
+            return stages.pop() if len(stages) > (1 if early else 0) else None
         if early:
             return self.rows.spare.pop() if self.rows.spare else None
         return self.rows.own[int(self.arena.rows(np.array([expert]))[0])]
@@ -229,7 +229,7 @@ class ExpertBlock:
         self._free(coming)
         self.counts = self.counts._replace(read=self.counts.read + 1)
 
-    def _settle(self, chosen: Collection[int]) -> None:
+    def _stop_wrong(self, chosen: Collection[int]) -> None:
         """Stop early reads of experts that neither this pass chose, nor the guess of a pass that is still to come
         named."""
         for expert in self._coming.keys() - set(chosen).union(*self._named.values()):

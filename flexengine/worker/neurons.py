@@ -20,7 +20,6 @@ from flexengine.codec.records import RecordForm
 from flexengine.flash.arena import Arena, Fetch, Numbers
 from flexengine.flash.bundles import Bundle
 from flexengine.flash.reader import Reader
-from flexengine.lossy import ORACLE
 from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import FeedForward, RecordFirst
 from flexengine.plan.layout import Layout
@@ -174,7 +173,10 @@ class Block:
         for run in runs:
             numbers = np.arange(run.start, run.stop)
             self._bring(*self.arena.fetch(numbers))
-            yield self.memory.index_select(0, torch.from_numpy(self.arena.rows(numbers)).to(self.memory.device))
+            rows, out = torch.from_numpy(self.arena.rows(numbers)), None
+            if self.memory.device.type == "cpu":
+                out = self.streamed[0][: len(rows)]
+            yield torch.index_select(self.memory, 0, rows.to(self.memory.device), out=out)
 
     def _passing(self, runs: Sequence[slice]) -> Iterator[Tensor]:
         """Yield the records of each run from one of two buffers. While they are computed, the next ones are read."""
@@ -257,13 +259,8 @@ class Neurons:
 
     def _predict(self, layer: int, feed: FeedForward, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
-        trained = self._opened.trained
-        if trained is None or self._opened.lossy.flash == ORACLE:
+        if (predictor := self._opened.predictor(layer, self._machine.compute)) is None:
             return lambda x: feed.act(FastLinear.forward(first, x)) != 0
-        known = trained.layers[layer]
-        assert known is not None
-        device, dtype = self._machine.compute, self._opened.dtype
-        predictor = known.predictor.to(device, None if device.type == "cpu" else dtype)
         self._regions.keep_room("device", aligned(predictor.nbytes), PREDICTORS)
         return predictor.active
 

@@ -12,6 +12,7 @@ import torch
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
+from flexengine.flash.predictors import Predictor
 from flexengine.flash.trained import Latest, Trained
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
@@ -182,8 +183,14 @@ class Opened:
             return facts
         if self.lossy.flash == ORACLE:
             return replace(facts, unions=known.true.rows, reuse=known.true.window)
-        nbytes = known.predictor.to(torch.device("meta"), None if self.cpu else self.dtype).nbytes
+        predictor = self.predictor(layer, torch.device("meta"))
+        nbytes = predictor.nbytes if predictor is not None else 0
         return replace(facts, predictor=nbytes, guess=nbytes, unions=known.predicted.rows, reuse=known.predicted.window)
+
+    def predictor(self, layer: int, device: torch.device) -> Predictor | None:
+        """Return a copy, on a device, of what names a layer's neurons; None if an oracle names them."""
+        known = self.trained.layers[layer] if self.trained and self.lossy.flash == PREDICTORS else None
+        return known.predictor.to(device, None if self.cpu else self.dtype) if known is not None else None
 
     @property
     def record_kind(self) -> str:

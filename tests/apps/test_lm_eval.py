@@ -259,7 +259,8 @@ def test_engine_options() -> None:
      "attention_workers, batch_size"),
     ({"model": "a", "pretrained": "b"}, "model 'a' and pretrained 'b', which mean the same"),
     ({"lossy": Lossy("int4"), "cache": "int4"}, "lossy and cache are both given"),
-    ({"weights": "int5"}, "int5"), ({"policy": "none.json"}, "there is no policy file none.json"),
+    ({"weights": "int5"}, "int5"), ({"sparsify": 0}, "sparsify is 0; it must be a share above 0"),
+    ({"policy": "none.json"}, "there is no policy file none.json"),
 ])  # fmt: skip
 def test_refused_options(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):

@@ -49,6 +49,12 @@ def test_kinds_models_and_sizes(cache: Cache) -> None:
     assert all(item["busy"] is None for item in found["items"])
 
 
+@pytest.mark.parametrize("name", ["importances.safetensors", "magnitudes.safetensors", "harms.json", "predictors.json"])
+def test_what_was_measured_of_a_model_is_a_calibration(cache: Cache, name: str) -> None:
+    cache.finished(K["c"], name, "/models/tiny.gguf")
+    assert [item["kind"] for item in cache("--json")["items"]] == ["calibrations"]
+
+
 def test_the_table(cache: Cache) -> None:
     full(cache)
     lines = cache().splitlines()

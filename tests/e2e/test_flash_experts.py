@@ -11,6 +11,7 @@ from flexengine.lossy import Lossy
 from flexengine.worker.expert_blocks import ExpertBlocks
 from tests.e2e.test_exactness import GRID
 from tests.e2e.test_flash import ORACLE, PREDICTORS, SHARES, tokens
+from tests.helpers.families import FAMILIES, Family
 
 MODELS = {"mixtral": (4, 4), "qwen3-moe": (3, 6), "gpt-oss": (4, 4)}  # layers with experts, and experts of each
 
@@ -44,6 +45,18 @@ def test_grid(families: Any, tmp_path: Path, family: str, case: int) -> None:
 def test_on_a_cpu(families: Any, tmp_path: Path, family: str, share: float) -> None:
     known = families(family)
     assert tokens(known, Policy(3, 2, neurons=share), ORACLE, tmp_path) == known.expected
+
+
+@pytest.mark.parametrize("act", ["silu", "relu"])
+def test_a_shared_expert_is_part_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """It stays among the other weights, also with ReLU, and cannot be sparsified."""
+    monkeypatch.setitem(FAMILIES, "shared", ("Qwen2Moe", dict(
+        FAMILIES["llama"][1], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, hidden_act=act,
+        shared_expert_intermediate_size=80, decoder_sparse_step=1)))  # fmt: skip
+    known = Family("shared", tmp_path)
+    assert tokens(known, Policy(3, 2, neurons=0.5), ORACLE, tmp_path) == known.expected
+    with pytest.raises(InvalidInput, match=r"4 of 4 layers of .* have no feed-forward block"):
+        Engine(known.directory, lossy=Lossy(sparsify=0.7))
 
 
 @pytest.mark.parametrize("family", MODELS)

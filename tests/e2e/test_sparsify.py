@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexengine.engine import calibration
 from flexengine.engine.flash_training import cut, predictors
 from flexengine.errors import InvalidInput
 from flexengine.flash.training import Settings
+from flexengine.worker.neurons import Block
 from flexengine.worker.opened import open_model
 from tests.e2e.test_flash import masked
 from tests.helpers.calibrated import SPREAD, TOKENS
@@ -95,15 +97,22 @@ def test_tokens(readers: Any, tmp_path: Path, family: str) -> None:
         assert run(known, policy, Lossy(sparsify=SHARE, flash="oracle"), offload_dir=tmp_path)[0] == expected
 
 
-def test_fewer_neurons_are_read(readers: Any) -> None:
-    """An oracle uses the share of the neurons that is not sparsified; prompts are not counted."""
-    known, used = readers("llama"), {}
-    for share in (0.3, 0.9):
-        lossy = Lossy(sparsify=share, flash="oracle")
-        with Engine(known.directory, policy=Policy(1, 1, neurons=0.0), lossy=lossy) as engine:
-            engine.generate(known.rows, GREEDY)
-            used[share] = engine.summary.bytes["disk_read"]
-    assert used[0.9] < used[0.3]
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_an_oracle_uses_the_other_neurons(readers: Any, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Decode steps of one row use the share of the neurons that is not sparsified. Prompts are not counted."""
+    known, used = readers("llama"), list[int]()
+    fetched = Block._fetched
+
+    def counted(block: Block, numbers: Any) -> Any:
+        used.append(len(numbers))
+        return fetched(block, numbers)
+
+    monkeypatch.setattr(Block, "_fetched", counted)
+    policy = Policy(1, 1, neurons=1.0)
+    with Engine(known.directory, policy=policy, lossy=Lossy(sparsify=share, flash="oracle")) as engine:
+        engine.generate(known.rows, GREEDY)
+        neurons = engine.core.opened.blocks[0].neurons
+    assert sum(used) / len(used) / neurons == pytest.approx(1 - share, abs=0.12)
 
 
 def test_predictors(readers: Any, tmp_path: Path) -> None:
@@ -153,6 +162,41 @@ def test_encoded_weights(readers: Any, tmp_path: Path) -> None:
                      for name in (None, "bundled"))  # fmt: skip
     assert plain[1] == fitted[1]
     assert plain[0] != fitted[0]
+
+
+def test_predictors_of_another_text_of_the_same_name(readers: Any, tmp_path: Path) -> None:
+    """They are refused: other thresholds make other neurons active."""
+    known, text = readers("llama"), tmp_path / "text.txt"
+    lossy = Lossy(sparsify=SHARE, calibrate=str(text))
+    content = Path(__file__).read_text()
+
+    def train() -> None:
+        with Engine(known.directory, lossy=lossy, prefix_sharing=False) as engine:
+            predictors(engine, cut("a text", content, engine.tokenizer, 256, 40 * 128), Settings(0.3, rank=8))
+
+    text.write_text(content)
+    train()
+    used = replace(lossy, flash="predictors")
+    run(known, ON_DEMAND[0], used)
+    text.write_text("".join(f"{number} is a number. " for number in range(4000)))
+    with pytest.raises(InvalidInput, match=r"trained with thresholds of another text than .*text\.txt has now"):
+        run(known, ON_DEMAND[0], used)
+    train()
+    run(known, ON_DEMAND[0], used)
+
+
+def test_importances_are_not_measured_for_thresholds(
+    readers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`calibrate` names the text of the thresholds, if no weights are fitted."""
+    known, prompts, text = readers("llama"), tmp_path / "prompts.jsonl", tmp_path / "text.txt"
+    prompts.write_text('{"prompt_token_ids": [5, 6]}\n')
+    text.write_text(Path(__file__).read_text())
+    monkeypatch.delattr(calibration.Calibration, "measure")
+    for weights in (None, "int8"):
+        with Engine(known.directory, lossy=Lossy(weights, sparsify=SHARE, calibrate=str(text))) as engine:
+            engine.run_job(prompts, tmp_path / f"{weights}.jsonl", GREEDY)
+        assert (tmp_path / f"{weights}.jsonl").read_text().count('"error": null') == 1
 
 
 def test_a_job_continues_with_the_same_thresholds_only(readers: Any, tmp_path: Path) -> None:

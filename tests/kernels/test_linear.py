@@ -42,7 +42,7 @@ def test_add_weighted(kernel: Kernels, n: int, width: int, dtype: torch.dtype) -
         assert torch.equal(out, whole[low:high])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (53, 800), (200, 1030), (7, 3), (64, 512)])
 def test_linear_of_a_row_does_not_depend_on_the_rest(kernel: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
     weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(513, k), torch.randn(n)

@@ -17,7 +17,7 @@ from flexengine.model.linear import Product
 from flexengine.model.products import use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.tier.base import Region
-from flexengine.worker import expert_reads
+from flexengine.worker import expert_blocks, expert_reads
 from flexengine.worker.expert_blocks import ExpertBlock, ExpertRows
 from flexengine.worker.expert_reads import ExpertReads
 
@@ -140,9 +140,17 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
     ("stages", "spare", "together"), [(None, 2, 1), (None, 1, 3), (None, 0, 2), (2, 0, 3), (3, 0, 1)]
 )
 @pytest.mark.parametrize("room", [1, 2, 4, EXPERTS])
+@pytest.mark.parametrize("singly", [0, expert_blocks.FEW_TOKENS])
 @torch.no_grad()
-def test_sums(room: int, stages: int | None, spare: int, together: int) -> None:
-    """Results are bitwise those of a memory with room for all, whatever is read early. All bytes are accounted for."""
+def test_sums(
+    monkeypatch: pytest.MonkeyPatch, room: int, stages: int | None, spare: int, together: int, singly: int
+) -> None:
+    """Results are bitwise those of a memory with room for all, whatever is read early. All bytes are accounted for.
+
+    Args:
+        singly: for more tokens than this, several experts are fetched together if not all chosen ones fit.
+    """
+    monkeypatch.setattr(expert_blocks, "FEW_TOKENS", singly)
     inputs, random = batches(25), torch.Generator().manual_seed(3)
     disk = Disk(lambda: float(torch.rand((), generator=random)) * 1e-3)
     layers = Layers(3, room, disk, stages, spare=spare)

@@ -87,7 +87,7 @@ def test_neurons_that_fit_are_read_in_the_calling_thread() -> None:
     assert toy.block.counts == (9, 5)
 
 
-def test_of_more_neurons_one_half_is_read_while_the_other_is_computed() -> None:
+def test_of_more_neurons_one_part_is_read_while_another_is_computed() -> None:
     toy = Toy(10)
     events = toy.check(some(list(range(20, 38))))
     assert events == [("begin", 5), "arrive", ("begin", 5), "compute", "arrive", ("begin", 5), "compute", "arrive",

@@ -61,7 +61,7 @@ def engine_options(
             raise InvalidInput(f"{place} has model {shown(options['model'])} and pretrained"
                                f" {shown(given['pretrained'])}, which mean the same; leave one out")  # fmt: skip
         options["model"] = given["pretrained"]
-    switches = {name: value for name, value in given.items() if name in _LOSSY and value not in (None, False)}
+    switches = {n: value for n, value in given.items() if n in _LOSSY and value is not None and value is not False}
     if switches and "lossy" in options:
         raise InvalidInput(f"lossy and {', '.join(switches)} are both given; leave one out")
     if switches:

@@ -10,7 +10,7 @@ from flexengine.attention.tier import WorkerTier
 from flexengine.engine.core import Core
 from flexengine.engine.fingerprint import numerics
 from flexengine.engine.options import EngineOptions
-from flexengine.errors import InvalidInput
+from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import PREDICTORS
 from flexengine.model import identity
 from flexengine.parallel.group import Group
@@ -19,9 +19,14 @@ LAYOUT = 1  # of frames; raise it when `messages` changes
 
 
 def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
-    """Return the name of the predictors of active neurons, if the job may use some."""
-    used = core.lossy.flash == PREDICTORS or f"flash-{PREDICTORS}" in options.allow
-    return {"predictors of neurons": core.opened.latest(core.lossy.sparsity).digest()[:16]} if used else {}
+    """Return the name of the predictors of active neurons, if the job may use some. Those that are damaged are none:
+    all stages must know of it, and the stage that has them raises the error when it loads them."""
+    if core.lossy.flash != PREDICTORS and f"flash-{PREDICTORS}" not in options.allow:
+        return {}
+    try:
+        return {"predictors of neurons": core.opened.latest(core.lossy.sparsity).digest()[:16]}
+    except BadCheckpoint:
+        return {"predictors of neurons": "damaged"}
 
 
 def check_alike(core: Core, options: EngineOptions, group: Group) -> None:

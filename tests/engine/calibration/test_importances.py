@@ -50,7 +50,7 @@ def squares(model: Any, rows: list[list[int]]) -> dict[str, Any]:
 def recorded(directory: Path, rows: list[list[int]], policy: Policy | None = None) -> dict[str, torch.Tensor]:
     with Engine(directory, policy=policy, device="sim") as engine:
         read = Calibration(tuple((*row, 5) for row in rows))  # the last token is only predicted
-        return read.measure(engine.core.skeleton, engine.score)
+        return read.measure(engine.core, engine.score)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama-tied", "gpt2", "phi3"])

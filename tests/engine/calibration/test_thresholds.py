@@ -49,7 +49,7 @@ def test_thresholds_are_quantiles_of_activations(families: Any, reader: Any, fam
                 assert threshold == pytest.approx(np.quantile(own, share), rel=1e-2)
                 assert np.mean(own < threshold) == pytest.approx(share, abs=3e-3)
     with Engine(directory, policy=SPREAD, device="sim") as engine:
-        read = Calibration(text.rows).measure_magnitudes(engine.core.skeleton, engine.score)
+        read = Calibration(text.rows).measure_magnitudes(engine.core, engine.score)
     assert read.thresholds(SHARES[-1]) == pytest.approx(
         [np.quantile(own, SHARES[-1]) for own in sizes], rel=1e-2)  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_they_are_measured_once_for_a_text(
                   Lossy(sparsify=0.5, calibrate=str(text))):  # fmt: skip
         with Engine(directory, lossy=lossy) as engine:
             engine.prepare()
-            assert engine.calibrator.importances is None or lossy.calibrate
+            assert engine.calibrator.importances is None
             found.append([block.act.threshold for block in engine.core.opened.found])
             assert found[-1] == engine.calibrator.thresholds
     assert found[1][0] > found[0][0]
@@ -82,9 +82,9 @@ def test_the_exact_model_is_read(reader: Any, own_cache: Path, monkeypatch: pyte
     seen: list[Lossy] = []
     own = Calibration.measure_magnitudes
 
-    def watched(self: Calibration, skeleton: Any, score: Any) -> Any:
+    def watched(self: Calibration, core: Any, score: Any) -> Any:
         seen.append(score.__self__.lossy)
-        return own(self, skeleton, score)
+        return own(self, core, score)
 
     monkeypatch.setattr(Calibration, "measure_magnitudes", watched)
     lossy = Lossy("int4", cache="int8", sparsify=0.5, flash="oracle")
