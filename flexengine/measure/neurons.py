@@ -35,7 +35,6 @@ from flexengine.worker.regions import Regions
 
 HELD = 128 << 20  # most bytes of records in memory, more than the caches of a CPU
 OTHERS = 64 << 20  # bytes that are read before each call, as by a layer's other products: caches hold them then
-FILES = 4  # most files that are read
 COUNTS = (4, 32, 256, 1024)  # records of one read
 SOME, ALL = (1, 2, 4, 8, 16), (4, 32, 128, 256, 512)  # tokens
 SECONDS, ROUNDS = 0.1, 3  # seconds of each point in each round
@@ -73,12 +72,10 @@ def _typical(rounds: Sequence[dict[str, Table]]) -> dict[str, Table]:
 
 
 def _files(form: RecordForm, neurons: int, files: Sequence[Path]) -> list[_File]:
-    """Return some of the files that have a layer's records at least, to be read as records.
-
-    They are few. A cache of the disk itself may then hold them, as it may hold a job's records after a prompt.
-    """
+    """Return the files that have a layer's records at least, to be read as records. All of them, as a cache of the disk
+    itself could hold a single one."""
     sizes = ((path, path.stat().st_size // form.nbytes) for path in files)
-    return [_File(path, form, total) for path, total in sizes if total >= neurons][:FILES]
+    return [_File(path, form, total) for path, total in sizes if total >= neurons]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) 
         return hardware
 
     def joined(known: Hardware) -> Hardware:
-        before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads}}
+        before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads, *blocks}}
         return replace(
             known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
             streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
@@ -159,7 +159,7 @@ def corrected(
     """Return `hardware` with rates corrected by the times of a job.
 
     A link's factor divides its rates; that of disk_read also divides the rates of checkpoint reads. The factor of
-    "device" multiplies the seconds of this model's layers and head. Factors of unknown lanes and models are ignored,
+    "device" multiplies the seconds of this model's layers and head, or those of its records if it has some. Factors of unknown lanes and models are ignored,
     and so are factors of rates that were measured again after the job was planned. The product of all corrections of a
     rate is limited to 0.2 to 5: an error with another cause, which no correction reduces, could otherwise grow from job
     to job.
@@ -172,9 +172,10 @@ def corrected(
             `hardware`.
     """
     own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
-    if any(facts.blocks):  # the device also waits for records, at rates that are not corrected
-        own = set()
-    names = {lane: {lane} for lane in hardware.links} | {"device": own & {*hardware.layers, *hardware.heads}}
+    if any(facts.blocks):  # most of the device's seconds are those of records, which it also waits for
+        own = {block.signature for block in facts.blocks if block}
+    names = {lane: {lane} for lane in hardware.links}
+    names["device"] = own & {*hardware.layers, *hardware.heads, *hardware.blocks}
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():
         for name in names.get(link_of(lane), ()):
@@ -189,6 +190,8 @@ def corrected(
     return replace(
         hardware, corrected=now, layers=stretched(hardware.layers), heads=stretched(hardware.heads),
         links={lane: _times(table, 1 / more.get(lane, 1.0)) for lane, table in hardware.links.items()},
+        blocks={name: {what: _times(table, 1 / more.get(name, 1.0)) for what, table in tables.items()}
+                for name, tables in hardware.blocks.items()},
         checkpoint_read=_times(hardware.checkpoint_read, 1 / more.get("disk_read", 1.0)),
     )  # fmt: skip
 
@@ -266,10 +269,13 @@ def save_rates(key: str, hardware: Hardware) -> str:
 
 
 def _measured(hardware: Hardware, name: str) -> Table:
-    """Return a link's bytes/s, or seconds of a layer or head, as measured, without corrections; () if missing."""
+    """Return a link's bytes/s, seconds of a layer or head, or all bytes/s of a block, as measured, without corrections;
+    () if missing."""
     by = hardware.corrected.get(name, 1.0)
     if name in hardware.links:
         return _times(hardware.links[name], by)
+    if name in hardware.blocks:
+        return tuple(point for table in hardware.blocks[name].values() for point in _times(table, by))
     return _times(hardware.layers.get(name) or hardware.heads.get(name) or (), 1 / by)
 
 
