@@ -16,11 +16,12 @@ from torch import Tensor
 
 from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
+from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.encoding import in_threads, read_part
 from flexengine.model.loading import Origin
 from flexengine.model.neurons import FeedForward
-from flexengine.model.prepare import prepared
+from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.shards import check_room
 from flexengine.model.tensor_files import TensorFiles, TensorPart
 from flexengine.model.verify import Verifier
@@ -91,17 +92,33 @@ def prepare_bundles(
         BadCheckpoint: the checkpoint cannot be read, or a bundle is damaged.
         OutOfMemory: the disk is full.
     """
-    forms = {j: record_form(block, stored, kind) for j, block in enumerate(blocks) if block is not None}
-    if not forms:
+    works = _works(stored, blocks, kind)
+    if not works:
         raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
-    works = [_Layer(f"{j:05}", block, forms[j], stored) for j, block in enumerate(blocks) if block is not None]
-    what = json.dumps(["bundles", FORMAT, [work.key for work in works]])
-    label = f"{'+'.join(dict.fromkeys(form.kind for form in forms.values()))} bundles"
-    directory = prepared(source, files, lambda folder: _write(folder, works), what, verifier, label)
+    label = f"{'+'.join(dict.fromkeys(work.form.kind for work in works))} bundles"
+    directory = prepared(source, files, lambda folder: _write(folder, works), _what(works), verifier, label)
     made = {int(work.name): work.bundle(directory) for work in works}
     for bundle in made.values():
         bundle.check()
     return tuple(made.get(j) for j in range(len(blocks)))
+
+
+def made_bundles(
+    files: Sequence[Path], stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str = ""
+) -> list[Bundle]:
+    """Return the bundles that `prepare_bundles` made before; [] if there are none. Arguments as there."""
+    works = _works(stored, blocks, kind)
+    directory = cache_root() / "prepared" / fingerprint(files, _what(works))
+    return [work.bundle(directory) for work in works] if works and directory.is_dir() else []
+
+
+def _works(stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str) -> list["_Layer"]:
+    return [_Layer(f"{j:05}", block, record_form(block, stored, kind), stored)
+            for j, block in enumerate(blocks) if block is not None]  # fmt: skip
+
+
+def _what(works: Sequence["_Layer"]) -> str:
+    return json.dumps(["bundles", FORMAT, [work.key for work in works]])
 
 
 def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = "") -> RecordForm:

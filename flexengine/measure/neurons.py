@@ -1,6 +1,6 @@
 """Measurement of blocks of records: reads of scattered records, and products with records in memory and on their way.
 
-Reads are of files of the checkpoint, at random places, as the records themselves may not be made yet. Products are
+Reads are of the records, at random places, or of files of the checkpoint if the records are not made yet. Products are
 those of the block of a job (`worker.neurons`), with as many neurons as tokens of the model use.
 """
 
@@ -51,12 +51,12 @@ class _File(Bundle):
 @torch.no_grad()
 def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Table]]:
     """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out."""
-    found = dict[str, dict[str, Table]]()
+    found, bundles = dict[str, dict[str, Table]](), opened.made_bundles
     for layer, (feed, facts) in enumerate(zip(opened.blocks, opened.facts.blocks, strict=False)):
         if feed is None or facts is None or facts.signature in found:
             continue
         form = record_form(feed, opened.locations, opened.record_kind)
-        files = _files(form, feed.neurons, opened.files)
+        files = [b for b in bundles if b.form == form] or _files(form, feed.neurons, opened.files)
         predictor = opened.predictor(layer, machine.compute)
         with unnoticed(machine), Reader(files) as reader:
             points = _Points(feed, facts, form, opened.dtype, machine, files, reader, predictor)
@@ -71,7 +71,7 @@ def _typical(rounds: Sequence[dict[str, Table]]) -> dict[str, Table]:
             for name in names}  # fmt: skip
 
 
-def _files(form: RecordForm, neurons: int, files: Sequence[Path]) -> list[_File]:
+def _files(form: RecordForm, neurons: int, files: Sequence[Path]) -> list[Bundle]:
     """Return the files that have a layer's records at least, to be read as records. All of them, as a cache of the disk
     itself could hold a single one."""
     sizes = ((path, path.stat().st_size // form.nbytes) for path in files)
@@ -93,7 +93,7 @@ class _Points:
     form: RecordForm
     dtype: torch.dtype
     machine: Machine
-    files: list[_File]
+    files: list[Bundle]
     reader: Reader
     predictor: Predictor | None
 
@@ -131,12 +131,12 @@ class _Points:
             rates.append((float(count), count * nbytes / seconds_per_call(call, SECONDS, before=others.sum)))
         return {"read": tuple(reversed(rates))}
 
-    def _somewhere(self, rng: np.random.Generator, numbers: Numbers) -> tuple[_File, Numbers]:
+    def _somewhere(self, rng: np.random.Generator, numbers: Numbers) -> tuple[Bundle, Numbers]:
         """Return a file, and the numbers of a layer's records at a random place of it."""
         file = self.files[rng.integers(len(self.files))]
         return file, numbers + int(rng.integers(file.neurons - self.feed.neurons + 1))
 
-    def _read(self, file: _File, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+    def _read(self, file: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
         wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self.machine.disk.read_by(lambda: self.reader.read(file, *wanted).bytes)
 

@@ -11,7 +11,7 @@ import torch
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.flash.bundles import Bundle, prepare_bundles, record_form
+from flexengine.flash.bundles import Bundle, made_bundles, prepare_bundles, record_form
 from flexengine.flash.predictors import Predictor
 from flexengine.flash.trained import Latest, Trained
 from flexengine.kernels import load_for
@@ -202,6 +202,11 @@ class Opened:
         """By layer, the records of the block; () without blocks. Makes missing ones. Raise as `prepare_bundles`."""
         source = self.source.directory, self.given, self.locations
         return prepare_bundles(*source, self.blocks, self.record_kind, self.verifier) if self.blocks else ()
+
+    @property
+    def made_bundles(self) -> list[Bundle]:
+        """The bundles if they were made before, else []."""
+        return made_bundles(self.given, self.locations, self.blocks, self.record_kind) if self.files else []
 
     def latest(self, sparsity: tuple[float, str] | None) -> Latest:
         """Return the predictors that were trained last. sparsity: as `Lossy.sparsity`."""

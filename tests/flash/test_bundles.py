@@ -12,7 +12,7 @@ from flexengine.activity import Activity, reporting
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.flash import bundles
-from flexengine.flash.bundles import Bundle, prepare_bundles
+from flexengine.flash.bundles import Bundle, made_bundles, prepare_bundles
 from flexengine.model import encoding
 from flexengine.model.neurons import find
 from flexengine.model.verify import Verifier
@@ -119,6 +119,19 @@ def test_bundles_are_made_once_and_progress_counts_bytes(families: Any) -> None:
         assert prepared(model) == first
     assert heard == []
     assert {b.path.parent for b in prepared(model, "int8")} != {first[0].path.parent}
+
+
+def test_bundles_that_were_made_are_found(families: Any, cache: Path) -> None:
+    """Those of this format, if all are complete. Nothing is made."""
+    model = opened(families("opt"))
+    what = model.given, model.locations, find(model.skeleton)
+    assert made_bundles(*what) == []
+    assert not list(cache.glob("*"))
+    made = prepared(model)
+    assert made_bundles(*what) == made
+    assert made_bundles(*what, "int4") == []
+    made[0].path.parent.rename(made[0].path.parent.with_suffix(".part"))
+    assert made_bundles(*what) == []
 
 
 def test_an_interrupted_run_goes_on(families: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine import Engine, Policy
+from flexengine import Engine, Lossy, Policy
 from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
@@ -71,6 +71,21 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
     keys = {store.key_of(machine, dtype, ()) for dtype in (torch.float32, torch.bfloat16)}
     assert len({first, *keys}) == 3
     assert store.fingerprint(machine) == first
+
+
+def test_records_are_corrected_instead_of_layers(families: Any, tmp_path: Path) -> None:
+    with Engine(families("opt").directory, device="cpu", offload_dir=tmp_path, lossy=Lossy(flash="oracle")) as engine:
+        facts = engine.facts
+    assert facts.blocks[0] is not None
+    own, layer = facts.blocks[0].signature, facts.signature(0)
+    rates = {"read": ((4.0, 6.0), (32.0, 12.0)), "some": ((1.0, 9.0),)}
+    one = hardware(layers={layer: ((1.0, 0.5),)}, blocks={own: rates, "others": rates})
+    two = store.corrected(one, {"device": 1.5}, facts)
+    assert two.blocks == {own: {"read": ((4.0, 4.0), (32.0, 8.0)), "some": ((1.0, 6.0),)}, "others": rates}
+    assert (two.layers, two.corrected) == (one.layers, {own: 1.5})
+    assert store.corrected(two, {"device": 1.5}, facts, planned=one) == two
+    anew = replace(two, blocks={own: {**rates, "some": ((1.0, 7.0),)}}, corrected={})
+    assert store.corrected(anew, {"device": 2.0}, facts, planned=two) == anew
 
 
 def test_corrected(families: Any, tmp_path: Path) -> None:
