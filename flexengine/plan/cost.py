@@ -257,19 +257,20 @@ class Cost:
             first: seconds of work of the first sweep, by lane.
             waits: part of the device's seconds in which it waits for records.
         """
-        busy = {**first, "device": first.get("device", 0.0) - waits}
-        device = busy["device"]
+        device, hidden = first.get("device", 0.0), 0.0
         if self.hardware.kind != "cuda":  # page faults take time of the CPU that computes, unless it waits
-            device += max(0.0, faults - waits)
+            hidden = min(faults, waits)  # these take time of the thread that reads
+            device += faults - hidden
+        read = max(read, hidden)
         if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, except reads of resident weights
-            slowed, alone = self.slowed({"device": device, "disk_read": read}, policy), sum(busy.values())
-            end = max(alone - busy["device"] + slowed["device"], slowed["disk_read"])
+            slowed, alone = self.slowed({"device": device, "disk_read": read}, policy), sum(first.values())
+            end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
             if first.get("disk_read"):  # a layer's read waits for its slot, and delays later reads
                 end = max(end, alone + read)
         else:
             disk = first.get("disk_read", 0.0) + read
-            end = self._ends({**busy, "device": device, "disk_read": disk}, policy)
-        return float(max(waits + end, faults) - self._ends(first, policy))
+            end = self._ends({**first, "device": device, "disk_read": disk}, policy)
+        return float(max(end, faults) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
         """Return the seconds of reading all resident weights while no other lane works."""
