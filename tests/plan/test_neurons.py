@@ -165,7 +165,8 @@ def test_records_that_all_fit_are_read_once() -> None:
 
 @pytest.mark.parametrize(("faults", "expected"), [(5.0, 0.0), (12.0, 3.0)])
 def test_page_faults_while_the_device_waits(faults: float, expected: float) -> None:
-    """A prompt's records take 10 s to read and 1 s to compute. Page faults hide in the 9 s in which the device waits."""
+    """A prompt's records take 10 s to read and 1 s to compute. Page faults hide in the 9 s in which the device
+    waits."""
     rates = {**RATES, "all_read": ((16.0, 128_000 / 10),), "all": ((16.0, 128_000 / 1),)}
     facts = replace(toy_model(2), blocks=(of((0.02, 0.03)), None))
     policy, work = Policy(1, 1), Workload({(8, 1): 1})
