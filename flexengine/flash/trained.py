@@ -27,7 +27,6 @@ VERSION = 2  # of the files; those of other versions are not found, and trained 
 TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
 # In `about`, both left out without sparsified activations: `Lossy.sparsity` as a list, and the digest of its text.
 SPARSITY, THRESHOLDS_TEXT = "sparsify", "thresholds_text_sha256"
-_REMEDY = "remove its directory, and train again: flexengine flash train MODEL"
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,7 @@ def load(
         raise InvalidInput(f"the predictors in {directory} were trained for another checkpoint, or its files have"
                            " changed since; train them for this one: flexengine flash train MODEL")  # fmt: skip
     if digest != content["tensors_sha256"]:
-        raise BadCheckpoint(f"{file} is not the file that was written ({nbytes:,} bytes): it is truncated or damaged;"
-                            f" {_REMEDY}")  # fmt: skip
+        raise _damaged(file, f"is not the file that was written ({nbytes:,} bytes): it is truncated or damaged")
     from safetensors.torch import load_file
 
     tensors = load_file(file)
@@ -145,7 +143,7 @@ def load(
         known = list(enumerate(content["layers"]))[layers]
         found = tuple(None if about is None else _layer(tensors, number, about) for number, about in known)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadCheckpoint(f"{directory / ABOUT} is damaged: {error!r}; {_REMEDY}") from error
+        raise _damaged(directory / ABOUT, f"is damaged: {error!r}") from error
     _check(found, blocks, directory)
     return Trained(found, content["about"], directory, _digest(content))
 
@@ -155,26 +153,33 @@ def _size_and_digest(path: Path) -> tuple[int, str]:
         with path.open("rb") as file:
             return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _damaged(path, f"cannot be read: {error}") from error
 
 
-def _unreadable(path: Path, error: OSError) -> BadCheckpoint:
-    return BadCheckpoint(f"{path} cannot be read: {error}; {_REMEDY}")
+def _damaged(path: Path, what: str) -> BadCheckpoint:
+    key = path.parent.name[:8]  # the name of the directory for `flexengine cache`
+    return BadCheckpoint(f"{path} {what}; remove it with flexengine cache clear {key}, and train again: flexengine"
+                         " flash train MODEL")  # fmt: skip
 
 
 def _content(directory: Path) -> dict[str, Any]:
     """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
     try:
-        content = json.loads((directory / ABOUT).read_bytes())
+        content = json.loads((directory / ABOUT).read_bytes(), parse_constant=_no_number)
     except OSError as error:
-        raise _unreadable(directory / ABOUT, error) from error
+        raise _damaged(directory / ABOUT, f"cannot be read: {error}") from error
     except ValueError as error:
-        raise BadCheckpoint(f"{directory / ABOUT} is truncated or damaged: {error}; {_REMEDY}") from error
+        raise _damaged(directory / ABOUT, f"is truncated or damaged: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise BadCheckpoint(f"{directory / ABOUT} is not of version {VERSION}; {_REMEDY}")
+        raise _damaged(directory / ABOUT, f"is not of version {VERSION}")
     if content.pop("sha256", None) != _digest(content):
-        raise BadCheckpoint(f"{directory / ABOUT} is damaged: its content does not have its digest; {_REMEDY}")
+        raise _damaged(directory / ABOUT, "is damaged: its content does not have its digest")
     return content
+
+
+def _no_number(name: str) -> None:
+    """Refuse NaN and infinities, which `write` never writes."""
+    raise ValueError(f"{name} is no number of predictors")
 
 
 def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any]) -> LayerPredictor:

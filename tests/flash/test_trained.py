@@ -134,7 +134,7 @@ def test_damaged_files(directory: Path, name: str, fault: str) -> None:
     assert "train again" in str(error.value)
 
 
-@pytest.mark.parametrize("content", [[], {"version": 99}, {"version": 2}, "text"])
+@pytest.mark.parametrize("content", [[], {"version": 99}, {"version": 2}, "text", {"version": 2, "a": float("nan")}])
 def test_other_json(directory: Path, content: Any) -> None:
     (directory / ABOUT).write_text(json.dumps(content))
     with pytest.raises(BadCheckpoint, match=ABOUT):
@@ -220,7 +220,8 @@ def test_files_of_an_older_version_are_not_found(
         old = prepared(weights, [weights], lambda path: write(TRAINED, checkpoint_key([weights]), path), "old")
         assert find([weights]) == old
     assert find([weights]) is None
-    with pytest.raises(BadCheckpoint, match=r"is not of version 2; remove its directory, and train again"):
+    remedy = rf"is not of version 2; remove it with flexengine cache clear {old.name[:8]}, and train again"
+    with pytest.raises(BadCheckpoint, match=remedy):
         load(old, checkpoint_key([weights]), BLOCKS)
 
 
