@@ -137,12 +137,14 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
 
     def build(directory: Path) -> None:
         try:
-            layers = _Training(engine, text, settings, blocks).layers(directory)
+            training = _Training(engine, text, settings, blocks)
+            made = Trained(training.layers(directory), about)
+            training.check_named(made.errors)
         except InvalidInput:
             with contextlib.suppress(OSError):
                 directory.rmdir()
             raise
-        trained.write(Trained(layers, about), checkpoint, directory)
+        trained.write(made, checkpoint, directory)
 
     what = json.dumps({"predictors": VERSION, "files": trained.VERSION, "dtype": str(core.dtype), **about})
     sparse = "" if core.lossy.sparsify is None else f" of {core.lossy.sparsify:.1%} sparsified neurons"
@@ -177,7 +179,6 @@ class _Training:
                 for number in range(len(sparse)):
                     made.append(self._layer(recorder.recorded(number)))
                     work.advance(1)
-        self._check_named(sum((layer.errors for layer in made), Errors(0, 0, 0, 0)))
         each = iter(made)
         return tuple(next(each) if block else None for block in self.blocks)
 
@@ -204,7 +205,7 @@ class _Training:
                                f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
                                f" {remedy}, or run without flash mode")  # fmt: skip
 
-    def _check_named(self, errors: Errors) -> None:
+    def check_named(self, errors: Errors) -> None:
         """Raise InvalidInput if the predictors name too many neurons."""
         if errors.predicted_share > MAX_ACTIVE:
             raise InvalidInput(f"predictors that miss {errors.misses:.1%} of the active neurons of"

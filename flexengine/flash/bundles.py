@@ -16,12 +16,11 @@ from torch import Tensor
 
 from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
-from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.encoding import in_threads, read_part
 from flexengine.model.loading import Origin
 from flexengine.model.neurons import FeedForward
-from flexengine.model.prepare import fingerprint, prepared
+from flexengine.model.prepare import directory_for, prepared
 from flexengine.model.shards import check_room
 from flexengine.model.tensor_files import TensorFiles, TensorPart
 from flexengine.model.verify import Verifier
@@ -108,8 +107,8 @@ def made_bundles(
 ) -> list[Bundle]:
     """Return the bundles that `prepare_bundles` made before; [] if there are none. Arguments as there."""
     works = _works(stored, blocks, kind)
-    directory = cache_root() / "prepared" / fingerprint(files, _what(works))
-    return [work.bundle(directory) for work in works] if works and directory.is_dir() else []
+    directory = directory_for(files, _what(works))
+    return [work.bundle(directory) for work in works] if directory.is_dir() else []
 
 
 def _works(stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str) -> list["_Layer"]:

@@ -96,6 +96,11 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
     return digest.hexdigest()[:32]
 
 
+def directory_for(files: Iterable[Path], what: str = "") -> Path:
+    """Return the directory that `prepared` fills. It exists once it is finished. Arguments as there."""
+    return cache_root() / "prepared" / fingerprint(files, what)
+
+
 def prepared(
     source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "",
     verifier: Verifier | None = None, label: str = "",
@@ -120,11 +125,11 @@ def prepared(
 
     Errors of `build` are raised too; if what is "", the unfinished directory is then removed.
     """
-    root = cache_root() / "prepared"
     try:
-        final = root / fingerprint(files, what)
+        final = directory_for(files, what)
     except OSError as error:
         raise BadCheckpoint(f"{source} cannot be read: {error}") from error
+    root = final.parent
     try:
         while not hold(final):
             _private_directory(root)

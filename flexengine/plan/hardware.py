@@ -93,8 +93,8 @@ class Hardware:
         layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
         heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
         blocks: by `NeuronFacts.signature`, measured tables of records of neurons, in bytes of records per second. read:
-            (records per call), scattered. some: (tokens), computing records in memory. all: (tokens), computing all
-            records of a block in memory. all_read: (tokens), the same while they are read.
+            (records per call), scattered. some: (tokens), naming and computing records in memory. all: (tokens),
+            computing all records of a block in memory. all_read: (tokens), the same while they are read.
         attention: by `ModelFacts.attention_signature`, measured tables. They replace prompt_attention,
             decode_attention, host_attention, vector_flops and host_flops. decode, host: (cached tokens of a sequence,
             bytes of KV per second). prompt: (tokens of a prompt, FLOP per second). continued: (tokens cached before,

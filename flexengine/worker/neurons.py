@@ -174,7 +174,7 @@ class Block:
             numbers = np.arange(run.start, run.stop)
             self._bring(*self.arena.fetch(numbers))
             rows, out = torch.from_numpy(self.arena.rows(numbers)), None
-            if self.memory.device.type == "cpu":
+            if self.memory.device.type == "cpu":  # these buffers are free; those of a GPU's copies are booked
                 out = self.streamed[0][: len(rows)]
             yield torch.index_select(self.memory, 0, rows.to(self.memory.device), out=out)
 

@@ -181,10 +181,9 @@ class Opened:
                             reuse=() if share is None else (1 - share,))  # fmt: skip
         if self.trained is None or (known := self.trained.layers[layer]) is None:
             return facts
-        if self.lossy.flash == ORACLE:
+        if (predictor := self.predictor(layer, torch.device("meta"))) is None:
             return replace(facts, unions=known.true.rows, reuse=known.true.window)
-        predictor = self.predictor(layer, torch.device("meta"))
-        nbytes = predictor.nbytes if predictor is not None else 0
+        nbytes = predictor.nbytes
         return replace(facts, predictor=nbytes, guess=nbytes, unions=known.predicted.rows, reuse=known.predicted.window)
 
     def predictor(self, layer: int, device: torch.device) -> Predictor | None:
