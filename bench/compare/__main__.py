@@ -25,7 +25,7 @@ from bench.compare import gguf_files
 from bench.compare.bound import bounds, evict, question
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, LlamaShape, demo_model, make, shard_files
-from bench.peers import PEERS
+from bench.peers import CLASSES, PEERS, own_class
 
 OURS = "flexengine_side"
 
@@ -173,6 +173,7 @@ def peer_record(case: Case, ours: list[Record], peer: Peered) -> Record:
         "batch": peer.job.batch,
         "tok_s_by_batch": peer.by_batch,
         "dtype": peer.job.dtype,
+        "class": CLASSES[peer.job.dtype or "float32"],
         "error": next((run["error"] for run in peer.runs if "error" in run), None),
         "versions": versions,
         "runs": [harness.brief(r) for r in peer.runs],
@@ -188,6 +189,7 @@ def record(case: Case, compared: Comparison, plan: Plan, ours: Ours, peers: Sequ
         "model": compared.model,
         "device": compared.device,
         "lossy": harness.named(ours.job.lossy or {}),
+        "class": own_class(ours.job.lossy or {}),
         "limit_bytes": plan.ours.memory,
         "tokens": [case.prompt_tokens, case.output_tokens],
         "ours_tok_s": harness.stats(harness.good(ours.runs)),
@@ -261,7 +263,7 @@ def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace
         elif peer.gguf == "own" and isinstance(SHAPES[compared.model], LlamaShape):
             options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
     dtype = peer.dtype or args.peer_dtype or compared.dtype
-    if peer.gguf and not demo:
+    if peer.gguf and not demo and "properties" not in options:
         dtype = SHAPES[compared.model].dtype  # the file's dtype, for any requested dtype
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 

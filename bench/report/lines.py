@@ -50,6 +50,7 @@ class Line:
     at_least: float | None = None  # the ratio if the peer was stopped while generating
     why: str | None = None  # why there is no ratio
     command: str | None = None  # the command, if the record has it
+    classes: tuple[str, str] | None = None  # of numbers, of flexengine and of the peer, if the record has them
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -90,7 +91,7 @@ def lines_of(record: Record) -> list[Line]:
             case, record["model"], record["lossy"], record["limit_bytes"], record["time"], record["ours_tok_s"],
             bound and bound["share"], peer, found["tok_s"], found["ratio"], found["rows_equal"], found["batch"],
             found["dtype"], (len(record["ours"]), len(found["runs"])), found["ratio_at_least"], found["error"],
-            record.get("command"),
+            record.get("command"), (record["class"], found["class"]) if "class" in found else None,
         )
         for peer, found in record["peers"].items()
     ]  # fmt: skip
@@ -145,9 +146,10 @@ def peer_text(line: Line) -> str:
 
 
 def ratio_text(line: Line) -> str:
-    """Return the ratio, or why there is none."""
+    """Return the ratio, or why there is none. The classes of numbers are named if they differ."""
     if line.ratio:
-        return spread(line.ratio)
+        mixed = line.classes is not None and line.classes[0] != line.classes[1]
+        return spread(line.ratio) + (f", {line.classes[0]} against {line.classes[1]}" if mixed and line.classes else "")
     return f"at least {short(line.at_least)}" if line.at_least else line.why or "no figure"
 
 

@@ -103,8 +103,9 @@ def _cache(facts: Facts) -> Iterator[Finding]:
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
     kernels, torch = facts.part("kernels"), facts.part("torch")
-    if torch.get("onednn") is False:
-        yield Finding(STOPS, 85, f"torch {torch['version']} was built without oneDNN", "install pip's build for Linux")
+    if torch.get("onednn") is False and kernels.get("name") == "reference":
+        yield Finding(STOPS, 85, f"torch {torch['version']} was built without oneDNN, which plain torch kernels need",
+                      "apt install g++, or install pip's build of torch for Linux")  # fmt: skip
     forced = _variable(facts, "FLEXENGINE_KERNELS") == "reference"
     if forced:
         yield Finding(SLOWS, 5, "FLEXENGINE_KERNELS=reference: kernels run in plain torch, several times slower",

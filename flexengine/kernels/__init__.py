@@ -48,17 +48,22 @@ _loading = Lock()
 
 @cache
 def _load() -> Kernels:
-    if not has_onednn():
-        raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, and only oneDNN's products are"
-                           " independent of the batch; install a build with oneDNN, as pip's for Linux")  # fmt: skip
     if choice() == "reference":
-        return ReferenceKernels()
+        return _reference()
     try:
         return load_native()
     except BuildFailed as error:
         slow = "attention and products with encoded weights run several times slower"
         message(f"{slow}: {error}", logging.WARNING)
-        return ReferenceKernels()
+        return _reference()
+
+
+def _reference() -> Kernels:
+    if not has_onednn():
+        raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, and only its products and those of the"
+                           " native kernels are independent of the batch; install g++, or a build of torch with oneDNN,"
+                           " as pip's for Linux")  # fmt: skip
+    return ReferenceKernels()
 
 
 def choice() -> str:

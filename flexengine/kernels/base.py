@@ -178,23 +178,35 @@ class Kernels(ABC):
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         """Return an upper bound, in bytes, of the scratch memory of `attend_prompt` with a `past` of any length."""
 
+    def pack(self, weight: Tensor, threads: int = 1) -> bool:
+        """Reorder a weight [n, k] in place, so that `linear` with `packed` reads it faster. Return whether this is
+        possible; if not, the weight is unchanged. Scratch memory: 64 rows per thread.
+
+        Args:
+            weight: bf16, fp16 or fp32, contiguous.
+            threads: number of threads.
+        """
+        return False
+
     @abstractmethod
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
+        packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return x @ weight.T + bias for a weight of 16 bits, which is widened to fp32 without loss, or of fp32.
 
         Scratch memory: at most about 16 MiB of widened weights, and a copy of x unless compute is None.
 
         Args:
             x: fp32 [..., k], any strides; bf16 and fp16 too if `narrow`.
-            weight: bf16, fp16 or fp32 [n, k], rows contiguous.
+            weight: bf16, fp16 or fp32 [n, k], rows or columns contiguous.
             bias: fp32 [n], or None.
             compute: "bf16" rounds x to bf16 first; numbers below 1.2e-38 may then count as zeros.
+            packed: whether `pack` of the same kernels has reordered the weight.
 
         Returns:
             [..., n] in x's dtype. On a CPU a row's result is bitwise the same for any other rows and any number of
-            threads.
+            threads, and with a packed weight.
         """
 
     @abstractmethod

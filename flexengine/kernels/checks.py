@@ -130,7 +130,8 @@ def check_gate(gate: Tensor, up: Tensor, act: str) -> None:
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
-    fits = _rows_of_numbers(weight) and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    rows = _rows_of_numbers(weight) or (weight.dim() == 2 and _rows_of_numbers(weight.mT))
+    fits = rows and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
     fits = fits and x.dtype in ((torch.float32, *NARROW) if narrow else (torch.float32,))
     if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32)):
         raise InvalidInput(

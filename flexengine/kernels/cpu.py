@@ -5,7 +5,7 @@ from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexengine.codec.cache import WIDEST, CacheFormat
 from flexengine.codec.packed import Packed
@@ -14,11 +14,10 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.reference import ReferenceKernels
+from flexengine.kernels.steps import CODES, Steps
 
 BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 
 
 class NativeKernels(ReferenceKernels):
@@ -42,13 +41,18 @@ class NativeKernels(ReferenceKernels):
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._prompt = bound("prompt", c_int64)
         self._prompt_scratch = bound("prompt_scratch", c_int64)
-        self._linear, self._product = bound("linear"), bound("product")
+        self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
+        self._panel = int(bound("panel", c_int64, ())())
+        self._run = bound("run", takes=(c_void_p, c_int64, c_int32))
         self._record_products, self._record_sum = bound("record_products", c_int64), bound("record_sum", c_int64)
         self._record_elements = bound("record_elements", c_int64)
-        self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
         self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
+
+    def steps(self) -> Steps:
+        """Return an empty list of steps."""
+        return Steps(self._run, self.bf16)
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
@@ -188,38 +192,38 @@ class NativeKernels(ReferenceKernels):
         call = structs.Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
         return int(self._prompt_scratch(ctypes.addressof(call)))
 
+    def pack(self, weight: Tensor, threads: int = 1) -> bool:
+        units = weight.shape[-1] * weight.element_size()
+        if weight.dtype not in CODES or not weight.is_contiguous() or len(weight) < self._panel or units % 4:
+            return False
+        scratch = torch.empty(threads * self._panel * (units // 4), dtype=torch.float32)
+        self._pack(weight.data_ptr(), len(weight), units // 4, scratch.data_ptr(), threads)
+        return True
+
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
+        packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         if not _native(x, weight) or x.shape[-1:] == (0,):
             return super().linear(x, weight, bias, compute)
         checks.check_linear(x, weight, bias)
-        rows, pairs = x.reshape(-1, x.shape[-1]), False
-        if compute == "bf16":
-            even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
-            pairs = self.bf16 and weight.dtype == torch.bfloat16 and even
-            rows = _pairs(rows) if pairs else rows.bfloat16().float()
-        out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.float32, device="cpu")
-        self._multiply(_rows(rows), weight, bias, out, pairs=pairs)
+        if weight.shape[1] > 1 and weight.stride(1) != 1:  # a transposed matrix
+            x = x if compute is None else x.bfloat16().float()
+            out = x.new_zeros(*x.shape[:-1], len(weight)) if bias is None else bias.expand(*x.shape[:-1], -1).clone()
+            self.add_weighted(out.view(-1, len(weight)), x.reshape(-1, x.shape[-1]), weight.t())
+            return out
+        steps = self.steps()
+        out = steps.linear(_rows(x.reshape(-1, x.shape[-1])), weight, _contiguous(bias), compute, packed=packed)
+        steps.run()
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
         if not _native(a, rows) or not len(rows):
             return super().add_weighted(out, a, rows)
         checks.check_add_weighted(out, a, rows)
-        self._multiply(_rows(a), rows, None, out, across=True)
-
-    def _multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pairs: bool = False, across: bool = False
-    ) -> None:
-        """Call flex_linear with x [rows, k]; across: weight is [k, n], else [n, k]. Rows are contiguous."""
-        bias = None if bias is None else bias.contiguous()
-        call = structs.Linear(
-            *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
-            *(CODES[weight.dtype], pairs, across, torch.get_num_threads()),
-        )
-        self._linear(ctypes.addressof(call))
+        steps = self.steps()
+        steps.add_weighted(out, _rows(a), rows)
+        steps.run()
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
@@ -227,21 +231,9 @@ class NativeKernels(ReferenceKernels):
         if not _native(x, weight) or form.columns == 0:
             return super().product(x, weight, form, bias, compute)
         checks.check_product(x, weight, form, bias)
-        rows = x.reshape(-1, form.columns)
-        if compute == "bf16":
-            rows = _pairs(rows) if self.bf16 else rows.bfloat16().float()
-        rows = _rows(rows)
-        out = torch.empty((rows.shape[0], form.rows), dtype=torch.float32, device="cpu")
-        bias = None if bias is None else bias.contiguous()
-        groups, group = form.blocks[1], form.codec.group
-        rounded = rows.shape[0] * groups * (group + 2 * 4) if compute == "int8" else 0
-        scratch = torch.empty(rounded, dtype=torch.uint8, device="cpu")
-        call = structs.Product(
-            *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(scratch.data_ptr(), rows.shape[0], form.rows, rows.shape[1], rows.stride(0), out.stride(0)),
-            *(groups, form.codec.bits, group, COMPUTES[compute], torch.get_num_threads()),
-        )
-        self._product(ctypes.addressof(call))
+        steps = self.steps()
+        out = steps.product(_rows(x.reshape(-1, form.columns)), weight, form, _contiguous(bias), compute)
+        steps.run()
         return out.view(*x.shape[:-1], form.rows)
 
     def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
@@ -303,35 +295,27 @@ class NativeKernels(ReferenceKernels):
         if not _fp32(x, weight) or x.numel() == 0:
             return super().rms_norm(x, weight, eps, shift)
         checks.check_norm(x, weight)
-        rows, weight = _rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
-        out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
-        call = structs.Norm(
-            *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
-            *(*rows.shape, rows.stride(0), eps, shift, torch.get_num_threads()),
-        )
-        self._norm(ctypes.addressof(call))
-        return out
+        steps = self.steps()
+        out = steps.norm(_rows(x.reshape(-1, x.shape[-1])), weight.contiguous(), eps, shift)
+        steps.run()
+        return out.view(x.shape)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not _fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
             return super().rotate(x, cos, sin)
         checks.check_rotate(x, cos, sin)
-        x, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
-        _, heads, tokens, dim = x.shape
-        out = torch.empty((1, tokens, heads, dim), dtype=torch.float32, device="cpu")
-        call = structs.Rotate(
-            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()),
-            *(tokens, heads, dim, x.stride(2), x.stride(1), cos.stride(1), torch.get_num_threads()),
-        )
-        self._rotate(ctypes.addressof(call))
-        return out.transpose(1, 2)
+        steps = self.steps()
+        out = steps.rotate(_rows(x)[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+        steps.run()
+        return out[None].transpose(1, 2)
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return super().gate(gate, up, act)
         checks.check_gate(gate, up, act)
-        call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
-        self._gate(ctypes.addressof(call))
+        steps = self.steps()
+        steps.gate(gate, up, act)
+        steps.run()
         return gate
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
@@ -373,14 +357,12 @@ def _in_blocks(form: RecordForm) -> bool:
     return form.width * PLAIN[form.kind].itemsize % BLOCK == 0
 
 
-def _pairs(rows: Tensor) -> Tensor:
-    """Return the rows [n, k] as pairs of bf16, each pair in the 32 bits of an fp32 number: [n, (k + 1) // 2]."""
-    rows = nn.functional.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows
-    return rows.bfloat16().contiguous().view(torch.float32)
-
-
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _int32(x: Tensor) -> Tensor:

@@ -114,8 +114,9 @@ class CudaKernels(ReferenceKernels):
         return chosen
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
+        packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         if x.dtype == torch.float32:
             return super().linear(x, weight, bias, compute)
         checks.check_linear(x, weight, bias, narrow=True)

@@ -1,17 +1,33 @@
-// Norms, rotary positions and gates. The result of a number is independent of its position in the tensor.
+// Norms, rotary positions, gates, and rounding to bf16. The result of a number is independent of its position in the
+// tensor.
 #pragma once
-#include "simd.h"
+#include "convert.h"
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 15;  // elements; for at most this many, one thread is faster than several
+constexpr int64_t EACH_TASK = 1 << 12;  // elements of a task, or one row if it has more
+
+// Tasks over rows of `width` elements: run(low, high) computes the rows low to high - 1.
+template <class Call> struct RowTasks {
+    const Call& a;
+    const int64_t rows, width, each, count;
+
+    explicit RowTasks(const Call& a)
+        : a(a), rows(a.rows_of_tasks()), width(a.row_elements()), each(width < EACH_TASK ? EACH_TASK / (width + 1) + 1 : 1),
+          count((rows + each - 1) / each) {}
+    int64_t numbers() const { return rows * width; }
+    void run(int64_t i) const { a.run(i * each, (i + 1) * each < rows ? (i + 1) * each : rows); }
+};
 
 // out[m, :] = weight * (x[m, :] / sqrt(mean of squares + eps)), with weight + shift in weight's place.
 struct Norm {
     const float *x, *weight; float* out;
     int64_t rows, n, x_row;
     float eps, shift;
-    int32_t threads;
+
+    int64_t rows_of_tasks() const { return rows; }
+    int64_t row_elements() const { return n; }
+    void run(int64_t low, int64_t high) const;
 };
 
 void norm_row(const Norm& a, int64_t m) {
@@ -33,11 +49,18 @@ void norm_row(const Norm& a, int64_t m) {
     memcpy(out + whole, part, size_t(rest) * 4);
 }
 
+void Norm::run(int64_t low, int64_t high) const {
+    for (int64_t m = low; m < high; m++) norm_row(*this, m);
+}
+
 // Head by head: out = x * cos + (-second half of x, first half of x) * sin. out: [tokens, heads, dim].
 struct Rotate {
     const float *x, *cos, *sin; float* out;
     int64_t tokens, heads, dim, x_row, x_head, angle_row;
-    int32_t threads;
+
+    int64_t rows_of_tasks() const { return tokens; }
+    int64_t row_elements() const { return heads * dim; }
+    void run(int64_t low, int64_t high) const;
 };
 
 void rotate_token(const Rotate& a, int64_t t) {
@@ -51,12 +74,20 @@ void rotate_token(const Rotate& a, int64_t t) {
     }
 }
 
-// gate = act(gate) * up
+void Rotate::run(int64_t low, int64_t high) const {
+    for (int64_t t = low; t < high; t++) rotate_token(*this, t);
+}
+
+// gate = act(gate) * up, n numbers
 enum Act : int32_t { SILU = 0, GELU_TANH = 1 };
 struct Gate {
     float* gate; const float* up;
     int64_t n;
-    int32_t act, threads;
+    int32_t act;
+
+    int64_t rows_of_tasks() const { return (n + EACH_TASK - 1) / EACH_TASK; }
+    int64_t row_elements() const { return EACH_TASK; }
+    void run(int64_t low, int64_t high) const;
 };
 
 inline vf silu(vf x) {  // e = exp(-|x|) does not overflow
@@ -81,24 +112,31 @@ void gate_span(const Gate& a, int64_t from, int64_t end) {
     memcpy(a.gate + i, part, size_t(rest) * 4);
 }
 
+void Gate::run(int64_t low, int64_t high) const {
+    gate_span(*this, low * EACH_TASK, high * EACH_TASK < n ? high * EACH_TASK : n);
+}
+
+// Rounds x [rows, n] to bf16: to pairs in out [rows, (n + 1) / 2], with a zero after an odd last number, or `wide`, to
+// fp32 numbers in out [rows, n].
+struct Narrow {
+    const float* x; float* out;
+    int64_t rows, n, x_row;
+    int32_t wide;
+
+    int64_t rows_of_tasks() const { return rows; }
+    int64_t row_elements() const { return n; }
+    void run(int64_t low, int64_t high) const {
+        for (int64_t m = low; m < high; m++) {
+            const float* from = x + m * x_row;
+            if (wide) {
+                for (int64_t i = 0; i < n; i++) out[m * n + i] = widen(narrow<bf16>(from[i]));
+                continue;
+            }
+            bf16* to = (bf16*)(out + m * ((n + 1) / 2));
+            convert_row(from, to, n);
+            if (n % 2) to[n] = {0};
+        }
+    }
+};
+
 }  // namespace
-
-extern "C" {
-
-void flex_norm(const Norm* a) {
-#pragma omp parallel for num_threads(a->threads) if (a->rows * a->n > ALONE)
-    for (int64_t m = 0; m < a->rows; m++) norm_row(*a, m);
-}
-
-void flex_rotate(const Rotate* a) {
-#pragma omp parallel for num_threads(a->threads) if (a->tokens * a->heads * a->dim > ALONE)
-    for (int64_t t = 0; t < a->tokens; t++) rotate_token(*a, t);
-}
-
-void flex_gate(const Gate* a) {
-    const int64_t spans = (a->n + ALONE - 1) / ALONE;
-#pragma omp parallel for num_threads(a->threads) if (spans > 1)
-    for (int64_t i = 0; i < spans; i++) gate_span(*a, i * ALONE, (i + 1) * ALONE < a->n ? (i + 1) * ALONE : a->n);
-}
-
-}  // extern "C"

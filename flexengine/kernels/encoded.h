@@ -14,8 +14,9 @@ constexpr int LONGEST = 4 * OCTET;  // maximum columns of a group
 // x: [rows, k], fp32 or, for AS_BF16, pairs of bf16; for pairs, k and x_row count pairs, as in Linear. w: [n, k],
 // encoded. scratch: for AS_INT8, see `Rounded`.
 enum Compute : int32_t { AS_FP32 = 0, AS_BF16 = 1, AS_INT8 = 2 };
+// Products by int8 read scratch only, which `RoundTasks` of a call with the same x writes. residual: as in Linear.
 struct Product {
-    const float* x; const uint8_t* w; const float* bias; float *out, *scratch;
+    const float* x; const uint8_t* w; const float *bias, *residual; float *out, *scratch;
     int64_t rows, n, k, x_row, out_row, groups;
     int32_t bits, group, compute, threads;
 };
@@ -128,7 +129,8 @@ void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t ro
         UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
     multiply<U>(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
     keep(sum, sums);
-    if (d + span == a.k || (d + span) % SPAN == 0) add<M, N>(a, sums, m, c, d < SPAN);
+    const int64_t end = d + span, begin = (end - 1) / SPAN * SPAN;
+    if (end == a.k || end % SPAN == 0) add<M, N>(a, sums, m, c, begin, end - begin);
 }
 
 // Computes rows m to end of out, at most FEW_ROWS, at N * W columns from c on.
@@ -149,7 +151,7 @@ void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, in
 // Computes rows m to end of out at N * W columns from c on, as `linear` does.
 template <class U, int N>
 void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
-    const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.k, p.out_row, 0, 0, 0, p.threads};
+    const Linear a{p.x, nullptr, p.bias, p.residual, p.out, p.rows, p.n, p.k, p.x_row, p.k, p.out_row, 0, 0, 0, 0, p.threads};
     if (end - m <= FEW_ROWS) return product_few<U, N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {
@@ -159,21 +161,31 @@ void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64
     }
 }
 
-template <class U> void product_decoded(const Product& a) {
-    const Decode decode = decoder<U>(a.bits);
-    const Blocks blocks(a, VECS);
-    const int64_t height = (a.rows + blocks.down - 1) / blocks.down;
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
-    for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
+// Tasks of a call without int8.
+struct DecodedTasks {
+    const Product& a;
+    const Blocks blocks;
+    const int64_t height, count;
+
+    explicit DecodedTasks(const Product& a)
+        : a(a), blocks(a, VECS), height(blocks.down ? (a.rows + blocks.down - 1) / blocks.down : 0),
+          count(blocks.across * blocks.down) {}
+    int64_t numbers() const { return a.rows * a.n * a.k; }
+
+    template <class U> void multiply(int64_t b) const {
+        const Decode decode = decoder<U>(a.bits);
         const int64_t c = b % blocks.across * blocks.width, m = b / blocks.across * height;
         const int64_t end = a.rows - m < height ? a.rows : m + height;
         const int64_t vecs = ((a.n - c < blocks.width ? a.n - c : blocks.width) + W - 1) / W;
-        if (vecs == 1) product_tile<U, 1>(a, decode, m, end, c);
-        if (vecs == 2) product_tile<U, 2>(a, decode, m, end, c);
-        if (VECS > 2 && vecs == 3) product_tile<U, VECS - 1>(a, decode, m, end, c);
-        if (VECS > 2 && vecs == 4) product_tile<U, VECS>(a, decode, m, end, c);
+        with_vecs(vecs, [&](auto N) { product_tile<U, N>(a, decode, m, end, c); });
     }
-}
+    void run(int64_t b) const {
+#if defined(FLEX_BF16)
+        if (a.compute == AS_BF16) return multiply<pair>(b);
+#endif
+        multiply<float>(b);
+    }
+};
 
 // ---------------------------------------------------------------- int8
 
@@ -292,7 +304,11 @@ __attribute__((noinline)) void dot_tile(const Product& a, const Rounded& x, int6
             }
         }
     }
-    for (int i = 0; i < M; i++) memcpy(a.out + (m + i) * a.out_row + c, sums[i], columns);
+    for (int i = 0; i < M; i++) {
+        const float* residual = a.residual + (m + i) * a.n + c;
+        for (size_t e = 0; a.residual && e < columns / 4; e++) sums[i][e] += residual[e];
+        memcpy(a.out + (m + i) * a.out_row + c, sums[i], columns);
+    }
 }
 
 template <int BITS, int M, int N>
@@ -331,45 +347,49 @@ void dot_block(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t
     }
 }
 
-template <int BITS> void product_int8(const Product& a) {
-    constexpr int64_t ALONE = 1 << 18;  // numbers of x; at most this many are rounded by one thread
-    const Rounded x(a);
-    const Tiles tiles(a.rows);
-    const Blocks blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS);
-    // For few numbers, rounding takes less time than starting and joining threads.
-#pragma omp parallel for num_threads(a.threads) if (a.rows * a.k > ALONE)
-    for (int64_t i = 0; i < tiles.count * a.groups; i++) {
-        const int64_t t = i / a.groups;
-        round_tile(a, x, tiles.first(t), tiles.height(t), i % a.groups);
+// Tasks that round x to int8: some groups of a tile each.
+struct RoundTasks {
+    static constexpr int64_t TOGETHER = 4096;  // numbers of a task
+    const Product& a;
+    const Rounded x;
+    const Tiles tiles;
+    const int64_t each, parts, count;  // groups of a task, tasks of a tile
+
+    explicit RoundTasks(const Product& a)
+        : a(a), x(a), tiles(a.rows), each((TOGETHER + DOT_ROWS * a.group - 1) / (DOT_ROWS * a.group)),
+          parts((a.groups + each - 1) / each), count(tiles.count * parts) {}
+    int64_t numbers() const { return a.rows * a.k; }
+    void run(int64_t i) const {
+        const int64_t t = i / parts, end = (i % parts + 1) * each;
+        for (int64_t g = i % parts * each; g < (end < a.groups ? end : a.groups); g++)
+            round_tile(a, x, tiles.first(t), tiles.height(t), g);
     }
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
-    for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
+};
+
+// Tasks of a call with int8.
+struct DotTasks {
+    const Product& a;
+    const Rounded x;
+    const Tiles tiles;
+    const Blocks blocks;
+    const int64_t count;
+
+    explicit DotTasks(const Product& a)
+        : a(a), x(a), tiles(a.rows), blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS),
+          count(blocks.across * blocks.down) {}
+    int64_t numbers() const { return a.rows * a.n * a.k; }
+
+    template <int BITS> void multiply(int64_t b) const {
         const int64_t c = b % blocks.across * blocks.width, stop = a.n - c < blocks.width ? a.n : c + blocks.width;
         const int64_t i = b / blocks.across;
         dot_block<BITS>(a, x, tiles, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
     }
-}
-
-// ---------------------------------------------------------------- all
-
-void product(const Product& a) {
-#if defined(FLEX_BF16)
-    if (a.compute == AS_BF16) return product_decoded<pair>(a);
-#endif
-    if (a.compute != AS_INT8) return product_decoded<float>(a);
-    if (a.bits == 2) return product_int8<2>(a);
-    if (a.bits == 3) return product_int8<3>(a);
-    if (a.bits == 4) return product_int8<4>(a);
-    product_int8<8>(a);
-}
+    void run(int64_t b) const {
+        if (a.bits == 2) multiply<2>(b);
+        if (a.bits == 3) multiply<3>(b);
+        if (a.bits == 4) multiply<4>(b);
+        if (a.bits == 8) multiply<8>(b);
+    }
+};
 
 }  // namespace
-
-extern "C" {
-
-// Computes out[m, :] = x[m, :] @ w.T + bias; k is at least 1. scratch, for int8: the bytes of `Rounded`.
-void flex_product(const Product* args) {
-    if (args->rows) product(*args);
-}
-
-}  // extern "C"

@@ -1,12 +1,13 @@
 // All kernels of a layer except attention: products, norms, rotary positions, gates.
-#include "elementwise.h"
-#include "encoded.h"
+#include "steps.h"
 
 FLEX_SIZE(linear, Linear)
 FLEX_SIZE(product, Product)
 FLEX_SIZE(norm, Norm)
 FLEX_SIZE(rotate, Rotate)
 FLEX_SIZE(gate, Gate)
+FLEX_SIZE(narrow, Narrow)
+FLEX_SIZE(step, Step)
 
 extern "C" {
 

@@ -1,5 +1,7 @@
 // Matrix products with weights of 16 or 32 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
 #pragma once
+#include <omp.h>
+
 #include <type_traits>
 
 #include "convert.h"
@@ -23,12 +25,18 @@ constexpr int FEW = 8, SPAN = 512;  // rows; units (numbers, or pairs of bf16), 
 constexpr int GROUP = 512;  // rows of x that use every tile before the next rows do, so that they stay in L3
 
 // x: fp32, or pairs of bf16; for pairs, k, x_row and w_row count pairs.
-// across: w is [k, n], and x w is added to out; without it w is [n, k], and out = bias + x w^T.
+// across: w is [k, n], and x w is added to out; without it w is [n, k], and out = residual + (bias + x w^T).
+// residual: [rows, n], contiguous, may be null; w: bf16, fp16 or fp32; for pairs bf16, without `across`. k is at least 1.
 struct Linear {
-    const float *x; const void* w; const float* bias; float* out;
+    const float *x; const void* w; const float *bias, *residual; float* out;
     int64_t rows, n, k, x_row, w_row, out_row;
-    int32_t w_dtype, pairs, across, threads;
+    int32_t w_dtype, pairs, across, panels, threads;
 };
+
+// With `panels`, w is packed: its first n / PANEL * PANEL rows are panels of PANEL rows. A panel has the bytes of its
+// rows, transposed as units of 32 bits, [units, PANEL]: numbers, or pairs of numbers of 16 bits. Rows of w are contiguous
+// and have whole units; w_row is not read.
+constexpr int64_t PANEL = VECS * W;
 
 // For weights T: `type` is the unit of multiplication, EACH the number of units per lane of a loaded register, and
 // unit(a, e, T()) the e-th of these units.
@@ -39,25 +47,30 @@ template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : eve
 INLINE vf unit(vp a, int, pair) { return (vf)a; }
 INLINE vf unit(vp a, int, float) { return (vf)a; }
 
-// Adds one span's sums, [M, N * W], to out at row m and column c. Without `across`, the first span's sums are added to
-// the bias instead.
-template <int M, int N> inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, bool first) {
+// Adds the sums of `span` units from d on, [M, N * W], to out at row m and column c. Without `across`, the first sums are
+// added to the bias instead, and the residual is added with the last ones.
+template <int M, int N>
+inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_t d, int64_t span) {
+    const bool first = d == 0, last = d + span == a.k;
     for (int i = 0; i < M * N; i++) {
         const int64_t at = c + i % N * W, count = a.n - at;
         if (count <= 0) continue;
+        auto load = [&](const float* from) { return count < W ? vload_part(from, int(count)) : vload(from); };
         float *to = a.out + (m + i / N) * a.out_row + at, part[W];
         const float* from = !first || a.across ? to : a.bias ? a.bias + at : nullptr;
         vf total = vload(sums + i * W);
-        if (from) total = vadd(count < W ? vload_part(from, int(count)) : vload(from), total);
+        if (from) total = vadd(load(from), total);
+        if (last && a.residual) total = vadd(load(a.residual + (m + i / N) * a.n + at), total);
         vstore(count < W ? part : to, total);
         if (count < W) memcpy(to, part, size_t(count) * 4);
     }
 }
 
-template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, bool first) {
+template <int M, int N>
+inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, int64_t d, int64_t span) {
     alignas(64) float sums[M * N * W];
     keep(sum, sums);
-    add<M, N>(a, sums, m, c, first);
+    add<M, N>(a, sums, m, c, d, span);
 }
 
 // W rows of w from row c on; if there are fewer, the last one is repeated.
@@ -135,7 +148,7 @@ template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, i
             if (N > 1) widen_rows(more, d, high - d, N * W, tail + (N - 1) * W);
             multiply<U>(x, a.x_row, tail, high - d, sum);
         }
-        add(a, sum, m, c, low == 0);
+        add(a, sum, m, c, low, high - low);
     }
 }
 
@@ -154,40 +167,94 @@ void multiply_tile(const Linear& a, const float* tile, int64_t m, int64_t c, int
     vf sum[M][N];
     clear(sum);
     multiply<U>(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
-    add(a, sum, m, c, d == 0);
+    add(a, sum, m, c, d, span);
 }
 
-template <class U, int M, int N>
-void multiply_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span) {
+// Adds M rows of x times `span` units of a panel, from its column c on, to out. For two numbers per unit, span counts
+// numbers and is even.
+template <class T, int M, int N>
+void multiply_panel(const Linear& a, int64_t m, int64_t c, int64_t d, int64_t span) {
+    typedef typename Units<T>::type U;
+    constexpr int EACH = Units<T>::EACH;
+    const float *x = a.x + m * a.x_row + d, *at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL;
+    at += d / EACH * PANEL;
+    vf sum[M][N];
+    clear(sum);
+    if constexpr (EACH == 1) {
+        multiply<U>(x, a.x_row, at, span, sum, PANEL);
+    } else {
+        for (int64_t i = 0; i < span; i += EACH, at += PANEL) {
+            UNROLL for (int e = 0; e < EACH; e++) {
+                vf u[N];
+                UNROLL for (int n = 0; n < N; n++) u[n] = unit(vload_pairs(at + n * W, 2 * W), e, T());
+                UNROLL for (int r = 0; r < M; r++) {
+                    const vf v = vset(x[r * a.x_row + i + e]);
+                    UNROLL for (int n = 0; n < N; n++) sum[r][n] = vmadd(v, u[n], sum[r][n], U());
+                }
+            }
+        }
+    }
+    add(a, sum, m, c, d, span);
+}
+
+// Calls f(M) for runs of at most ROWS rows of nearly equal number from m to end: f(std::integral_constant, first row).
+template <int M, class F> INLINE void with_height(int64_t rows, int64_t m, F f) {
     if constexpr (M > 1)
-        if (rows < M) return multiply_rows<U, M - 1, N>(a, tile, m, rows, c, d, span);
-    multiply_tile<U, M, N>(a, tile, m, c, d, span);
+        if (rows < M) return with_height<M - 1>(rows, m, f);
+    f(std::integral_constant<int, M>(), m);
 }
-
-// Multiplies rows m to end in tiles of nearly equal height.
-template <class U, int N>
-void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, int64_t c, int64_t d, int64_t span) {
+template <class F> INLINE void for_heights(int64_t m, int64_t end, F f) {
     for (int64_t tiles = (end - m + ROWS - 1) / ROWS; tiles; tiles--) {
         const int64_t rows = (end - m + tiles - 1) / tiles;
-        multiply_rows<U, ROWS, N>(a, tile, m, rows, c, d, span);
+        with_height<ROWS>(rows, m, f);
         m += rows;
     }
 }
 
-template <class T> void linear(const Linear& a) {
-    typedef typename Units<T>::type U;
-    const int64_t groups = (a.rows + GROUP - 1) / GROUP, height = (a.rows + groups - 1) / groups;
-    int64_t width = VECS * W;  // columns of out per task; fewer if there would be too few tasks for the threads
-    while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
-    const int64_t blocks = (a.n + width - 1) / width;
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
-    for (int64_t b = 0; b < blocks * groups; b++) {
+// Adds rows m to end of x times a tile to out.
+template <class U, int N>
+void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, int64_t c, int64_t d, int64_t span) {
+    for_heights(m, end, [&](auto M, int64_t row) { multiply_tile<U, M, N>(a, tile, row, c, d, span); });
+}
+
+// Computes rows m to end of out at N * W columns from c on, of one panel.
+template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64_t end, int64_t c) {
+    for (int64_t d = 0; d < a.k; d += SPAN) {
+        const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
+        for_heights(m, end, [&](auto M, int64_t row) { multiply_panel<T, M, N>(a, row, c, d, span); });
+    }
+}
+
+// Calls f(N) with the number of vectors, 1 to VECS.
+template <class F> INLINE void with_vecs(int64_t vecs, F f) {
+    if (vecs == 1) f(std::integral_constant<int, 1>());
+    if (vecs == 2) f(std::integral_constant<int, 2>());
+    if constexpr (VECS > 2) {
+        if (vecs == 3) f(std::integral_constant<int, 3>());
+        if (vecs == 4) f(std::integral_constant<int, 4>());
+    }
+}
+
+// A call's tasks, which are independent of each other. Each computes some columns of out for some rows.
+struct LinearTasks {
+    const Linear& a;
+    int64_t groups, height, width, blocks, count;
+
+    explicit LinearTasks(const Linear& a)
+        : a(a), groups((a.rows + GROUP - 1) / GROUP), height(groups ? (a.rows + groups - 1) / groups : 0), width(VECS * W) {
+        // Fewer columns per task if there would be too few tasks for the threads.
+        while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
+        blocks = (a.n + width - 1) / width, count = blocks * groups;
+    }
+    int64_t numbers() const { return a.rows * a.n * a.k; }
+
+    template <class T> void multiply(int64_t b) const {
+        typedef typename Units<T>::type U;
         const int64_t c = b % blocks * width, columns = a.n - c < width ? a.n - c : width, vecs = (columns + W - 1) / W;
         const int64_t m = b / blocks * height, end = a.rows - m < height ? a.rows : m + height;
-        if (end - m <= FEW && !a.across) {
-            multiply_columns<T, FEW>(a, m, end - m, c, c + columns);
-            continue;
-        }
+        if (a.panels && c < a.n / PANEL * PANEL)
+            return with_vecs(vecs, [&](auto N) { multiply_panels<T, N>(a, m, end, c); });
+        if (end - m <= FEW && !a.across) return multiply_columns<T, FEW>(a, m, end - m, c, c + columns);
         alignas(64) float tile[SPAN * VECS * W];
         for (int64_t d = 0; d < a.k; d += SPAN) {
             const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
@@ -195,17 +262,46 @@ template <class T> void linear(const Linear& a) {
                 if (a.across) widen_columns<T>(a, c, d, span, vecs * W, tile);
             for (int64_t n = 0; n < vecs * W && !a.across; n += W)
                 widen_rows(Rows<T>(a, c + n, c + n + width * a.threads), d, span, vecs * W, tile + n);
-            if (vecs == 1) multiply_group<U, 1>(a, tile, m, end, c, d, span);
-            if (vecs == 2) multiply_group<U, 2>(a, tile, m, end, c, d, span);
-            if (VECS > 2 && vecs == 3) multiply_group<U, VECS - 1>(a, tile, m, end, c, d, span);
-            if (VECS > 2 && vecs == 4) multiply_group<U, VECS>(a, tile, m, end, c, d, span);
+            with_vecs(vecs, [&](auto N) { multiply_group<U, N>(a, tile, m, end, c, d, span); });
         }
+    }
+    void run(int64_t b) const {
+#if defined(FLEX_BF16)
+        if (a.pairs) return multiply<pair>(b);
+#endif
+        if (a.w_dtype == BF16) multiply<bf16>(b);
+        if (a.w_dtype == FP16) multiply<fp16>(b);
+        if (a.w_dtype == FP32) multiply<float>(b);
+    }
+};
+
+// Packs the first n / PANEL * PANEL rows of w [n, units], in place. scratch: PANEL * units units per thread.
+void pack_panels(float* w, int64_t n, int64_t units, float* scratch, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t p = 0; p < n / PANEL; p++) {
+        float *panel = w + p * PANEL * units, *rows = scratch + omp_get_thread_num() * PANEL * units;
+        memcpy(rows, panel, size_t(PANEL * units) * 4);
+        for (int64_t i = 0; i < PANEL; i += W)
+            for (int64_t d = 0; d < units; d += W) {
+                const int count = units - d < W ? int(units - d) : W;
+                vp block[W];
+                UNROLL for (int e = 0; e < W; e++) block[e] = vload_pairs(rows + (i + e) * units + d, 2 * count);
+                transpose(block);
+                for (int e = 0; e < count; e++) vstore(panel + (d + e) * PANEL + i, (vf)block[e]);
+            }
     }
 }
 
 }  // namespace
 
 extern "C" {
+
+// Returns the rows of a panel.
+int64_t flex_panel() { return PANEL; }
+
+void flex_pack(float* w, int64_t n, int64_t units, float* scratch, int32_t threads) {
+    pack_panels(w, n, units, scratch, threads);
+}
 
 // Returns 1 if products of pairs of bf16 are compiled in, else 0.
 int32_t flex_bf16() {
@@ -214,18 +310,6 @@ int32_t flex_bf16() {
 #else
     return 0;
 #endif
-}
-
-// Computes out[m, :] = x[m, :] @ w.T + bias or, with `across`, adds x[m, :] @ w to out[m, :]. w: bf16, fp16 or fp32; for
-// pairs bf16, without `across`. k is at least 1.
-void flex_linear(const Linear* args) {
-    if (args->rows == 0) return;
-#if defined(FLEX_BF16)
-    if (args->pairs) return linear<pair>(*args);
-#endif
-    if (args->w_dtype == BF16) linear<bf16>(*args);
-    if (args->w_dtype == FP16) linear<fp16>(*args);
-    if (args->w_dtype == FP32) linear<float>(*args);
 }
 
 }  // extern "C"

@@ -28,6 +28,8 @@ struct Prompt {
 // rows. STRIP: rows whose scores are computed before their values are added; PANEL: columns of a tile.
 constexpr int64_t BLOCK = 256, KEYS = 64, STRIP = 4 * ROWS, PANEL = VECS * W;
 
+alignas(64) constexpr float LANE_NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 // Returns the queries of a block; fewer if there would be too few blocks for the threads.
@@ -148,28 +150,32 @@ void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my
 // Replaces KEYS scores by exp(score - top), and by 0 outside of low .. high - 1; updates top and sum; returns the
 // factor for the earlier sums. low < high.
 inline float soften_between(float* scores, int64_t low, int64_t high, float softcap, float& top, float& sum) {
-    const bool whole = low == 0 && high == KEYS;
-    for (int64_t s = 0; softcap > 0 && s < KEYS; s += W)
-        vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
-    for (int64_t s = 0; s < low; s++) scores[s] = -FLT_MAX;
-    for (int64_t s = high; s < KEYS; s++) scores[s] = -FLT_MAX;
+    const int64_t first = low / W * W, end = (high + W - 1) / W * W;
+    const bool whole = low == first && high == end;
+    auto inside = [&](int64_t s, vf x, float other) {  // x at positions low .. high - 1 of the vector from s on
+        const vf at = vadd(vload(LANE_NUMBERS), vset(float(s)));
+        return vbelow(at, vset(float(low)), vset(other), vbelow(at, vset(float(high)), x, vset(other)));
+    };
     vf most = vset(top);
-    for (int64_t s = 0; s < KEYS; s += W) most = vmax(vload(scores + s), most);
+    for (int64_t s = first; s < end; s += W) {
+        vf x = vload(scores + s);
+        if (softcap > 0) x = vmul(vtanh(vmul(x, vset(1 / softcap))), vset(softcap));
+        if (!whole) x = inside(s, x, -FLT_MAX);
+        if (softcap > 0 || !whole) vstore(scores + s, x);
+        most = vmax(x, most);
+    }
     const float above = vtop(most);
     float keep[W];
     vstore(keep, vexp(vset(top - above)));  // 1 if the maximum stays; a branch would often be mispredicted
     vf total = vset(0.f);
-    for (int64_t s = 0; s < KEYS; s += W) {
-        const vf e = vexp(vsub(vload(scores + s), vset(above)));
+    for (int64_t s = first; s < end; s += W) {
+        vf e = vexp(vsub(vload(scores + s), vset(above)));
+        if (!whole) e = inside(s, e, 0.f);
         vstore(scores + s, e);
         total = vadd(total, e);
     }
-    if (!whole) {
-        for (int64_t s = 0; s < low; s++) scores[s] = 0;
-        for (int64_t s = high; s < KEYS; s++) scores[s] = 0;
-        total = vset(0.f);
-        for (int64_t s = 0; s < KEYS; s += W) total = vadd(total, vload(scores + s));
-    }
+    for (int64_t s = 0; s < first; s += W) vstore(scores + s, vset(0.f));
+    for (int64_t s = end; s < KEYS; s += W) vstore(scores + s, vset(0.f));
     top = above, sum = sum * keep[0] + vsum(total);
     return keep[0];
 }
@@ -178,15 +184,17 @@ inline float soften_between(float* scores, int64_t low, int64_t high, float soft
 // sees.
 struct Tile { int64_t first, rows, last; };
 
-// Computes scores [M, KEYS] of a tile's rows for PANEL keys from the s-th on.
-template <int M> void score_tile(int64_t rows, const float* q, int64_t s, const Block& my, float* scores) {
+// Computes scores [M, KEYS] of a tile's rows for N * W keys from the s-th on, which is the first of a panel.
+template <int M, int N> void score_tile(const Tile& at, const float* q, int64_t s, const Block& my, float* scores) {
     if constexpr (M > 1)
-        if (rows < M) return score_tile<M - 1>(rows, q, s, my, scores);
-    vf sum[M][VECS];
+        if (at.rows < M) return score_tile<M - 1, N>(at, q, s, my, scores);
+    if constexpr (N > 1)
+        if (at.last - s <= (N - 1) * W) return score_tile<M, N - 1>(at, q, s, my, scores);
+    vf sum[M][N];
     clear(sum);
-    multiply<float>(q, my.dim, my.k + s * my.dim, my.dim, sum);
+    multiply<float>(q, my.dim, my.k + s * my.dim, my.dim, sum, PANEL);
     UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int v = 0; v < VECS; v++) vstore(scores + i * KEYS + s + v * W, sum[i][v]);
+        UNROLL for (int v = 0; v < N; v++) vstore(scores + i * KEYS + s + v * W, sum[i][v]);
 }
 
 // Computes acc = acc * keep + scores @ values for PANEL elements from d on.
@@ -221,7 +229,8 @@ void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Bl
     }
     for (int64_t c = 0; c < KEYS; c += PANEL)
         for (const Tile* tile = tiles; tile < tiles + count; tile++)
-            score_tile<ROWS>(tile->rows, my.q + (r + tile->first) * a.dim, c, my, my.scores + tile->first * KEYS);
+            if (tile->last > c)
+                score_tile<ROWS, VECS>(*tile, my.q + (r + tile->first) * a.dim, c, my, my.scores + tile->first * KEYS);
     for (const Tile* tile = tiles; tile < tiles + count; tile++)
         for (int64_t i = tile->first; i < tile->first + tile->rows; i++) {
             float* scores = my.scores + i * KEYS;

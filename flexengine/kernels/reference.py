@@ -132,8 +132,9 @@ class ReferenceKernels(base.Kernels):
         return EXPLICIT * SCORES + DECODED * CACHED
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
+        packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         checks.check_linear(x, weight, bias)
         x = x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))

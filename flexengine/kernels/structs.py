@@ -32,9 +32,9 @@ class Linear(ctypes.Structure):
     """struct Linear of linear.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "w", "bias", "out")),
+        *((name, c_void_p) for name in ("x", "w", "bias", "residual", "out")),
         *((name, c_int64) for name in ("rows", "n", "k", "x_row", "w_row", "out_row")),
-        *((name, c_int32) for name in ("w_dtype", "pairs", "across", "threads")),
+        *((name, c_int32) for name in ("w_dtype", "pairs", "across", "panels", "threads")),
     ]
 
 
@@ -42,7 +42,7 @@ class Product(ctypes.Structure):
     """struct Product of encoded.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "w", "bias", "out", "scratch")),
+        *((name, c_void_p) for name in ("x", "w", "bias", "residual", "out", "scratch")),
         *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row", "groups")),
         *((name, c_int32) for name in ("bits", "group", "compute", "threads")),
     ]
@@ -68,7 +68,6 @@ class Norm(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "out")),
         *((name, c_int64) for name in ("rows", "n", "x_row")),
         *((name, c_float) for name in ("eps", "shift")),
-        ("threads", c_int32),
     ]
 
 
@@ -78,14 +77,30 @@ class Rotate(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
         *((name, c_int64) for name in ("tokens", "heads", "dim", "x_row", "x_head", "angle_row")),
-        ("threads", c_int32),
     ]
 
 
 class Gate(ctypes.Structure):
     """struct Gate of elementwise.h."""
 
-    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
+    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32)]
+
+
+class Narrow(ctypes.Structure):
+    """struct Narrow of elementwise.h."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("rows", "n", "x_row")),
+        ("wide", c_int32),
+    ]
+
+
+class Step(ctypes.Structure):
+    """struct Step of steps.h."""
+
+    _fields_ = [("call", c_void_p), ("kind", c_int32), ("beside", c_int32)]
 
 
 class Records(ctypes.Structure):
@@ -101,6 +116,7 @@ class Records(ctypes.Structure):
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decode": Decode, "append": Append, "linear": Linear, "product": Product,
     "prompt": Prompt, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
+    "narrow": Narrow, "step": Step,
 }  # fmt: skip
 
 

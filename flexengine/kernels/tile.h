@@ -36,10 +36,11 @@ INLINE vf vpair(vf first, vf second) {  // rounded
 }
 #endif
 
-// sum += x [M, span] @ tile [span, N * W], both of units U.
+// sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next.
 template <class U, int M, int N>
-INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N]) {
-    for (int64_t d = 0; d < span; d++, tile += N * W) {
+INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N],
+                     int64_t width = N * W) {
+    for (int64_t d = 0; d < span; d++, tile += width) {
         vf u[N];
         UNROLL for (int n = 0; n < N; n++) u[n] = vload(tile + n * W);
         UNROLL for (int i = 0; i < M; i++) {

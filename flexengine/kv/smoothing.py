@@ -16,7 +16,7 @@ same loss, and the newest tokens of every sequence kept in full until a group of
 import torch
 from torch import Tensor
 
-from flexengine.kernels.onednn import linear_fp32
+from flexengine import kernels
 
 
 def rotation(dim: int) -> Tensor:
@@ -31,7 +31,7 @@ def rotation(dim: int) -> Tensor:
 
 def turned(x: Tensor, matrix: Tensor) -> Tensor:
     """x [..., dim] times the matrix, in x's dtype. Turned twice, it is what it was, up to rounding."""
-    return linear_fp32(x.to(matrix.dtype), matrix).to(x.dtype)
+    return kernels.load_for(x.device).linear(x.to(matrix.dtype), matrix).to(x.dtype)
 
 
 def mean_key(keys: Tensor) -> Tensor:

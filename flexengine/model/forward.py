@@ -151,12 +151,14 @@ class PausingLayer(nn.Module):
     Attributes:
         index: number of the layer. A layer with a negative number returns its input (layer_range.py).
         outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
+        halves: computes the layer in two calls of kernels (halves.py); None if its modules compute it.
     """
 
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
         self.outputs: int | None = None
+        self.halves: Any = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -172,6 +174,10 @@ class PausingLayer(nn.Module):
             kwargs["hidden_states"] = pause(Layer(self.index, kwargs["hidden_states"]))
         else:
             args = (pause(Layer(self.index, args[0])), *args[1:])
+        if self.halves is not None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            if self.halves.usable(hidden, positions := kwargs.get("position_embeddings")):
+                return self.halves(hidden, positions)
         return self.layer(*args, **kwargs)
 
 

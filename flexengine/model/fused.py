@@ -54,7 +54,7 @@ def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
         with unwatched():
             return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
 
-    return {"forward": forward}
+    return {"forward": forward, "rms": (eps, shift)}
 
 
 def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
         return None
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        act = _ACTS.get(type(self.act_fn).__name__)
+        act = ACTS.get(type(self.act_fn).__name__)
         if act is None or not _plain(x):
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return self.down_proj(kernels.load().gate(self.gate_proj(x), self.up_proj(x), act))  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
     return {"forward": forward}
 
 
-_ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 
 
 def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

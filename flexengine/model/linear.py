@@ -16,7 +16,7 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.onednn import linear_fp32
+from flexengine.kernels.steps import Steps
 
 # While active, torch functions do not call `products.Invariance`: a dozen calls take longer than all other work before
 # a kernel starts.
@@ -26,16 +26,15 @@ unwatched = torch._C.DisableTorchFunction
 def numerics(device: torch.device | None = None) -> str:
     """Return a text that names the kernels, for a job's manifest: they determine the last bits of results.
 
-    An example is "onednn AVX512, native 512 bits", followed by the version of the native kernels. None for the device
-    means a CPU.
+    An example is "native 512 bits and bf16", followed by the version of the native kernels. None for the device means a
+    CPU.
     """
     kernel = kernels.load_for(device or torch.device("cpu"))
     if isinstance(kernel, kernels.CudaKernels):
         return kernel.numerics()
-    library = f"onednn {torch.backends.cpu.get_cpu_capability()}"
     if not isinstance(kernel, NativeKernels):
-        return f"{library}, {kernel.name}"
-    return f"{library}, {kernel.name} {kernel.simd} bits{' and bf16' if kernel.bf16 else ''}, {version()}"
+        return f"onednn {torch.backends.cpu.get_cpu_capability()}, {kernel.name}"
+    return f"{kernel.name} {kernel.simd} bits{' and bf16' if kernel.bf16 else ''}, {version()}"
 
 
 class Product:
@@ -50,20 +49,36 @@ class Product:
     def __init__(self, dtype: torch.dtype, compute: Compute | None = None) -> None:
         self.dtype, self.compute = dtype, compute
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None) -> Tensor:
-        """Return x @ weight.T + bias in x's dtype; `form` is the format of an encoded weight."""
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None, packed: bool = False
+    ) -> Tensor:
+        """Return x @ weight.T + bias in x's dtype.
+
+        Args:
+            form: format of an encoded weight.
+            packed: whether a plain weight is reordered, see base.Kernels.pack.
+        """
         if x.dtype != self.dtype:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, although its dtype is {self.dtype}")
         with unwatched():
             if form is not None:
                 bias, kernel = None if bias is None else bias.float(), kernels.load_for(x.device)
                 return kernel.product(x if kernel.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
-            if x.is_meta or weight.dtype == x.dtype != torch.float32:
+            if x.is_meta or (weight.dtype == x.dtype and (x.dtype != torch.float32 or x.device.type != "cpu")):
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
-            if weight.dtype == x.dtype:
-                return linear_fp32(x, weight, bias)
             rounds = weight.dtype == torch.bfloat16 and self.compute == "bf16"
-            return kernels.load().linear(x, weight, bias, "bf16" if rounds else None)
+            return kernels.load().linear(x, weight, bias, "bf16" if rounds else None, packed)
+
+    def add_to(
+        self, steps: Steps, x: Tensor, module: "FastLinear", residual: Tensor | None, beside: bool
+    ) -> Tensor:
+        """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`."""
+        weight, bias = module.weight, module.bias
+        if (form := module.forms.get("weight")) is not None:
+            bias = None if bias is None else bias.float()  # type: ignore[assignment]
+            return steps.product(x, weight, form, bias, self.compute, residual, beside)
+        rounds = weight.dtype == torch.bfloat16 and self.compute == "bf16"
+        return steps.linear(x, weight, bias, "bf16" if rounds else None, residual, beside, module.packed)
 
 
 class FastLinear(nn.Linear):
@@ -72,13 +87,15 @@ class FastLinear(nn.Linear):
     Attributes:
         product: matrix product of the model.
         forms: format of each encoded parameter, by name.
+        packed: whether the kernels have reordered the weight, see base.Kernels.pack.
     """
 
     product: Product
     forms: Mapping[str, Packed] = {}
+    packed = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.weight, self.bias, self.forms.get("weight"))
+        return self.product(input, self.weight, self.bias, self.forms.get("weight"), self.packed)
 
 
 def use_fast_linear(model: nn.Module, product: Product) -> None:

@@ -29,6 +29,7 @@ from flexengine.model.forward import (
     attend,
 )
 from flexengine.model.fused import use_fused
+from flexengine.model.halves import use_halves
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
 from flexengine.model.logits import LogitStep
@@ -344,6 +345,7 @@ def _trial(skeleton: Skeleton) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
     seen: list[str] = []
+    attends: dict[int, Attend] = {}
     shapes: set[tuple[int, int, int]] = set()
     answer: Any = None
     while not isinstance(event := forward.resume(answer), Logits):
@@ -353,7 +355,7 @@ def _trial(skeleton: Skeleton) -> None:
                 raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
-            skeleton.windows[event.layer] = window_at(event)
+            skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
             shapes.add(_attention_shape(event))
         answer = skeleton.trial_answer(event)
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
@@ -361,6 +363,7 @@ def _trial(skeleton: Skeleton) -> None:
         pairs = zip_longest(seen, order, fillvalue="the end")
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
         raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
+    use_halves(skeleton.model, attends)
     heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
     width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels are fastest with whole vectors
     skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), width)

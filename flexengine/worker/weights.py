@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.packed import Packed
 from flexengine.model.form import WeightFormat
+from flexengine.model.linear import FastLinear
 from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, is_disk, off_device
 from flexengine.plan.facts import ENCODED_ROWS
@@ -101,6 +103,17 @@ class Weights:
         Before the last batch is read, the unit must not be computed, and not be streamed except from the checkpoint.
         """
         self._arrivals.load_resident(unit)
+        if unit < len(self.skeleton.layers) and unit not in self._arrivals.units:
+            self._pack(unit)
+
+    def _pack(self, unit: int) -> None:
+        """Reorder the resident weights of a layer for the CPU's products."""
+        if self.machine.compute.type != "cpu":
+            return
+        kernel = kernels.load()
+        for name, param in self.skeleton.layers[unit].items():
+            if name in self._resident and _is_product(param) and name not in self._forms:
+                param.module.packed = kernel.pack(self._resident[name])  # type: ignore[assignment]
 
     def load_all_resident(self) -> None:
         """Read the resident weights of all units. Raise BadCheckpoint if a read fails."""
@@ -135,6 +148,8 @@ class Weights:
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
             for name, param in layer.items():
+                if _is_product(param):
+                    param.module.packed = False  # type: ignore[assignment]
                 if name in self._resident:
                     param.bind(self._resident[name])
         if self.machine.compute.type != "cpu":
@@ -282,6 +297,11 @@ class Weights:
         slots = (self._views, self._in_slot, self._slots, self._stages)
         for held in (self._pieces, self._resident, *slots):
             held.clear()
+
+
+def _is_product(param: ParamRef) -> bool:
+    """Return whether only a Product reads the parameter, as a whole."""
+    return param.name == "weight" and isinstance(param.module, FastLinear)
 
 
 def _nbytes(pieces: Pieces) -> int:

@@ -1,5 +1,7 @@
 """Products with dense matrices, and sums of their rows, against float64."""
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -22,6 +24,9 @@ def test_linear(kernel: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
         expected = x[:rows].double() @ weight.double().T + (bias.double() if rows % 2 else 0)
         torch.testing.assert_close(found.double(), expected, atol=3e-5 * k**0.5, rtol=1e-5)
     assert kernel.linear(x.reshape(3, 67, k), weight).shape == (3, 67, n)
+    across = torch.randn(k, n).to(dtype).T
+    torch.testing.assert_close(kernel.linear(x, across, bias).double(), x.double() @ across.double().T + bias.double(),
+                               atol=3e-5 * k**0.5, rtol=1e-5)  # fmt: skip
     apart = torch.randn(n, k + 9).to(dtype)[:, 4 : 4 + k]
     torch.testing.assert_close(kernel.linear(x, apart).double(), x.double() @ apart.double().T,
                                atol=3e-5 * k**0.5, rtol=1e-5)  # fmt: skip
@@ -40,6 +45,23 @@ def test_add_weighted(kernel: Kernels, n: int, width: int, dtype: torch.dtype) -
         out = start[low:high].clone()
         kernel.add_weighted(out, a[low:high], rows)
         assert torch.equal(out, whole[low:high])
+
+
+@pytest.mark.parametrize("compute", [None, "bf16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (128, 576), (165, 1030), (300, 7), (9, 32)])
+def test_a_packed_weight_gives_the_same_bits(
+    kernel: Kernels, n: int, k: int, dtype: torch.dtype, compute: Literal["bf16"] | None
+) -> None:
+    """Rows that fill no panel, several spans, few rows and many. An odd number of 16 bits has no whole units."""
+    weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(300, k), torch.randn(n)
+    reordered = weight.clone()
+    done = kernel.pack(reordered, threads=2)
+    assert done is (kernel.name == "native" and n >= kernel._panel and k * dtype.itemsize % 4 == 0)  # type: ignore[attr-defined]
+    assert torch.equal(reordered, weight) is not done
+    for rows in (0, 1, 2, 5, 6, 7, 13, 64, 300):
+        expected = kernel.linear(x[:rows], weight, bias, compute)
+        assert torch.equal(kernel.linear(x[:rows], reordered, bias, compute, packed=done), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

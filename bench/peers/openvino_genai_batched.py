@@ -1,0 +1,49 @@
+"""OpenVINO GenAI with continuous batching on a CPU: reads a Job, prints one JSON line.
+
+options["gguf"]: the model's file. options["properties"]: properties of the CPU plugin, which choose the dtype of
+products and of the cache. Without properties it keeps weights of 4 bits, and rounds activations and the cache to 8.
+"""
+
+import sys
+import time
+from typing import Any
+
+from bench.harness import Job, needs, report, report_loaded, skip
+
+TOKENS = 2048  # most tokens of a step
+GIB = 1 << 30
+
+
+def pipeline(genai: Any, job: Job) -> Any:
+    """Return a pipeline with room in its cache for all rows of a batch."""
+    config = genai.SchedulerConfig()
+    config.cache_size = 4  # GiB
+    config.max_num_seqs, config.max_num_batched_tokens = job.batch, TOKENS
+    config.enable_prefix_caching = False
+    return genai.ContinuousBatchingPipeline(job.options["gguf"], config, "CPU", job.options.get("properties", {}))
+
+
+def main() -> None:
+    """Run one job."""
+    job = Job.from_json(sys.stdin.read())
+    needs("openvino-genai", "openvino_genai")
+    if not job.options.get("gguf"):
+        skip("OpenVINO GenAI reads a GGUF file here; the demo model and LLaMA shapes have one")
+    import numpy
+    import openvino
+    import openvino_genai as genai
+
+    start = time.perf_counter()
+    pipe = pipeline(genai, job)
+    report_loaded()
+    loaded = time.perf_counter()
+    prompts = [openvino.Tensor(numpy.array([row.prompt_token_ids], dtype=numpy.int64)) for row in job.requests]
+    settings = [genai.GenerationConfig(max_new_tokens=row.max_tokens, ignore_eos=True, do_sample=False)
+                for row in job.requests]  # fmt: skip
+    results = pipe.generate(prompts, settings)
+    tokens = [list(result.m_generation_ids[0]) for result in results]
+    report(tokens, time.perf_counter() - loaded, loaded - start)
+
+
+if __name__ == "__main__":
+    main()

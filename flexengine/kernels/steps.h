@@ -1,0 +1,86 @@
+// Kernels of a layer as steps, which run one after the other in one parallel region.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+
+#include "elementwise.h"
+#include "encoded.h"
+
+namespace {
+
+// beside: the step may run at the same time as the step before it, since neither reads what the other writes.
+enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE };
+struct Step {
+    const void* call;
+    int32_t kind, beside;
+};
+
+// Calls f with the tasks of a step: `count` tasks, which run(i) computes in any order, and a number of elements or
+// products that tells how long they take.
+template <class F> INLINE void with_tasks(const Step& step, F f) {
+    switch (Kind(step.kind)) {
+        case Kind::LINEAR: return f(LinearTasks(*(const Linear*)step.call));
+        case Kind::DECODED: return f(DecodedTasks(*(const Product*)step.call));
+        case Kind::ROUND: return f(RoundTasks(*(const Product*)step.call));
+        case Kind::DOTS: return f(DotTasks(*(const Product*)step.call));
+        case Kind::NARROW: return f(RowTasks<Narrow>(*(const Narrow*)step.call));
+        case Kind::NORM: return f(RowTasks<Norm>(*(const Norm*)step.call));
+        case Kind::ROTATE: return f(RowTasks<Rotate>(*(const Rotate*)step.call));
+        case Kind::GATE: return f(RowTasks<Gate>(*(const Gate*)step.call));
+    }
+}
+
+constexpr int64_t ALONE = 1 << 15;  // elements; for at most this many, one thread is faster than several
+constexpr int64_t STEPS = 32;       // most steps of a call
+constexpr int SPINS = 1 << 12;      // looks at another thread's progress, until this thread yields its processor
+
+// Progress of a step: tasks that threads have taken, and tasks that are done.
+struct alignas(64) Progress { std::atomic<int64_t> taken{0}, done{0}; };
+
+inline void wait_for(const Progress& progress, int64_t count) {
+    for (int i = 0; progress.done.load(std::memory_order_acquire) < count; i++) {
+#if defined(__x86_64__)
+        if (i < SPINS) { __builtin_ia32_pause(); continue; }
+#endif
+        sched_yield();
+    }
+}
+
+void run_alone(const Step* steps, int64_t count) {
+    for (int64_t s = 0; s < count; s++)
+        with_tasks(steps[s], [](const auto& tasks) { for (int64_t i = 0; i < tasks.count; i++) tasks.run(i); });
+}
+
+void run_together(const Step* steps, int64_t count, int32_t threads) {
+    Progress progress[STEPS];
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t counts[STEPS], finished = 0;  // finished: steps that were waited for
+        for (int64_t s = 0; s < count; s++) {
+            for (; !steps[s].beside && finished < s; finished++) wait_for(progress[finished], counts[finished]);
+            with_tasks(steps[s], [&](const auto& tasks) {
+                counts[s] = tasks.count;
+                for (int64_t i; (i = progress[s].taken.fetch_add(1, std::memory_order_relaxed)) < tasks.count;) {
+                    tasks.run(i);
+                    progress[s].done.fetch_add(1, std::memory_order_release);
+                }
+            });
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Runs at most STEPS steps.
+void flex_run(const Step* steps, int64_t count, int32_t threads) {
+    bool small = true;
+    for (int64_t s = 0; s < count; s++)
+        with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });
+    if (small || threads == 1) return run_alone(steps, count);
+    run_together(steps, count, threads);
+}
+
+}  // extern "C"

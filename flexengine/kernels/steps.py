@@ -1,0 +1,147 @@
+"""Native kernels of a layer as steps: one call runs them one after the other, in one parallel region."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexengine.codec.packed import Packed
+from flexengine.kernels import base, structs
+
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
+KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate")  # in the order of enum Kind
+MOST = 32  # steps of a call, STEPS of steps.h
+
+
+class Steps:
+    """Steps that `run` runs. A method adds a step and returns its result, which has values after `run`.
+
+    A step may read the results of the steps before it. Arguments are not checked. All tensors are on the CPU, and fp32
+    unless stated otherwise; matrices have a stride of 1 along a row.
+
+    Args:
+        run: flex_run of the library.
+        pairs: whether the CPU multiplies pairs of bf16.
+    """
+
+    def __init__(self, run: Any, pairs: bool) -> None:
+        self._run, self._pairs = run, pairs
+        self._steps: list[tuple[ctypes.Structure, int, bool]] = []
+        self._kept: list[Any] = []  # tensors that the steps read or write
+        self._rounded: dict[tuple[Any, ...], Tensor] = {}
+        self._threads = torch.get_num_threads()
+
+    def run(self) -> None:
+        """Run the steps. Raise RuntimeError for more than MOST."""
+        if len(self._steps) > MOST:
+            raise RuntimeError(f"a call has {len(self._steps)} steps, more than {MOST}")
+        steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
+        calls = (structs.Step * len(steps))(*steps)
+        self._run(ctypes.addressof(calls), len(calls), self._threads)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: base.Compute | None = None,
+        residual: Tensor | None = None, beside: bool = False, packed: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Add a product with a plain weight; see base.Kernels.linear.
+
+        Args:
+            x: [rows, k].
+            weight, bias, compute, packed: as there.
+            residual: [rows, n], contiguous, added to the result; None for none.
+            beside: whether the step before does not write x.
+        """
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        pairs = False
+        if compute == "bf16":
+            even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
+            pairs = self._pairs and weight.dtype == torch.bfloat16 and even
+            x, beside = self._narrow(x, wide=not pairs, beside=beside)
+        call = structs.Linear(
+            *(x.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
+            *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
+            *(CODES[weight.dtype], pairs, False, packed, self._threads),
+        )
+        self._add("linear", call, (x, weight, bias, residual, out), beside)
+        return out
+
+    def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
+        """Add the kernel base.Kernels.add_weighted."""
+        call = structs.Linear(
+            *(a.data_ptr(), rows.data_ptr(), None, None, out.data_ptr()),
+            *(*out.shape, a.shape[1], a.stride(0), rows.stride(0), out.stride(0)),
+            *(CODES[rows.dtype], False, True, False, self._threads),
+        )
+        self._add("linear", call, (a, rows, out))
+
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None,
+        residual: Tensor | None = None, beside: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`."""
+        out = x.new_empty(x.shape[0], form.rows)
+        groups, group = form.blocks[1], form.codec.group
+        rows, scratch, source = x.shape[0], None, x
+        if compute == "bf16":
+            source, beside = self._narrow(x, wide=not self._pairs, beside=beside)
+
+        def call(scratch: Tensor | None) -> structs.Product:
+            return structs.Product(
+                *(source.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
+                *(_address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
+                *(groups, form.codec.bits, group, COMPUTES[compute], self._threads),
+            )
+
+        if compute == "int8":
+            key = (x.data_ptr(), rows, groups, group)
+            if (scratch := self._rounded.get(key)) is None:
+                scratch = torch.empty(rows * groups * (group + 2 * 4), dtype=torch.uint8)
+                self._rounded[key] = scratch
+                self._add("round", call(scratch), (scratch,), beside)
+                beside = False
+        kind = "decoded" if scratch is None else "dots"
+        self._add(kind, call(scratch), (source, weight, bias, residual, out), beside)
+        return out
+
+    def _narrow(self, x: Tensor, wide: bool, beside: bool) -> tuple[Tensor, bool]:
+        """Return x rounded to bf16, once for all products with it, and whether the product can run beside the last
+        step."""
+        key = (x.data_ptr(), *x.shape, wide)
+        if (found := self._rounded.get(key)) is not None:
+            return found, beside
+        rows, n = x.shape
+        out = self._rounded[key] = x.new_empty(rows, n if wide else (n + 1) // 2)
+        self._add("narrow", structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide), (x, out), beside)
+        return out, False
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False) -> Tensor:
+        """Add an RMS norm of x [rows, n]; see base.Kernels.rms_norm."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        call = structs.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), eps, shift)
+        self._add("norm", call, (x, weight, out), beside)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False) -> Tensor:
+        """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        call = structs.Rotate(
+            *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
+        )
+        self._add("rotate", call, (x, cos, sin, out), beside)
+        return out
+
+    def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous."""
+        call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act))
+        self._add("gate", call, (gate, up))
+        return gate
+
+    def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:
+        self._steps.append((call, KINDS.index(kind), beside))
+        self._kept.append(kept)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

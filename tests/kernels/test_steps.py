@@ -1,0 +1,84 @@
+"""Several kernels in one call: the same results as in calls of their own, for any number of threads."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexengine.codec.groupwise import Groupwise
+from flexengine.codec.packed import Packed
+from flexengine.kernels.base import Compute
+from flexengine.kernels.cpu import NativeKernels
+from tests.helpers.builds import NATIVE, kernels_named
+
+WIDTH, WIDE = 192, 320
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def kernel(request: pytest.FixtureRequest) -> NativeKernels:
+    return cast(NativeKernels, kernels_named(request.param))
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 600])
+@pytest.mark.parametrize(
+    ("bits", "dtype", "compute"),
+    [(None, torch.float32, None), (None, torch.bfloat16, None), (None, torch.bfloat16, "bf16"),
+     (None, torch.float16, None), (4, None, None), (4, None, "bf16"), (4, None, "int8"), (8, None, "int8")],
+)  # fmt: skip
+def test_a_chain_of_steps(
+    kernel: NativeKernels, threads: int, rows: int, bits: int | None, dtype: Any, compute: Compute | None
+) -> None:
+    """A norm, two products beside each other, a gate, and a product that is added to the norm's input."""
+    torch.manual_seed(rows)
+    x, scale = torch.randn(rows, WIDTH), torch.randn(WIDTH)
+    shapes = ((WIDE, WIDTH), (WIDE, WIDTH), (WIDTH, WIDE))
+    plain = [torch.randn(shape) / 10 for shape in shapes]
+    biases: list[Tensor | None] = [torch.randn(WIDE), None, torch.randn(WIDTH)]
+    forms = [Packed(Groupwise("test", bits, 64), *shape) if bits else None for shape in shapes]
+    weights = [w.to(dtype) if form is None else form.encode(w) for w, form in zip(plain, forms, strict=True)]
+
+    def alone(x: Tensor, i: int) -> Tensor:
+        if (form := forms[i]) is not None:
+            return kernel.product(x, weights[i], form, biases[i], compute)
+        return kernel.linear(x, weights[i], biases[i], "bf16" if compute == "bf16" else None)
+
+    def added(x: Tensor, i: int, **how: Any) -> Tensor:
+        if (form := forms[i]) is not None:
+            return steps.product(x, weights[i], form, biases[i], compute, **how)
+        return steps.linear(x, weights[i], biases[i], compute, **how)
+
+    normed = kernel.rms_norm(x, scale, 1e-5)
+    first, second = alone(normed, 0), alone(normed, 1)
+    gated = kernel.gate(first.clone(), second, "silu")
+    expected = x + alone(gated, 2)
+    steps = kernel.steps()
+    a = steps.norm(x, scale, 1e-5)
+    b, c = added(a, 0), added(a, 1, beside=True)
+    kept = b
+    result = added(steps.gate(b, c, "silu"), 2, residual=x)
+    steps.run()
+    assert torch.equal(a, normed)
+    assert torch.equal(c, second)
+    assert torch.equal(kept, gated)
+    assert torch.equal(result, expected)
+
+
+def test_no_steps(kernel: NativeKernels) -> None:
+    kernel.steps().run()
+
+
+def test_too_many_steps_are_refused(kernel: NativeKernels) -> None:
+    steps, x = kernel.steps(), torch.randn(3, WIDTH)
+    for _ in range(40):
+        steps.norm(x, torch.ones(WIDTH), 1e-5)
+    with pytest.raises(RuntimeError, match="40 steps"):
+        steps.run()

@@ -1,0 +1,138 @@
+"""Layers as two calls of native kernels: which ones are, and that they compute what transformers' modules compute."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexengine import kernels
+from flexengine.kernels.reference import ReferenceKernels
+from flexengine.model.forward import Attend, Pass, PausingLayer
+from flexengine.model.queries import use_queries_first
+from flexengine.model.skeleton import Skeleton, build
+
+HALVED = ("llama", "mistral", "qwen2", "qwen3")
+OTHERS = ("opt", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
+TOKENS = 5
+
+
+@pytest.fixture(autouse=True)
+def seed(two_threads: None) -> None:
+    torch.manual_seed(0)
+
+
+def opened(directory: Path) -> tuple[Skeleton, list[PausingLayer]]:
+    """Return a skeleton whose layers have random weights, and the layers."""
+    skeleton = build(directory, torch.float32)
+    for layer in skeleton.layers:
+        for slot in layer.values():
+            values = torch.randn(slot.shape) * (0.2 if len(slot.shape) > 1 else 1.0)
+            slot.bind(nn.Parameter(values, requires_grad=False))
+    return skeleton, [module for module in skeleton.model.modules() if isinstance(module, PausingLayer)]
+
+
+def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return hidden states, and cosines and sines of a layer."""
+    config = skeleton.config.get_text_config()
+    width, dim = config.hidden_size, getattr(config, "head_dim", None) or skeleton.cache.head_dim
+    return torch.randn(1, tokens, width), (torch.randn(1, tokens, dim), torch.randn(1, tokens, dim))
+
+
+def ran(layer: PausingLayer, hidden: Tensor, positions: tuple[Tensor, Tensor], halves: bool = True) -> list[Tensor]:
+    """Return q, k, v and the output of a layer. halves: whether it may be computed as two calls."""
+    kept, layer.halves = layer.halves, layer.halves if halves else None
+    events, answer = list[Any](), hidden
+    try:
+        current = Pass(lambda: layer(hidden, position_embeddings=positions))
+        event: Any = current.switch()
+        while not current.dead:
+            if isinstance(event, Attend):
+                events.append(event)
+                answer = torch.sin(torch.arange(event.q.numel())).view(1, event.q.shape[2], event.q.shape[1], -1)
+            event = current.switch(answer)
+    finally:
+        layer.halves = kept
+    (attend,) = events
+    return [*attend[1:4], event]
+
+
+@pytest.mark.parametrize("family", HALVED)
+def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -> None:
+    skeleton, layers = opened(families(family).directory)
+    hidden, positions = arguments(skeleton)
+    for layer in layers:
+        assert layer.halves.usable(hidden, positions)
+        ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, halves=False)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)  # the same kernels in the same order
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_layers_keep_their_modules(families: Any, family: str) -> None:
+    _, layers = opened(families(family).directory)
+    assert all(layer.halves is None for layer in layers)
+
+
+def changed(directory: Path, target: Path, kind: str, **fields: Any) -> Path:
+    """Copy a checkpoint, with another architecture in its config."""
+    shutil.copytree(directory, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), **fields}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> None:
+    """Granite has LLaMA's modules, but scales what it adds to the residual."""
+    for number, multiplier in enumerate((1.0, 0.7)):
+        model = changed(families("llama").directory, tmp_path / str(number), "Granite", residual_multiplier=multiplier)
+        skeleton, layers = opened(model)
+        hidden, positions = arguments(skeleton)
+        assert {layer.halves.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
+
+
+def test_layers_of_one_class_with_other_settings_have_trials_of_their_own(families: Any, tmp_path: Path) -> None:
+    """Some layers of SmolLM3 have no rotary positions."""
+    model = changed(families("llama").directory, tmp_path / "m", "SmolLM3", no_rope_layers=[1, 0, 1, 0], pad_token_id=0)
+    skeleton, layers = opened(model)
+    hidden, positions = arguments(skeleton)
+    assert [layer.halves.usable(hidden, positions) for layer in layers] == [True, False, True, False]
+
+
+def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> None:
+    skeleton, layers = opened(families("llama").directory)
+    layer, (hidden, positions) = layers[0], arguments(skeleton)
+    usable = layer.halves.usable
+    assert usable(hidden, positions)
+    hook = layer.layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None)
+    assert not usable(hidden, positions)
+    hook.remove()
+    assert usable(hidden, positions)
+    assert not usable(hidden.bfloat16(), positions)
+    assert not usable(hidden, (positions[0][..., :-2], positions[1][..., :-2]))
+    assert not usable(hidden, None)
+    layer.layer.mlp.act_fn = nn.ReLU()
+    assert not usable(hidden, positions)
+    use_queries_first(skeleton.model)
+    assert not layers[1].halves.usable(hidden, positions)
+
+
+def test_without_native_kernels_the_modules_are_used(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "load", ReferenceKernels)
+    skeleton, layers = opened(families("llama").directory)
+    hidden, positions = arguments(skeleton)
+    assert not layers[0].halves.usable(hidden, positions)
+
+
+def test_a_row_is_the_same_in_any_company(families: Any) -> None:
+    skeleton, layers = opened(families("qwen2").directory)
+    hidden, (cos, sin) = arguments(skeleton, 700)
+    whole = ran(layers[0], hidden, (cos, sin))
+    for low, high in ((0, 1), (3, 17), (690, 700)):
+        part = ran(layers[0], hidden[:, low:high], (cos[:, low:high], sin[:, low:high]))
+        for mine, other in zip(part[:3], whole[:3], strict=True):
+            assert torch.equal(mine, other[:, :, low:high])
