@@ -12,8 +12,8 @@ from bench.cases import COMPARISONS, SMOKE
 from bench.compare import __main__ as compare
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
-from bench.peers import PEERS
-from bench.report.lines import command, lines_of
+from bench.peers import CLASSES, PEERS, own_class
+from bench.report.lines import command, lines_of, ratio_text
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,9 @@ def test_an_interpreter_says_what_it_has() -> None:
     ("case", "name", "dtype"),
     [("d", "llama-cpp", "float16"), ("d", "airllm", "bfloat16"), ("a", "llama-cpp", "Q4_1"),
      ("a", "llama-cpp-f32", "float32"), ("a", "transformers", "bfloat16"), ("g", "flexgen", "float16"),
-     ("g", "deepspeed", "float16")],
+     ("g", "deepspeed", "float16"), ("a", "openvino", "Q4_1"), ("d", "openvino", "float16"),
+     ("a", "openvino-bf16", "bfloat16"), ("d", "openvino-f32", "float32"), ("a", "vllm", "float32"),
+     ("a", "ctranslate2-int8", "int8")],
 )  # fmt: skip
 def test_what_is_recorded_is_what_a_peer_computes_in(
     case: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +125,25 @@ def test_what_is_recorded_is_what_a_peer_computes_in(
         monkeypatch.setattr(compare.gguf_files, make_gguf, lambda *place: Path("model.gguf"))
     args = compare.parse([case, "--peer-dtype", "bfloat16"])
     assert compare.peer_job(name, Job("model", ()), COMPARISONS[case], args).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("switches", "name"),
+    [({}, "fp32"), ({"cache": "bf16"}, "fp32"), ({"compute": "bf16", "cache": "bf16"}, "bf16"),
+     ({"compute": "int8"}, "8 bits"), ({"weights": "int8", "compute": "bf16"}, "8 bits"),
+     ({"weights": "int4"}, "4 bits"), ({"weights": "mixed", "compute": "int8"}, "4 bits"),
+     ({"weights": [None, "int3"]}, "4 bits")],
+)  # fmt: skip
+def test_classes_of_numbers(switches: Record, name: str) -> None:
+    assert own_class(switches) == name
+    assert {peer.dtype for peer in PEERS.values() if peer.dtype} <= set(CLASSES)
+
+
+def test_classes_are_named_where_they_differ(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"flexengine_side": 10.0, "transformers_generate": 5.0}
+    words = ["--runs", "1", "--peers", "transformers", "--lossy", "exact", "compute=int8", "--peer-batches", "4"]
+    _, found = run(tiny, monkeypatch, rates, *words)
+    assert [ratio_text(row) for line in found for row in lines_of(line)] == ["2", "2, 8 bits against fp32"]
 
 
 def test_every_case_has_peers_and_every_peer_an_adapter() -> None:
