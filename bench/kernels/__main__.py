@@ -3,7 +3,8 @@
 python -m bench.kernels [--runs 5] [--only products prompts passes model] [--out FILE]
 
 products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, bf16, 8 and 4 bits, multiplied in
-    fp32, bf16 and integers; torch's fp32 linear and its own int4 product beside them. Also the bound, as a share of the
+    fp32, bf16 and integers; plain weights packed, as resident ones are, and as they are streamed; torch's fp32 linear,
+    oneDNN's and torch's int4 product beside them. Also the bound, as a share of the
     measured time: the least time of the cores' fastest products of that kind, and of reading the weights.
 prompts: causal attention of prompts, GFLOP/s, against torch's scaled_dot_product_attention.
 passes: norms, rotary positions and gates in one pass each, and as transformers computes them: GB/s of operands read
@@ -92,6 +93,21 @@ def _encoded(kernel: Any, x: Any, form: Any, compute: Any, w: Any) -> None:
     kernel.product(x, w, form, None, compute)
 
 
+def _random(n: int, k: int, dtype: Any) -> Any:
+    import torch
+
+    return torch.randn(n, k).to(dtype)
+
+
+def _packed(kernel: Any, w: Any) -> Any:
+    kernel.pack(w)
+    return w
+
+
+def _plain(kernel: Any, x: Any, compute: Any, w: Any, packed: bool = False) -> None:
+    kernel.linear(x, w, None, compute, packed)
+
+
 def _pass(function: Any, operands: tuple[Any, ...]) -> None:
     if function.__name__ == "gate":
         operands[0].fill_(1.0)
@@ -105,6 +121,7 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
     from flexengine import kernels
     from flexengine.codec.named import WEIGHTS
     from flexengine.codec.packed import Packed
+    from flexengine.kernels.onednn import linear_fp32
 
     kernel, x = kernels.load(), torch.randn(m, k)
     calls: dict[str, Call] = {}
@@ -119,9 +136,17 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
         least[name] = peak.measure().seconds(2.0 * m * n * k, nbytes, compute or "fp32")
 
     with_weights("torch fp32", lambda: torch.randn(n, k), lambda w: torch.nn.functional.linear(x, w))
-    with_weights("fp16 weights", lambda: torch.randn(n, k).half(), lambda w: kernel.linear(x, w))
-    with_weights("bf16 weights, bf16 compute", lambda: torch.randn(n, k).bfloat16(),
-                 lambda w: kernel.linear(x, w, None, "bf16"), "bf16")  # fmt: skip
+    with_weights("oneDNN fp32", lambda: torch.randn(n, k), lambda w: linear_fp32(x, w))
+    plain: tuple[tuple[str, torch.dtype, Any], ...] = (
+        ("fp32 weights", torch.float32, None), ("fp16 weights", torch.float16, None),
+        ("bf16 weights, bf16 compute", torch.bfloat16, "bf16"),
+    )  # fmt: skip
+    for name, dtype, compute in plain:
+        packs = kernel.pack(torch.empty(n, k, dtype=dtype))
+        with_weights(f"{name}, streamed", partial(_random, n, k, dtype), partial(_plain, kernel, x, compute), compute)
+        if packs:
+            with_weights(name, lambda dtype=dtype: _packed(kernel, _random(n, k, dtype)),  # type: ignore[misc]
+                         partial(_plain, kernel, x, compute, packed=True), compute)  # fmt: skip
     for bits, compute in ((bits, compute) for bits in (8, 4) for compute in (None, "bf16", "int8")):
         form = Packed(WEIGHTS[f"int{bits}"], n, k)
         data = form.encode(torch.randn(n, k))
