@@ -170,31 +170,41 @@ void multiply_tile(const Linear& a, const float* tile, int64_t m, int64_t c, int
     add(a, sum, m, c, d, span);
 }
 
-// Adds M rows of x times `span` units of a panel, from its column c on, to out. For two numbers per unit, span counts
-// numbers and is even.
+// sum += x [M, span] @ `span` numbers from a panel of two numbers per unit, at N * W columns. span is even.
 template <class T, int M, int N>
-void multiply_panel(const Linear& a, int64_t m, int64_t c, int64_t d, int64_t span) {
-    typedef typename Units<T>::type U;
-    constexpr int EACH = Units<T>::EACH;
-    const float *x = a.x + m * a.x_row + d, *at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL;
-    at += d / EACH * PANEL;
-    vf sum[M][N];
-    clear(sum);
-    if constexpr (EACH == 1) {
-        multiply<U>(x, a.x_row, at, span, sum, PANEL);
-    } else {
-        for (int64_t i = 0; i < span; i += EACH, at += PANEL) {
-            UNROLL for (int e = 0; e < EACH; e++) {
-                vf u[N];
-                UNROLL for (int n = 0; n < N; n++) u[n] = unit(vload_pairs(at + n * W, 2 * W), e, T());
-                UNROLL for (int r = 0; r < M; r++) {
-                    const vf v = vset(x[r * a.x_row + i + e]);
-                    UNROLL for (int n = 0; n < N; n++) sum[r][n] = vmadd(v, u[n], sum[r][n], U());
-                }
+INLINE void multiply_halves(const float* x, int64_t x_row, const float* at, int64_t span, vf (&sum)[M][N]) {
+    for (int64_t i = 0; i < span; i += 2, at += PANEL) {
+        UNROLL for (int e = 0; e < 2; e++) {
+            vf u[N];
+            UNROLL for (int n = 0; n < N; n++) u[n] = unit(vload_pairs(at + n * W, 2 * W), e, T());
+            UNROLL for (int r = 0; r < M; r++) {
+                const vf v = vset(x[r * x_row + i + e]);
+                UNROLL for (int n = 0; n < N; n++) sum[r][n] = vmadd(v, u[n], sum[r][n], float());
             }
         }
     }
-    add(a, sum, m, c, d, span);
+}
+
+// Widens the same part of a panel into tile [span, N * W].
+template <class T, int N> void widen_panel(const float* at, int64_t span, float* tile) {
+    for (int64_t i = 0; i < span; i += 2, at += PANEL)
+        UNROLL for (int e = 0; e < 2; e++)
+            UNROLL for (int n = 0; n < N; n++, tile += W) vstore(tile, unit(vload_pairs(at + n * W, 2 * W), e, T()));
+}
+
+// Adds what `multiply` adds to registers, of units d to d + span, to `sums`, [M, N * W]. Sums start at zero every SPAN
+// units and are added to out after SPAN units.
+template <int M, int N, class F>
+INLINE void add_units(const Linear& a, int64_t m, int64_t c, int64_t d, int64_t span, float* sums, F multiply) {
+    vf sum[M][N];
+    if (d % SPAN == 0) clear(sum);
+    else
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
+    multiply(sum);
+    keep(sum, sums);
+    const int64_t end = d + span, begin = (end - 1) / SPAN * SPAN;
+    if (end == a.k || end % SPAN == 0) add<M, N>(a, sums, m, c, begin, end - begin);
 }
 
 // Calls f(M) for runs of at most ROWS rows of nearly equal number from m to end: f(std::integral_constant, first row).
@@ -217,11 +227,26 @@ void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, 
     for_heights(m, end, [&](auto M, int64_t row) { multiply_tile<U, M, N>(a, tile, row, c, d, span); });
 }
 
-// Computes rows m to end of out at N * W columns from c on, of one panel.
+// Computes rows m to end of out, at most GROUP, at N * W columns from c on, of one panel. STEP units of it stay in L1 for
+// all rows; many rows widen numbers of 16 bits once.
 template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64_t end, int64_t c) {
-    for (int64_t d = 0; d < a.k; d += SPAN) {
-        const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
-        for_heights(m, end, [&](auto M, int64_t row) { multiply_panel<T, M, N>(a, row, c, d, span); });
+    typedef typename Units<T>::type U;
+    constexpr int64_t STEP = 128, EACH = Units<T>::EACH;
+    alignas(64) float sums[GROUP * N * W], tile[EACH == 1 ? W : STEP * N * W];
+    const bool wide = EACH == 2 && end - m > 4 * ROWS;
+    for (int64_t d = 0; d < a.k; d += STEP) {
+        const float* at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL + d / EACH * PANEL;
+        const int64_t span = a.k - d < STEP ? a.k - d : STEP;
+        if constexpr (EACH == 2)
+            if (wide) widen_panel<T, N>(at, span, tile);
+        for_heights(m, end, [&](auto M, int64_t row) {
+            const float* x = a.x + row * a.x_row + d;
+            add_units<M, N>(a, row, c, d, span, sums + (row - m) * N * W, [&](vf (&sum)[M][N]) {
+                if constexpr (EACH == 1) multiply<U>(x, a.x_row, at, span, sum, PANEL);
+                else if (wide) multiply<U>(x, a.x_row, tile, span, sum);
+                else multiply_halves<T>(x, a.x_row, at, span, sum);
+            });
+        });
     }
 }
 
@@ -237,14 +262,19 @@ template <class F> INLINE void with_vecs(int64_t vecs, F f) {
 
 // A call's tasks, which are independent of each other. Each computes some columns of out for some rows.
 struct LinearTasks {
+    static constexpr int64_t MANY = 16, LEAST = 4 * ROWS;  // tasks per thread; rows of a task
     const Linear& a;
     int64_t groups, height, width, blocks, count;
 
-    explicit LinearTasks(const Linear& a)
-        : a(a), groups((a.rows + GROUP - 1) / GROUP), height(groups ? (a.rows + groups - 1) / groups : 0), width(VECS * W) {
+    explicit LinearTasks(const Linear& a) : a(a), groups((a.rows + GROUP - 1) / GROUP), width(VECS * W) {
         // Fewer columns per task if there would be too few tasks for the threads.
         while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
-        blocks = (a.n + width - 1) / width, count = blocks * groups;
+        blocks = (a.n + width - 1) / width;
+        // Panels need no work before they are multiplied, so fewer rows per task cost little: equal shares for threads.
+        const auto uneven = [&] { return blocks * groups % a.threads && blocks * groups < MANY * a.threads; };
+        while (a.panels && uneven() && a.rows >= 2 * groups * LEAST) groups *= 2;
+        height = groups ? (a.rows + groups - 1) / groups : 1;
+        groups = (a.rows + height - 1) / height, count = blocks * groups;
     }
     int64_t numbers() const { return a.rows * a.n * a.k; }
 
