@@ -78,7 +78,7 @@ def _jobs(lines: list[Record]) -> str:
         (line["case"]["shape"], f"{line['case']['memory'] / 1e9:.2f} GB", str(line["case"]["rows"]), side,
          *(short(line[name][side]) for name in ("token_seconds", "job_seconds", "predicted_seconds")),
          "yes" if line["tokens_equal"] else "no")
-        for line in lines for side in line["token_seconds"]
+        for line in _sorted(lines) for side in line["token_seconds"]
     ]  # fmt: skip
     return f"{table(head, rows)}\n\nCommand: `python -m bench.flash DIR --out flash.jsonl`"
 
@@ -89,9 +89,14 @@ def _experts(lines: list[Record]) -> str:
         (line["case"]["shape"], f"{line['case']['memory'] / 1e9:.2f} GB", str(line["case"]["rows"]), SIDES[side],
          short(line["sweep_bytes"][side] / 1e6), short(line["sweep_seconds"][side]),
          "yes" if line["tokens_equal"] else "no")
-        for line in lines for side in line["sweep_seconds"]
+        for line in _sorted(lines) for side in line["sweep_seconds"]
     ]  # fmt: skip
     return f"{table(head, rows)}\n\nCommand: `python -m bench.flash.experts DIR --out flash.jsonl`"
+
+
+def _sorted(lines: list[Record]) -> list[Record]:
+    """Return the records by shape and number of rows."""
+    return sorted(lines, key=lambda line: (line["case"]["shape"], line["case"]["rows"]))
 
 
 def _guessed(line: Record) -> str:
