@@ -70,6 +70,19 @@ def attention_block(folder: Path = RESULTS) -> str:
     return "\n\n".join((*parts, "Command: `python -m bench.kernels.attention`"))
 
 
+def sweeps_block(folder: Path = RESULTS) -> str:
+    """Return the table of the parts of a decode sweep."""
+    found = {x["lossy"]: x for x in records("kernels", folder=folder) if x["bench"] == "kernels.sweeps"}
+    if not found:
+        return "Not recorded yet."
+    case, parts = (next(iter(found.values()))[key] for key in ("case", "prompts"))
+    rows = [("none" if name == "exact" else f"`{name}`", phase, *(short(x[phase][part]) for part in parts))
+            for name, x in found.items() for phase in ("prompts", "sweep")]  # fmt: skip
+    text = f"Milliseconds of all prompts and of a decode sweep, {case['rows']} rows with {case['prompt']} tokens each."
+    command = f"python -m bench.kernels.sweeps --lossy {' '.join(found)} --out kernels.jsonl"
+    return f"{text}\n\n{table(('switches', 'of', *parts), rows)}\n\nCommand: `{command}`"
+
+
 def bound_text(record: Record) -> str:
     """Return the explanation of decode attention's bound and of the prompts' figures."""
     return (
@@ -221,7 +234,7 @@ def faults_block(folder: Path = RESULTS) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
-    "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
+    "compare": compare_block, "attention": attention_block, "sweeps": sweeps_block, "plan": plan_block,
+    "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
     "devices": devices_block, "flash": flash_block,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.kernels.steps import CODES, Steps
+from flexengine.kernels.steps import CODES, KINDS, Steps
 
 BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
@@ -43,7 +43,7 @@ class NativeKernels(ReferenceKernels):
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
-        self._run = bound("run", takes=(c_void_p, c_int64, c_int32))
+        self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
         self._record_products, self._record_sum = bound("record_products", c_int64), bound("record_sum", c_int64)
         self._record_elements = bound("record_elements", c_int64)
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -53,6 +53,13 @@ class NativeKernels(ReferenceKernels):
     def steps(self) -> Steps:
         """Return an empty list of steps."""
         return Steps(self._run, self.bf16)
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds of all steps of this process so far, by kind. Steps that ran beside each other count as
+        the first of them."""
+        nanoseconds = (c_int64 * len(KINDS))()
+        self._spent(ctypes.addressof(nanoseconds))
+        return {kind: value * 1e-9 for kind, value in zip(KINDS, nanoseconds, strict=True)}
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None

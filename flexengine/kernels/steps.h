@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 
 #include "elementwise.h"
 #include "encoded.h"
@@ -11,6 +12,7 @@ namespace {
 
 // beside: the step may run at the same time as the step before it, since neither reads what the other writes.
 enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE };
+constexpr int KINDS = 8;
 struct Step {
     const void* call;
     int32_t kind, beside;
@@ -35,6 +37,17 @@ constexpr int64_t ALONE = 1 << 15;  // elements; for at most this many, one thre
 constexpr int64_t STEPS = 32;       // most steps of a call
 constexpr int SPINS = 1 << 12;      // looks at another thread's progress, until this thread yields its processor
 
+// Nanoseconds of all steps so far, by kind. Steps beside each other count as the first of them. The first step of a call
+// includes the start of its threads.
+std::atomic<int64_t> spent[KINDS];
+
+// Adds the time since `since` to a kind; returns the present time.
+inline int64_t spend(int32_t kind, int64_t since) {
+    const int64_t now = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+    if (since) spent[kind].fetch_add(now - since, std::memory_order_relaxed);
+    return now;
+}
+
 // Progress of a step: tasks that threads have taken, and tasks that are done.
 struct alignas(64) Progress { std::atomic<int64_t> taken{0}, done{0}; };
 
@@ -48,17 +61,22 @@ inline void wait_for(const Progress& progress, int64_t count) {
 }
 
 void run_alone(const Step* steps, int64_t count) {
-    for (int64_t s = 0; s < count; s++)
+    int64_t since = spend(0, 0);
+    for (int64_t s = 0; s < count; s++) {
         with_tasks(steps[s], [](const auto& tasks) { for (int64_t i = 0; i < tasks.count; i++) tasks.run(i); });
+        since = spend(steps[s].kind, since);
+    }
 }
 
 void run_together(const Step* steps, int64_t count, int32_t threads) {
     Progress progress[STEPS];
+    int64_t since = spend(0, 0), first = 0;  // of the steps under way, as the first thread sees them
 #pragma omp parallel num_threads(threads)
     {
         int64_t counts[STEPS], finished = 0;  // finished: steps that were waited for
         for (int64_t s = 0; s < count; s++) {
             for (; !steps[s].beside && finished < s; finished++) wait_for(progress[finished], counts[finished]);
+            if (!steps[s].beside && s && omp_get_thread_num() == 0) since = spend(steps[first].kind, since), first = s;
             with_tasks(steps[s], [&](const auto& tasks) {
                 counts[s] = tasks.count;
                 for (int64_t i; (i = progress[s].taken.fetch_add(1, std::memory_order_relaxed)) < tasks.count;) {
@@ -68,11 +86,17 @@ void run_together(const Step* steps, int64_t count, int32_t threads) {
             });
         }
     }
+    spend(steps[first].kind, since);
 }
 
 }  // namespace
 
 extern "C" {
+
+// Writes the nanoseconds of all steps so far, by kind.
+void flex_spent(int64_t* to) {
+    for (int kind = 0; kind < KINDS; kind++) to[kind] = spent[kind].load(std::memory_order_relaxed);
+}
 
 // Runs at most STEPS steps.
 void flex_run(const Step* steps, int64_t count, int32_t threads) {

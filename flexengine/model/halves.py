@@ -46,7 +46,9 @@ class Halves:
     def __init__(self, layer: Any, options: dict[str, Any], trial: "Trial | None") -> None:
         self.attention, self.mlp, self.options, self.trial = layer.self_attn, layer.mlp, options, trial
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
-        self._modules = list(layer.modules())
+        modules = list(layer.modules())
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [m.__dict__ for m in modules]
         self._head_norms = self.attention._modules.keys() >= _HEAD_NORMS
 
     def usable(self, hidden: Tensor, positions: Any) -> bool:
@@ -63,7 +65,7 @@ class Halves:
         cos, sin = positions
         if not cos.shape == sin.shape == (1, hidden.shape[1], self.attention.head_dim) or cos.dtype != hidden.dtype:
             return False
-        if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in self._modules):
+        if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
             return False
         return self.trial is None or self.trial.succeeded
 

@@ -72,6 +72,17 @@ def test_a_chain_of_steps(
     assert torch.equal(result, expected)
 
 
+def test_seconds_are_counted_by_kind(kernel: NativeKernels, threads: int) -> None:
+    x, weight = torch.randn(256, 1024), torch.randn(1024, 1024)
+    before = kernel.spent()
+    steps = kernel.steps()
+    steps.linear(steps.norm(x, torch.ones(1024), 1e-5), weight)
+    steps.run()
+    more = {kind: seconds - before[kind] for kind, seconds in kernel.spent().items()}
+    assert more["linear"] > more["norm"] > 0  # 2,000 times as many operations
+    assert not any(seconds for kind, seconds in more.items() if kind not in ("linear", "norm"))
+
+
 def test_no_steps(kernel: NativeKernels) -> None:
     kernel.steps().run()
 
