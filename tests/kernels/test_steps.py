@@ -79,7 +79,8 @@ def test_seconds_are_counted_by_kind(kernel: NativeKernels, threads: int) -> Non
     steps.linear(steps.norm(x, torch.ones(1024), 1e-5), weight)
     steps.run()
     more = {kind: seconds - before[kind] for kind, seconds in kernel.spent().items()}
-    assert more["linear"] > more["norm"] > 0  # 2,000 times as many operations
+    assert 0.5e9 < 2 * 256 * 1024 * 1024 / more["linear"] < 1e14  # products per second of any CPU
+    assert more["norm"] > 0  # it includes the start of threads
     assert not any(seconds for kind, seconds in more.items() if kind not in ("linear", "norm"))
 
 
