@@ -116,35 +116,18 @@ template <class U> Decode decoder(int32_t bits) {
 // use a tile of SPAN units in L2.
 constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
 
-// Adds units d to d + span of M rows from m on to `sums`, [M, N * W]. Sums start at zero every SPAN units and are added
-// to out after SPAN units.
-template <class U, int M, int N>
-void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span,
-                       float* sums) {
-    if constexpr (M > 1)
-        if (rows < M) return multiply_few_rows<U, M - 1, N>(a, tile, m, rows, c, d, span, sums);
-    if (d % SPAN == 0) memset(sums, 0, sizeof(float) * M * N * W);
-    vf sum[M][N];
-    UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
-    multiply<U>(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
-    keep(sum, sums);
-    const int64_t end = d + span, begin = (end - 1) / SPAN * SPAN;
-    if (end == a.k || end % SPAN == 0) add<M, N>(a, sums, m, c, begin, end - begin);
-}
-
 // Computes rows m to end of out, at most FEW_ROWS, at N * W columns from c on.
 template <class U, int N>
 void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
     alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
-    const int64_t rows = end - m, tiles = (rows + ROWS - 1) / ROWS;
     for (int64_t d = 0; d < a.k; d += FEW_SPAN) {
         const int64_t span = a.k - d < FEW_SPAN ? a.k - d : FEW_SPAN;
         for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t low = t * rows / tiles, high = (t + 1) * rows / tiles;
-            multiply_few_rows<U, ROWS, N>(a, tile, m + low, high - low, c, d, span, sums + low * N * W);
-        }
+        for_heights(m, end, [&](auto M, int64_t row) {
+            add_units<M, N>(a, row, c, d, span, sums + (row - m) * N * W, [&](vf (&sum)[M][N]) {
+                multiply<U>(a.x + row * a.x_row + d, a.x_row, tile, span, sum);
+            });
+        });
     }
 }
 

@@ -6,7 +6,7 @@ The native kernel widens 16-bit weights to fp32, which is exact.
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,7 @@ class Product:
                 return kernel.product(x if kernel.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or (weight.dtype == x.dtype and (x.dtype != torch.float32 or x.device.type != "cpu")):
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
-            rounds = weight.dtype == torch.bfloat16 and self.compute == "bf16"
-            return kernels.load().linear(x, weight, bias, "bf16" if rounds else None, packed)
+            return kernels.load().linear(x, weight, bias, self._rounding(weight), packed)
 
     def add_to(
         self, steps: Steps, x: Tensor, module: "FastLinear", residual: Tensor | None, beside: bool
@@ -77,8 +76,11 @@ class Product:
         if (form := module.forms.get("weight")) is not None:
             bias = None if bias is None else bias.float()  # type: ignore[assignment]
             return steps.product(x, weight, form, bias, self.compute, residual, beside)
-        rounds = weight.dtype == torch.bfloat16 and self.compute == "bf16"
-        return steps.linear(x, weight, bias, "bf16" if rounds else None, residual, beside, module.packed)
+        return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed)
+
+    def _rounding(self, weight: Tensor) -> Literal["bf16"] | None:
+        """Return the dtype that activations are rounded to before a product with this plain weight."""
+        return "bf16" if weight.dtype == torch.bfloat16 and self.compute == "bf16" else None
 
 
 class FastLinear(nn.Linear):

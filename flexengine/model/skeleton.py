@@ -53,6 +53,11 @@ class ParamRef(NamedTuple):
         parameters: dict[str, Any] = self.module._parameters  # type: ignore[assignment]
         return parameters if self.name in parameters else self.module._buffers
 
+    @property
+    def linear(self) -> bool:
+        """Whether it is the weight of a linear layer, which only a Product reads."""
+        return self.name == "weight" and isinstance(self.module, FastLinear)
+
     def bind(self, tensor: Tensor) -> None:
         """Make `tensor` the module's parameter or buffer."""
         self.holder[self.name] = tensor
@@ -160,9 +165,8 @@ class Skeleton:
     def matrices(self) -> set[str]:
         """Names of the parameters that only a Product or an embedding reads: they can keep their stored dtype."""
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
-        linear = {n for n, slot in slots if slot.name == "weight" and isinstance(slot.module, FastLinear)}
-        experts = {n for n, slot in slots if _reads_rows(slot)}
-        return linear | experts | {self.embedding[0], self.head[0]}
+        read = {n for n, slot in slots if slot.linear or _reads_rows(slot)}
+        return read | {self.embedding[0], self.head[0]}
 
     @property
     def experts(self) -> dict[str, int]:

@@ -10,7 +10,6 @@ from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.packed import Packed
 from flexengine.model.form import WeightFormat
-from flexengine.model.linear import FastLinear
 from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, is_disk, off_device
 from flexengine.plan.facts import ENCODED_ROWS
@@ -112,7 +111,7 @@ class Weights:
             return
         kernel = kernels.load()
         for name, param in self.skeleton.layers[unit].items():
-            if name in self._resident and _is_product(param) and name not in self._forms:
+            if name in self._resident and param.linear and name not in self._forms:
                 param.module.packed = kernel.pack(self._resident[name])  # type: ignore[assignment]
 
     def load_all_resident(self) -> None:
@@ -148,7 +147,7 @@ class Weights:
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
             for name, param in layer.items():
-                if _is_product(param):
+                if param.linear:
                     param.module.packed = False  # type: ignore[assignment]
                 if name in self._resident:
                     param.bind(self._resident[name])
@@ -297,11 +296,6 @@ class Weights:
         slots = (self._views, self._in_slot, self._slots, self._stages)
         for held in (self._pieces, self._resident, *slots):
             held.clear()
-
-
-def _is_product(param: ParamRef) -> bool:
-    """Return whether only a Product reads the parameter, as a whole."""
-    return param.name == "weight" and isinstance(param.module, FastLinear)
 
 
 def _nbytes(pieces: Pieces) -> int:
