@@ -65,7 +65,7 @@ int64_t flex_append(const Append* args) {
         if (a.from_dtype == BF16) encode = append_heads<bits, group, bf16>;
         if (a.from_dtype == FP16) encode = append_heads<bits, group, fp16>;
     });
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 8192)
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 32768)
     for (int64_t t = 0; t < a.tokens; t++) encode(a, t);
     return 0;
 }

@@ -33,8 +33,7 @@ struct Blocks {
     int64_t strips(int64_t n) const { return (n + width - 1) / width; }
 };
 
-// W rows of w from row c on, of a strip of N * W rows. The same thread later reads the strip that is a.threads strips
-// on.
+// W rows of w from row c on, of a strip of N * W rows. The same thread later reads the next strip.
 template <int BITS> struct Strip {
     static constexpr int LOW = BITS == 3 ? 2 : BITS;  // bits of the first plane
     static constexpr uint32_t MASK = 0x01010101u * ((1u << LOW) - 1);
@@ -49,7 +48,7 @@ template <int BITS> struct Strip {
         : lane(c % LANES), group(a.group), bytes(4 * LANES + LANES * a.group * BITS / 8) {
         const int64_t length = a.groups * bytes;
         at = a.w + c / LANES * length, end = at + length;
-        next = (N * W * a.threads / LANES - 1) * length;
+        next = (N * W / LANES - 1) * length;
         shift = __builtin_ctz(unsigned(a.group));
     }
     // Prefetches the data AHEAD bytes past column d of group g.
@@ -308,7 +307,7 @@ constexpr int64_t SHARE = 4;
 
 template <int BITS, int N>
 void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c) {
-    const Strip<BITS> later(a, c + N * W * a.threads, N);
+    const Strip<BITS> later(a, c + N * W, N);
     const int64_t share = end - t < SHARE ? end - t : SHARE, group = N * W * later.bytes / LANES;
     const int64_t ahead = (group + share * 64 - 1) / (share * 64) * 64;
     uintptr_t next = uintptr_t(later.at);

@@ -291,7 +291,7 @@ struct LinearTasks {
             if constexpr (!std::is_same<T, pair>())
                 if (a.across) widen_columns<T>(a, c, d, span, vecs * W, tile);
             for (int64_t n = 0; n < vecs * W && !a.across; n += W)
-                widen_rows(Rows<T>(a, c + n, c + n + width * a.threads), d, span, vecs * W, tile + n);
+                widen_rows(Rows<T>(a, c + n, c + n + width), d, span, vecs * W, tile + n);
             with_vecs(vecs, [&](auto N) { multiply_group<U, N>(a, tile, m, end, c, d, span); });
         }
     }

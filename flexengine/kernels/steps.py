@@ -1,6 +1,7 @@
 """Native kernels of a layer as steps: one call runs them one after the other, in one parallel region."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
+from flexengine.kernels.recorded import Recorded
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
@@ -30,16 +32,34 @@ class Steps:
         self._run, self._pairs = run, pairs
         self._steps: list[tuple[ctypes.Structure, int, bool]] = []
         self._kept: list[Any] = []  # tensors that the steps read or write
+        self._made: list[Tensor] = []  # of these, the ones that are allocated here
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._threads = torch.get_num_threads()
 
     def run(self) -> None:
         """Run the steps. Raise RuntimeError for more than MOST."""
-        if len(self._steps) > MOST:
-            raise RuntimeError(f"a call has {len(self._steps)} steps, more than {MOST}")
+        self._check()
         steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
         calls = (structs.Step * len(steps))(*steps)
         self._run(ctypes.addressof(calls), len(calls), self._threads)
+
+    def recorded(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Recorded:
+        """Return the steps in a form that can run again with other arguments. Raise RuntimeError for more than MOST.
+
+        Args:
+            arguments: all tensors that were given to the steps.
+            results: the returned tensors that are needed, contiguous.
+        """
+        self._check()
+        return Recorded(self._run, self._steps, self._threads, arguments, self._made, results)
+
+    def _check(self) -> None:
+        if len(self._steps) > MOST:
+            raise RuntimeError(f"a call has {len(self._steps)} steps, more than {MOST}")
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        self._made.append(made := torch.empty(shape, dtype=dtype))
+        return made
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: base.Compute | None = None,
@@ -53,7 +73,7 @@ class Steps:
             residual: [rows, n], contiguous, added to the result; None for none.
             beside: whether the step before does not write x.
         """
-        out = x.new_empty(x.shape[0], weight.shape[0])
+        out = self._new((x.shape[0], weight.shape[0]))
         pairs = False
         if compute == "bf16":
             even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
@@ -81,7 +101,7 @@ class Steps:
         residual: Tensor | None = None, beside: bool = False,
     ) -> Tensor:  # fmt: skip
         """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`."""
-        out = x.new_empty(x.shape[0], form.rows)
+        out = self._new((x.shape[0], form.rows))
         groups, group = form.blocks[1], form.codec.group
         rows, scratch, source = x.shape[0], None, x
         if compute == "bf16":
@@ -97,7 +117,7 @@ class Steps:
         if compute == "int8":
             key = (x.data_ptr(), rows, groups, group)
             if (scratch := self._rounded.get(key)) is None:
-                scratch = torch.empty(rows * groups * (group + 2 * 4), dtype=torch.uint8)
+                scratch = self._new((rows * groups * (group + 2 * 4),), torch.uint8)
                 self._rounded[key] = scratch
                 self._add("round", call(scratch), (scratch,), beside)
                 beside = False
@@ -112,20 +132,20 @@ class Steps:
         if (found := self._rounded.get(key)) is not None:
             return found, beside
         rows, n = x.shape
-        out = self._rounded[key] = x.new_empty(rows, n if wide else (n + 1) // 2)
+        out = self._rounded[key] = self._new((rows, n if wide else (n + 1) // 2))
         self._add("narrow", structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide), (x, out), beside)
         return out, False
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False) -> Tensor:
         """Add an RMS norm of x [rows, n]; see base.Kernels.rms_norm."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._new(x.shape)
         call = structs.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), eps, shift)
         self._add("norm", call, (x, weight, out), beside)
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False) -> Tensor:
         """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self._new(x.shape)
         call = structs.Rotate(
             *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
         )

@@ -9,9 +9,9 @@ other than fp32, GPUs, and passes that watch or replace modules use the modules.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import greenlet
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, attend
 from flexengine.model.fused import ACTS, use_fused
@@ -32,24 +33,72 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 # Sizes of a trial, by the names of a config's fields.
 _SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _TOKENS = 3  # of a trial
+PART = 512  # rows that a call computes, so that what it writes stays in the CPU's caches
+MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 _CLOSE = 1e-4  # largest relative difference in a trial; two orders of summation differ by less
 
 
+class Bound(NamedTuple):
+    """The weights of a layer as they are bound now.
+
+    Attributes:
+        parameters: the modules' weights and biases; None for no bias.
+        packed: by linear module, whether its weight is reordered.
+        biases: by linear module, its bias in fp32; None for none.
+        given: the tensors that the calls read.
+        addresses: of these.
+        format: number of their shapes and formats in `Kind.formats`.
+    """
+
+    parameters: list[Any]
+    packed: list[bool]
+    biases: dict[FastLinear, Tensor | None]
+    given: list[Tensor]
+    addresses: list[int]
+    format: int
+
+
+class Kind:
+    """What layers of equal settings share.
+
+    Attributes:
+        trial: shows whether they compute so; None in a trial.
+        calls: recorded calls by half, shapes and format of the weights, in the order of their recording.
+        formats: numbers of shapes and formats of a layer's weights.
+    """
+
+    def __init__(self, trial: "Trial | None") -> None:
+        self.trial, self.calls, self.formats = trial, dict[Hashable, Recorded](), dict[Hashable, int]()
+
+    def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
+        """Return the call with a key. If there is none, record it."""
+        if (found := self.calls.get(key)) is None:
+            if len(self.calls) >= MOST_CALLS:
+                del self.calls[next(iter(self.calls))]
+            found = self.calls[key] = record()
+        return found
+
+
 class Halves:
-    """The two calls of one layer.
+    """The two calls of one layer. They are recorded once per shape, as adding their steps takes as long as small
+    products.
 
     Attributes:
         options: scaling, window and softcap that the layer's attention module passes to the attention function.
-        trial: shows whether the layer computes so; None in a trial.
+        kind: what the layer shares with others.
     """
 
-    def __init__(self, layer: Any, options: dict[str, Any], trial: "Trial | None") -> None:
-        self.attention, self.mlp, self.options, self.trial = layer.self_attn, layer.mlp, options, trial
+    def __init__(self, layer: Any, options: dict[str, Any], kind: Kind) -> None:
+        self.attention, self.mlp, self.options, self.kind = layer.self_attn, layer.mlp, options, kind
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
         self._head_norms = self.attention._modules.keys() >= _HEAD_NORMS
+        self._linear: list[FastLinear] = [m for m in modules if isinstance(m, FastLinear)]
+        with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
+        self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
+        self._bound: Bound | None = None
 
     def usable(self, hidden: Tensor, positions: Any) -> bool:
         """Return whether the calls can replace the modules now.
@@ -58,60 +107,105 @@ class Halves:
             hidden: [1, tokens, hidden], input of the layer.
             positions: argument `position_embeddings` of the layer.
         """
-        if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or type(positions) is not tuple:
-            return False
-        if getattr(greenlet.getcurrent(), "queries_first", False) or type(self.mlp.act_fn).__name__ not in ACTS:
-            return False
-        cos, sin = positions
-        if not cos.shape == sin.shape == (1, hidden.shape[1], self.attention.head_dim) or cos.dtype != hidden.dtype:
+        with unwatched():
+            if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or type(positions) is not tuple:
+                return False
+            cos, sin = positions
+            shape = (1, hidden.shape[1], self.attention.head_dim)
+            if not cos.shape == sin.shape == shape or cos.dtype != torch.float32:
+                return False
+        if getattr(greenlet.getcurrent(), "queries_first", False) or self._act_name not in ACTS:
             return False
         if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
             return False
-        return self.trial is None or self.trial.succeeded
+        return self.kind.trial is None or self.kind.trial.succeeded
+
+    @property
+    def _act_name(self) -> str:
+        return type(self.mlp.act_fn).__name__
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
         """Return the layer's output [1, tokens, hidden]. Arguments as in `usable`."""
-        kernel = cast(NativeKernels, kernels.load())
-        x = hidden[0]
         with unwatched():
-            q, k, v = self._before(kernel.steps(), x, *(angles[0].contiguous() for angles in positions))
+            x = hidden[0]
+            given = (x, *(angles[0].contiguous() for angles in positions))
+            q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, given))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
         with unwatched():
-            return self._after(kernel.steps(), x, attended.reshape(x.shape[0], -1))[None]
+            (out,) = self._run(self._after, (x, attended.reshape(x.shape[0], -1)))
+            return out[None]
 
-    def _before(self, steps: Steps, x: Tensor, cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+    def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
+        """Run `_before` or `_after`, some rows at a time. Return its results, [rows, ...].
+
+        Args:
+            half: the method.
+            given: its arguments, [rows, ...].
+        """
+        bound, rows = self._bind(), len(given[0])
+        threads, parts = torch.get_num_threads(), -(-rows // PART)
+        results = list[Tensor]()
+        for number in range(parts):
+            low, high = rows * number // parts, rows * (number + 1) // parts
+            some = given if parts == 1 else [x[low:high] for x in given]
+
+            def record(some: Sequence[Tensor] = some) -> Recorded:
+                steps = cast(NativeKernels, kernels.load()).steps()
+                return steps.recorded((*some, *bound.given), half(steps, bound, *some))
+
+            key = (half.__name__, high - low, *(x.stride() for x in some), bound.format, threads)
+            call = self.kind.call(key, record)
+            if not results:
+                results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
+            call.run([*(x.data_ptr() for x in some), *bound.addresses, *(x[low:].data_ptr() for x in results)])
+        return results
+
+    def _bind(self) -> Bound:
+        """Return the weights that the modules have now."""
+        parameters, packed = [holder[name] for holder, name in self._parameters], [m.packed for m in self._linear]
+        old = self._bound
+        if old and old.packed == packed and all(a is b for a, b in zip(parameters, old.parameters, strict=True)):
+            return old
+        biases: dict[FastLinear, Tensor | None]
+        biases = {m: None if m.bias is None else m.bias.float() for m in self._linear}
+        given = [holder[name] for holder, name in self._parameters if name == "weight"]
+        given += [bias for bias in biases.values() if bias is not None]
+        formats = [(m.forms.get("weight"), m.packed, biases[m] is None) for m in self._linear]
+        key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats)
+        number = self.kind.formats.setdefault(key, len(self.kind.formats))
+        self._bound = Bound(parameters, packed, biases, given, [x.data_ptr() for x in given], number)
+        return self._bound
+
+    def _before(self, steps: Steps, bound: Bound, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         attention = self.attention
         normed = _norm(steps, x, self.before)
-        q, k, v = (_product(steps, normed, module, beside=i > 0).view(x.shape[0], -1, attention.head_dim)
+        q, k, v = (self._product(steps, bound, normed, module, beside=i > 0).view(x.shape[0], -1, attention.head_dim)
                    for i, module in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)))  # fmt: skip
         if self._head_norms:
             q, k = (_norm(steps, y.flatten(0, 1), module, beside).view(y.shape)
                     for y, module, beside in ((q, attention.q_norm, False), (k, attention.k_norm, True)))  # fmt: skip
-        q, k = steps.rotate(q, cos, sin), steps.rotate(k, cos, sin, beside=True)
-        steps.run()
-        return (y.transpose(0, 1)[None] for y in (q, k, v))
+        return [steps.rotate(q, cos, sin), steps.rotate(k, cos, sin, beside=True), v]
 
-    def _after(self, steps: Steps, x: Tensor, attended: Tensor) -> Tensor:
+    def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:
         mlp = self.mlp
-        x = _product(steps, attended, self.attention.o_proj, residual=x)
+        x = self._product(steps, bound, attended, self.attention.o_proj, residual=x)
         normed = _norm(steps, x, self.after)
-        gate, up = _product(steps, normed, mlp.gate_proj), _product(steps, normed, mlp.up_proj, beside=True)
-        steps.gate(gate, up, ACTS[type(mlp.act_fn).__name__])
-        x = _product(steps, gate, mlp.down_proj, residual=x)
-        steps.run()
-        return x
+        gate = self._product(steps, bound, normed, mlp.gate_proj)
+        up = self._product(steps, bound, normed, mlp.up_proj, beside=True)
+        steps.gate(gate, up, ACTS[self._act_name])
+        return [self._product(steps, bound, gate, mlp.down_proj, residual=x)]
+
+    @staticmethod
+    def _product(
+        steps: Steps, bound: Bound, x: Tensor, module: FastLinear, residual: Tensor | None = None, beside: bool = False
+    ) -> Tensor:
+        return module.product.add_to(steps, x, module, bound.biases[module], residual, beside)
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:
     eps, shift = module.rms
     return steps.norm(x, module.weight, getattr(module, eps), shift, beside)
-
-
-def _product(
-    steps: Steps, x: Tensor, module: FastLinear, residual: Tensor | None = None, beside: bool = False
-) -> Tensor:
-    return module.product.add_to(steps, x, module, residual, beside)
 
 
 def use_halves(model: Any, attends: dict[int, Attend]) -> None:
@@ -121,14 +215,14 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
         model: with pausing layers, fast linear and fused modules.
         attends: by layer, its pause at attention in a pass on the meta device.
     """
-    trials: dict[Any, Trial] = {}
+    kinds: dict[Any, Kind] = {}
     for module in [m for m in model.modules() if isinstance(m, PausingLayer)]:
         layer: Any = module.layer
         event = attends[module.index]
         if _recognised(layer) and event.sinks is None:
-            kind = type(layer), _settings(layer)
-            trial = trials.setdefault(kind, Trial(type(layer), model.config, layer.self_attn.layer_idx))
-            module.halves = Halves(layer, _options(event), trial)
+            key = type(layer), _settings(layer)
+            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx)))
+            module.halves = Halves(layer, _options(event), kind)
 
 
 def _options(event: Attend) -> dict[str, Any]:
@@ -192,7 +286,7 @@ class Trial:
             return False
         x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
         event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
-        halves = Halves(ours, _options(event), None)
+        halves = Halves(ours, _options(event), Kind(None))
         found, result = _run(lambda: halves(x.clone(), (cos, sin)))
         pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)

@@ -69,12 +69,15 @@ class Product:
             return kernels.load().linear(x, weight, bias, self._rounding(weight), packed)
 
     def add_to(
-        self, steps: Steps, x: Tensor, module: "FastLinear", residual: Tensor | None, beside: bool
+        self, steps: Steps, x: Tensor, module: "FastLinear", bias: Tensor | None, residual: Tensor | None, beside: bool
     ) -> Tensor:
-        """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`."""
-        weight, bias = module.weight, module.bias
+        """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`.
+
+        Args:
+            bias: the module's bias in fp32; None for none.
+        """
+        weight = module.weight
         if (form := module.forms.get("weight")) is not None:
-            bias = None if bias is None else bias.float()  # type: ignore[assignment]
             return steps.product(x, weight, form, bias, self.compute, residual, beside)
         return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed)
 

@@ -10,6 +10,7 @@ from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.steps import Steps
 from tests.helpers.builds import NATIVE, kernels_named
 
 WIDTH, WIDE = 192, 320
@@ -70,6 +71,45 @@ def test_a_chain_of_steps(
     assert torch.equal(c, second)
     assert torch.equal(kept, gated)
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("compute", [None, "bf16", "int8"])
+def test_recorded_steps_run_again_with_other_tensors(
+    kernel: NativeKernels, threads: int, rows: int, compute: Compute | None
+) -> None:
+    """The arguments of every run are at other addresses. One of them is a view that begins inside of its memory."""
+    form = Packed(Groupwise("test", 4, 64), WIDE, WIDTH)
+
+    def arguments() -> list[Tensor]:
+        weight = torch.randn(WIDE, WIDTH).bfloat16()
+        return [torch.randn(rows + 2, WIDTH)[1:-1], torch.randn(WIDTH), weight, form.encode(torch.randn(WIDE, WIDTH)),
+                torch.randn(WIDE)]  # fmt: skip
+
+    def added(steps: Steps, x: Tensor, scale: Tensor, weight: Tensor, encoded: Tensor, bias: Tensor) -> list[Tensor]:
+        normed = steps.norm(x, scale, 1e-5)
+        gate = steps.linear(normed, weight, bias, compute)
+        up = steps.product(normed, encoded, form, None, compute, beside=True)
+        return [steps.gate(gate, up, "silu"), steps.norm(x, scale, 1e-3)]
+
+    first = arguments()
+    steps = kernel.steps()
+    recorded = steps.recorded(first, added(steps, *first))
+    for given in (first, arguments(), arguments()):
+        results = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in recorded.results]
+        recorded.run([x.data_ptr() for x in (*given, *results)])
+        once = kernel.steps()
+        expected = added(once, *given)
+        once.run()
+        for mine, other in zip(results, expected, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_steps_with_a_tensor_that_is_not_given_are_not_recorded(kernel: NativeKernels) -> None:
+    steps, x = kernel.steps(), torch.randn(3, WIDTH)
+    out = steps.norm(x, torch.ones(WIDTH), 1e-5)
+    with pytest.raises(RuntimeError, match=r"Norm\.weight has the address of a tensor that is not given"):
+        steps.recorded([x], [out])
 
 
 def test_seconds_are_counted_by_kind(kernel: NativeKernels, threads: int) -> None:

@@ -1,0 +1,95 @@
+"""Steps that run again with other tensors of the same shapes: only the addresses in their structs change."""
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexengine.kernels.structs import Step
+
+ALIGNED = 64  # bytes; alignment of intermediate results
+WORD = 8  # bytes of an address
+
+
+class Recorded:
+    """Steps with the addresses of other tensors.
+
+    Every address in the structs is found again as an offset in an argument, in a result, or in one block of memory for
+    the intermediate results.
+
+    Attributes:
+        results: shape and dtype of each result.
+
+    Args:
+        run: flex_run of the library.
+        calls: (struct, kind, beside) of each step.
+        arguments: tensors that are given to the steps.
+        made: tensors that the steps have allocated.
+        results: those of `made` that are returned.
+    """
+
+    def __init__(
+        self, run: Any, calls: Sequence[tuple[ctypes.Structure, int, bool]], threads: int, arguments: Sequence[Tensor],
+        made: Sequence[Tensor], results: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        self._run, self._threads, self._count = run, threads, len(calls)
+        self.results = [(tuple(x.shape), x.dtype) for x in results]
+        own = {x.data_ptr() for x in results}
+        inner = [x for x in made if x.data_ptr() not in own]
+        self._bytes = 0
+        parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it
+        for number, x in enumerate((*arguments, *results)):
+            parts.append((x.data_ptr(), _extent(x), number, 0))
+        for x in inner:
+            parts.append((x.data_ptr(), _extent(x), len(arguments) + len(results), self._bytes))
+            self._bytes += -(-_extent(x) // ALIGNED) * ALIGNED
+        parts.sort()
+        self._lay_out(calls, parts)
+
+    def _lay_out(self, calls: Sequence[tuple[ctypes.Structure, int, bool]], parts: Sequence[tuple[int, ...]]) -> None:
+        """Copy the structs into one array, and note where it has addresses."""
+        sizes = [ctypes.sizeof(call) // WORD for call, _, _ in calls]
+        first = len(calls) * ctypes.sizeof(Step) // WORD
+        self._words = np.zeros(first + sum(sizes), dtype=np.int64)
+        slots, bases, offsets = list[int](), list[int](), list[int]()
+        starts = [part[0] for part in parts]
+        at = first
+        for number, ((call, kind, beside), size) in enumerate(zip(calls, sizes, strict=True)):
+            step = Step(self._words.ctypes.data + at * WORD, kind, beside)
+            self._words[number * 2 : number * 2 + 2] = np.frombuffer(bytes(step), dtype=np.int64)
+            self._words[at : at + size] = np.frombuffer(bytes(call), dtype=np.int64)
+            for name, kind_of in call._fields_:  # type: ignore[misc]
+                address = getattr(call, name)
+                if kind_of is not ctypes.c_void_p or address is None:
+                    continue
+                start, nbytes, base, offset = parts[max(0, bisect_right(starts, address) - 1)]
+                if not start <= address < start + nbytes:
+                    raise RuntimeError(f"{type(call).__name__}.{name} has the address of a tensor that is not given")
+                slots.append(at + getattr(type(call), name).offset // WORD)
+                bases.append(base)
+                offsets.append(offset + address - start)
+            at += size
+        self._slots, self._bases, self._offsets = (np.array(x, dtype=np.int64) for x in (slots, bases, offsets))
+
+    def run(self, addresses: Sequence[int]) -> None:
+        """Run the steps.
+
+        Args:
+            addresses: of the arguments, then of contiguous memory for the results. The arguments have the shapes,
+                strides and dtypes of the recorded ones.
+        """
+        block = torch.empty(self._bytes, dtype=torch.uint8)
+        bases = np.array([*addresses, block.data_ptr()], dtype=np.int64)
+        self._words[self._slots] = bases[self._bases] + self._offsets
+        self._run(self._words.ctypes.data, self._count, self._threads)
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one."""
+    if x.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
