@@ -5,12 +5,15 @@
 #pragma once
 #include <omp.h>
 
+#include <new>
+
 #include "coded.h"
+#include "parts.h"
 #include "rows.h"
 
 namespace {
 
-constexpr int SHARES = 8;    // minimum number of work items per thread
+constexpr int LEAST = 8;     // minimum number of work items per thread
 constexpr int64_t EARLY = 8192;  // bytes; distance of prefetches ahead of reads
 constexpr int64_t TOGETHER = 32;  // maximum number of query heads, of all users of an item, for one kv head
 
@@ -251,7 +254,7 @@ struct Work {
     size_t listed, slotted, partial, scratch, bytes;
 
     explicit Work(const Decode& a) : some(a.topk < 1 || a.chosen) {
-        const int64_t group = a.heads / a.kv_heads, shares = int64_t(SHARES) * a.threads;
+        const int64_t group = a.heads / a.kv_heads, shares = int64_t(LEAST) * a.threads;
         const int64_t fit = TOGETHER / group, even = a.n * a.kv_heads / shares;  // even: leaves each thread its shares
         users = some ? 1 : fit < even ? fit : even;
         users = users < 1 ? 1 : users;
@@ -320,51 +323,92 @@ void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j
         }
 }
 
-// Computes a whole call. memory: work.bytes bytes.
-void decode(const Decode& a, const Work& work, char* memory) {
-    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim);
-    Item* list = (Item*)memory;
-    int32_t* slot = (int32_t*)(memory + work.listed);
-    float* partial = (float*)(memory + work.listed + work.slotted);  // [slot, j] of the results of decode_block
-    char* scratch = (char*)partial + work.partial;
-    work.list(a, list, slot);
-    auto place = [&](int64_t i, int64_t part, int64_t j) {
-        return slot[i] < 0 ? nullptr : partial + ((slot[i] + part) * a.kv_heads + j) * work.step;
-    };
-#pragma omp parallel num_threads(a.threads)
-    {
-        Scratch my(a, work.J, work.users, work.longest, scratch + size_t(omp_get_thread_num()) * work.scratch);
-#pragma omp for schedule(dynamic)
-        for (int64_t w = 0; w < work.items * work.blocks; w++) {
-            const Item& item = list[w / work.blocks];
-            auto to = [&](int64_t i, int64_t j) { return place(i, item.part, j); };
-            decode_block(a, work, item, w % work.blocks * work.J, to, my);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t w = 0; w < (work.slots ? a.n * a.kv_heads : 0); w++) {
-            const int64_t i = w / a.kv_heads, j = w % a.kv_heads;
-            float* from = place(i, 0, j);
-            for (int64_t g = 0; g < group && from; g++)
-                finish_head(a, i, j * group + g, int(work.parts(a, i)), from + g * width, from + group * width + g,
-                            from + group * width + group + g, a.kv_heads * work.step);
-        }
+// Memory of a call: the Work, its lists, the partial results of decode_block by slot and kv head, scratch of each thread.
+struct Memory {
+    static constexpr size_t HEAD = (sizeof(Work) + 63) / 64 * 64;
+    const Work& work;
+    Item* list;
+    int32_t* slot;
+    float* partial;
+    char* scratch;
+
+    explicit Memory(const Decode& a) : work(*(const Work*)a.memory) {
+        char* at = a.memory + HEAD;
+        list = (Item*)at, slot = (int32_t*)(at += work.listed), partial = (float*)(at += work.slotted);
+        scratch = at + work.partial;
     }
+    // Returns where the partial results of a sequence go; null if it has a single part.
+    float* place(const Decode& a, int64_t i, int64_t part, int64_t j) const {
+        return slot[i] < 0 ? nullptr : partial + ((slot[i] + part) * a.kv_heads + j) * work.step;
+    }
+};
+
+void plan(const Decode& a) {
+    new (a.memory) Work(a);
+    const Memory memory(a);
+    memory.work.list(a, memory.list, memory.slot);
+}
+
+inline int64_t attended_blocks(const Decode& a) {
+    const Work& work = Memory(a).work;
+    return work.items * work.blocks;
+}
+
+void attend_block(const Decode& a, int64_t w) {
+    const Memory memory(a);
+    const Work& work = memory.work;
+    Scratch my(a, work.J, work.users, work.longest, memory.scratch + size_t(omp_get_thread_num()) * work.scratch);
+    const Item& item = memory.list[w / work.blocks];
+    auto to = [&](int64_t i, int64_t j) { return memory.place(a, i, item.part, j); };
+    decode_block(a, work, item, w % work.blocks * work.J, to, my);
+}
+
+// Sequences, times kv heads, whose parts are merged.
+inline int64_t merged_heads(const Decode& a) { return Memory(a).work.slots ? a.n * a.kv_heads : 0; }
+
+void merge_head(const Decode& a, int64_t w) {
+    const Memory memory(a);
+    const int64_t i = w / a.kv_heads, j = w % a.kv_heads, group = a.heads / a.kv_heads, width = padded(a.dim);
+    float* from = memory.place(a, i, 0, j);
+    for (int64_t g = 0; g < group && from; g++)
+        finish_head(a, i, j * group + g, int(memory.work.parts(a, i)), from + g * width, from + group * width + g,
+                    from + group * width + group + g, a.kv_heads * memory.work.step);
 }
 
 }  // namespace
 
 extern "C" {
 
+// Returns the bytes of memory for a call; -(i + 1) if the length or a page of sequence i is outside its table or the
+// pool.
+int64_t flex_decode_bytes(const Decode* a) {
+    if (const int64_t bad = bad_sequence(*a)) return -bad;
+    return int64_t(Memory::HEAD + Work(*a).bytes);
+}
+
+void flex_decode_plan(const void* a) { plan(*(const Decode*)a); }
+int64_t flex_decode_blocks(const void* a) { return attended_blocks(*(const Decode*)a); }
+void flex_decode_block(const void* a, int64_t w) { attend_block(*(const Decode*)a, w); }
+int64_t flex_decode_merges(const void* a) { return merged_heads(*(const Decode*)a); }
+void flex_decode_merge(const void* a, int64_t w) { merge_head(*(const Decode*)a, w); }
+
 // Returns 0 for success; i + 1 if the length or a page of sequence i is outside its table or the pool; minus the bytes
 // of a failed allocation. After an error nothing was written.
 int64_t flex_decode(const Decode* args) {
-    const Decode& a = *args;
-    if (const int64_t bad = bad_sequence(a)) return bad;
-    const Work work(a);
-    char* memory = (char*)aligned_alloc(64, work.bytes);
-    if (!memory) return -int64_t(work.bytes);
-    decode(a, work, memory);
-    free(memory);
+    const int64_t bytes = flex_decode_bytes(args);
+    if (bytes < 0) return -bytes;
+    Decode a = *args;
+    if (!(a.memory = (char*)aligned_alloc(64, size_t(bytes)))) return -bytes;
+    plan(a);
+    const int64_t blocks = attended_blocks(a), merges = merged_heads(a);
+#pragma omp parallel num_threads(a.threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t w = 0; w < blocks; w++) attend_block(a, w);
+#pragma omp for schedule(dynamic)
+        for (int64_t w = 0; w < merges; w++) merge_head(a, w);
+    }
+    free(a.memory);
     return 0;
 }
 

@@ -121,6 +121,15 @@ class Kernels(ABC):
             bitwise the same for any other sequences in the batch, any pages, and any number of threads.
         """
 
+    def decoding(
+        self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
+        pages: Tensor, offsets: Tensor,
+    ) -> "Decoding | None":  # fmt: skip
+        """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
+        shape; None if these kernels have no such calls. heads: query heads; others: as in `decode_attention`, `append`.
+        """
+        return None
+
     @abstractmethod
     def choose(
         self,
@@ -364,3 +373,26 @@ class Room(NamedTuple):
     kv_heads: int
     page_tokens: int
     dim: int
+
+
+class Decoding(NamedTuple):
+    """What a call for a whole layer needs to append one token per sequence, and to attend to all cached tokens.
+
+    Attributes:
+        heads: query heads.
+        pool, tables, lengths, window, form: as in `Kernels.decode_attention`.
+        pages, offsets: as in `Kernels.append`.
+        room: sizes of the pool.
+        memory: scratch memory of decode attention.
+    """
+
+    heads: int
+    pool: Tensor
+    tables: Tensor
+    lengths: Tensor
+    window: int | None
+    form: CacheFormat | None
+    pages: Tensor
+    offsets: Tensor
+    room: Room
+    memory: Tensor

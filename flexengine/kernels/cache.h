@@ -2,6 +2,7 @@
 #pragma once
 #include "codes.h"
 #include "convert.h"
+#include "parts.h"
 
 namespace {
 
@@ -32,8 +33,6 @@ template <int BITS, int G, class From> void append_codes(const Append& a, int64_
 }
 
 // Encodes all heads of token t.
-typedef void Encode(const Append& a, int64_t t);
-
 template <int BITS, int G, class From> void append_heads(const Append& a, int64_t t) {
     for (int64_t j = 0; j < a.kv_heads; j++) {
         append_codes<BITS, G>(a, t, j, false, (const From*)a.k + t * a.k_row + j * a.k_head);
@@ -41,32 +40,44 @@ template <int BITS, int G, class From> void append_heads(const Append& a, int64_
     }
 }
 
+// Appends token t.
+void append_token(const Append& a, int64_t t) {
+    if (a.pool_dtype <= FP16)
+        return with_dtypes(a.from_dtype, a.pool_dtype, [&](auto from, auto to) {
+            for (int64_t j = 0; j < a.kv_heads; j++) append_plain<decltype(from), decltype(to)>(a, t, j);
+        });
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
+        if (a.from_dtype == FP32) append_heads<bits, group, float>(a, t);
+        if (a.from_dtype == BF16) append_heads<bits, group, bf16>(a, t);
+        if (a.from_dtype == FP16) append_heads<bits, group, fp16>(a, t);
+    });
+}
+
+// Returns 0, or t + 1 if the page or offset of token t is outside the pool.
+int64_t bad_token(const Append& a) {
+    for (int64_t t = 0; t < a.tokens; t++)
+        if (uint32_t(a.pages[t]) >= uint64_t(a.pool_pages) || uint32_t(a.offsets[t]) >= uint64_t(a.page_tokens))
+            return t + 1;
+    return 0;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Returns 0, or t + 1 if the page or offset of token t is outside the pool; then nothing is written.
+// Returns 0, or t + 1 if the page or offset of token t is outside the pool.
+int64_t flex_append_check(const Append* a) { return bad_token(*a); }
+
+int64_t flex_append_tokens(const void* a) { return ((const Append*)a)->tokens; }
+void flex_append_token(const void* a, int64_t t) { append_token(*(const Append*)a, t); }
+
+// Returns what flex_append_check returns; if it is not 0, nothing is written.
 int64_t flex_append(const Append* args) {
     const Append& a = *args;
-    for (int64_t t = 0; t < a.tokens; t++)
-        if (uint32_t(a.pages[t]) >= uint64_t(a.pool_pages) || uint32_t(a.offsets[t]) >= uint64_t(a.page_tokens))
-            return t + 1;
-    if (a.pool_dtype <= FP16) {
-        with_dtypes(a.from_dtype, a.pool_dtype, [&](auto from, auto to) {
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 65536)
-            for (int64_t t = 0; t < a.tokens; t++)
-                for (int64_t j = 0; j < a.kv_heads; j++) append_plain<decltype(from), decltype(to)>(a, t, j);
-        });
-        return 0;
-    }
-    Encode* encode = nullptr;
-    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
-        if (a.from_dtype == FP32) encode = append_heads<bits, group, float>;
-        if (a.from_dtype == BF16) encode = append_heads<bits, group, bf16>;
-        if (a.from_dtype == FP16) encode = append_heads<bits, group, fp16>;
-    });
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 32768)
-    for (int64_t t = 0; t < a.tokens; t++) encode(a, t);
+    if (const int64_t bad = bad_token(a)) return bad;
+    const int64_t alone = a.pool_dtype <= FP16 ? 65536 : 32768;  // numbers that one thread writes faster than several
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > alone)
+    for (int64_t t = 0; t < a.tokens; t++) append_token(a, t);
     return 0;
 }
 

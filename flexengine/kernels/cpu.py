@@ -12,9 +12,11 @@ from flexengine.codec.packed import Packed
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
+from flexengine.kernels.cached import append_call, decode_call, stored
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.kernels.steps import CODES, KINDS, Steps
+from flexengine.kernels.steps import KINDS, Steps
+from flexengine.kernels.structs import CODES
 
 BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
@@ -39,6 +41,7 @@ class NativeKernels(ReferenceKernels):
             return function
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
+        self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
         self._prompt = bound("prompt", c_int64)
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
@@ -68,14 +71,28 @@ class NativeKernels(ReferenceKernels):
             return super().append(k, v, pool, pages, offsets, form)
         room = checks.check_append(k, v, pool, pages, offsets, form)
         k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
-        call = structs.Append(
-            *(x.data_ptr() for x in (k, v, pool, pages, offsets)),
-            *(k.shape[0], *room, 0 if form is None else form.group),
-            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(CODES[k.dtype], _stored(pool, form), torch.get_num_threads()),
-        )
+        call = append_call(k, v, pool, pages, offsets, form, room)
         if bad := self._append(ctypes.addressof(call)):
             raise bad_token(bad - 1, room)
+
+    def decoding(
+        self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
+        pages: Tensor, offsets: Tensor,
+    ) -> base.Decoding | None:  # fmt: skip
+        if not _native(pool, tables, lengths, pages, offsets):
+            return None
+        room = checks.check_pool(pool, form)
+        tables, lengths, pages, offsets = (_int32(x) for x in (tables, lengths, pages, offsets))
+        row = torch.empty(1, 1, 1).expand(len(lengths), heads, room.dim)  # for its shape
+        append = append_call(row[:, : room.kv_heads], row, pool, pages, offsets, form, room)
+        if bad := self._append_check(ctypes.addressof(append)):
+            raise bad_token(bad - 1, room)
+        options = (window or 0, 1.0, 1.0, 0.0)
+        call = decode_call(row, pool, tables, lengths, form, room, options, (None,) * 5)
+        if (nbytes := self._decode_bytes(ctypes.addressof(call))) < 0:
+            raise bad_sequence(-nbytes - 1, room)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return base.Decoding(heads, pool, tables, lengths, window, form, pages, offsets, room, memory)
 
     def decode_attention(
         self,
@@ -141,13 +158,7 @@ class NativeKernels(ReferenceKernels):
         """
         room = checks.check_pool(pool, form)
         q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
-        out, *rest = (None if x is None else x.data_ptr() for x in others)
-        call = structs.Decode(
-            *(q.data_ptr(), out, *(x.data_ptr() for x in (pool, tables, lengths)), *rest),
-            *(*q.shape[:2], *room, 0 if form is None else form.group, tables.shape[1]),
-            *(q.stride(0), q.stride(1), *options),
-            *(CODES[q.dtype], _stored(pool, form), torch.get_num_threads()),
-        )
+        call = decode_call(q, pool, tables, lengths, form, room, options, (*others, None))
         status = self._decode(ctypes.addressof(call))
         if status > 0:
             raise bad_sequence(status - 1, room)
@@ -171,11 +182,11 @@ class NativeKernels(ReferenceKernels):
         checks.check_options(window, softcap, sinks, q.shape[2])
         cached: tuple[int, ...] = (0, 0, 1, 0)
         addresses: tuple[int | None, int | None] = (None, None)
-        stored = 0
+        code = 0
         if past is not None:
             room, table = checks.check_past(q, k, past), _int32(past.table)
             cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
-            addresses, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
+            addresses, code = (past.pool.data_ptr(), table.data_ptr()), stored(past.pool, past.form)
         dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
         q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
@@ -184,7 +195,7 @@ class NativeKernels(ReferenceKernels):
             *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *addresses,
             *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
-            *(scale, softcap or 0.0, stored, torch.get_num_threads()),
+            *(scale, softcap or 0.0, code, torch.get_num_threads()),
         )  # fmt: skip
         status = self._prompt(ctypes.addressof(call))
         if status > 0:
@@ -350,11 +361,6 @@ def _native(*tensors: Tensor) -> bool:
 
 def _fp32(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-
-
-def _stored(pool: Tensor, form: CacheFormat | None) -> int:
-    """Return the code of a pool's format: enum Dtype of simd.h for floats, enum Codes of codes.h if encoded."""
-    return CODES[pool.dtype] if form is None else form.bits * 16
 
 
 def _in_blocks(form: RecordForm) -> bool:

@@ -25,6 +25,7 @@ struct Decode {
     const float* sinks;
     float* lse;                  // null if not requested
     uint8_t* chosen;             // [i][j][t], whether top-k reads V; null to compute attention
+    char* memory;                // flex_decode_bytes, at a multiple of 64; written by flex_decode_plan; else null
     int64_t n, heads, pages, kv_heads, page_tokens, dim;
     int64_t group;               // elements of a row that share a scale; 0 for plain numbers
     int64_t max_pages, q_row, q_head;

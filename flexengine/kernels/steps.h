@@ -7,15 +7,26 @@
 
 #include "elementwise.h"
 #include "encoded.h"
+#include "parts.h"
 
 namespace {
 
 // beside: the step may run at the same time as the step before it, since neither reads what the other writes.
-enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE };
-constexpr int KINDS = 8;
+enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE, APPEND, ATTEND, MERGE };
+constexpr int KINDS = 11;
 struct Step {
     const void* call;
     int32_t kind, beside;
+};
+
+// Tasks of parts.h. EACH: numbers of a task, more or less.
+template <int64_t EACH> struct PartTasks {
+    const void* call;
+    void (*part)(const void*, int64_t);
+    int64_t count;
+
+    int64_t numbers() const { return count * EACH; }
+    void run(int64_t i) const { part(call, i); }
 };
 
 // Calls f with the tasks of a step: `count` tasks, which run(i) computes in any order, and a number of elements or
@@ -30,6 +41,9 @@ template <class F> INLINE void with_tasks(const Step& step, F f) {
         case Kind::NORM: return f(RowTasks<Norm>(*(const Norm*)step.call));
         case Kind::ROTATE: return f(RowTasks<Rotate>(*(const Rotate*)step.call));
         case Kind::GATE: return f(RowTasks<Gate>(*(const Gate*)step.call));
+        case Kind::APPEND: return f(PartTasks<256>{step.call, flex_append_token, flex_append_tokens(step.call)});
+        case Kind::ATTEND: return f(PartTasks<8192>{step.call, flex_decode_block, flex_decode_blocks(step.call)});
+        case Kind::MERGE: return f(PartTasks<64>{step.call, flex_decode_merge, flex_decode_merges(step.call)});
     }
 }
 
@@ -120,6 +134,8 @@ void flex_spent(int64_t* to) {
 // Runs at most STEPS steps.
 void flex_run(const Step* steps, int64_t count, int32_t threads) {
     bool small = true;
+    for (int64_t s = 0; s < count; s++)
+        if (Kind(steps[s].kind) == Kind::ATTEND) flex_decode_plan(steps[s].call);
     for (int64_t s = 0; s < count; s++)
         with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });
     if (small || threads == 1) return run_alone(steps, count);

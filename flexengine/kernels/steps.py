@@ -9,11 +9,13 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
+from flexengine.kernels.cached import append_call, decode_call
 from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.structs import CODES
 
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
-KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate")  # in the order of enum Kind
+# In the order of enum Kind.
+KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge")
 MOST = 32  # steps of a call, STEPS of steps.h
 
 
@@ -157,6 +159,28 @@ class Steps:
         call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act))
         self._add("gate", call, (gate, up))
         return gate
+
+    def append_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, to: base.Decoding, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        """Add the kernels base.Kernels.append and decode_attention. Return attention, [n, heads, head_dim].
+
+        Args:
+            q: [n, heads, head_dim].
+            k, v: [n, kv_heads, head_dim], of one new token per sequence.
+            to: pages, for these numbers of heads.
+            scale, softcap: as in decode_attention.
+        """
+        out = self._new(q.shape)
+        append = append_call(k, v, to.pool, to.pages, to.offsets, to.form, to.room)
+        options = (to.window or 0, 1.0, scale, softcap or 0.0)
+        decode = decode_call(
+            q, to.pool, to.tables, to.lengths, to.form, to.room, options, (out, None, None, None, to.memory)
+        )
+        self._add("append", append, (k, v, to))
+        self._add("attend", decode, (q, out, to))
+        self._add("merge", decode, (q, out, to))
+        return out
 
     def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:
         self._steps.append((call, KINDS.index(kind), beside))

@@ -3,12 +3,16 @@
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 
+import torch
+
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
+
 
 class Decode(ctypes.Structure):
     """struct Decode of attention.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse", "chosen")),
+        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse", "chosen", "memory")),
         *((name, c_int64) for name in ("n", "heads", "pages", "kv_heads", "page_tokens", "dim", "group", "max_pages")),
         *((name, c_int64) for name in ("q_row", "q_head", "window")),
         ("topk", c_double),

@@ -7,7 +7,7 @@ the answer:
     Rows      before rows of weights that may be off the device         see `Rows`
     Layer     before decoder layer j; its weights must be bound now     hidden states
     Query     in layer j, before keys and values, if queries go first   none
-    Attend    in layer j, at attention                                  [1, tokens, heads, value_dim]
+    Attend    in layer j, at attention, unless it got a `Decoding`       [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
+from flexengine.kernels.base import Decoding
 from flexengine.model.logits import LogitStep
 from flexengine.model.score import Scores
 
@@ -272,6 +273,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
         block: output of a feed-forward block of records, until the block's last module returns it.
+        decoding: pages of the next layer, which may then compute its attention without a pause; None if it must pause.
     """
 
     inputs: Inputs
@@ -279,6 +281,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     only_queries = False
     queries: Tensor | None = None
     block: Tensor | None = None
+    decoding: Decoding | None = None
 
 
 class Forward:
@@ -307,14 +310,20 @@ class Forward:
         )
         return Logits(out.logits)
 
-    def resume(self, value: Any = None) -> Pause:
-        """Run to the next pause, and return its event. value: the answer to the last event."""
+    def resume(self, value: Any = None, decoding: Decoding | None = None) -> Pause:
+        """Run to the next pause, and return its event.
+
+        Args:
+            value: the answer to the last event.
+            decoding: see `Pass`. The event tells whether it was used: then it is no `Attend`.
+        """
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = Pass(self._run)
                 self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
                 event: Pause = self._greenlet.switch()
             else:
+                self._greenlet.decoding = decoding
                 event = self._greenlet.switch(value)
         return event
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.errors import FlexError
+from flexengine.kernels.base import Decoding
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
@@ -129,6 +130,9 @@ class Halves:
         with unwatched():
             x = hidden[0]
             given = (x, *(angles[0].contiguous() for angles in positions))
+            if (decoding := self._decoding(len(x))) is not None:
+                (out,) = self._run(self._whole, given, decoding)
+                return out[None]
             q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, given))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
@@ -136,14 +140,29 @@ class Halves:
             (out,) = self._run(self._after, (x, attended.reshape(x.shape[0], -1)))
             return out[None]
 
-    def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
-        """Run `_before` or `_after`, some rows at a time. Return its results, [rows, ...].
+    def _decoding(self, rows: int) -> Decoding | None:
+        """Return the pages of the layer if one call can compute all of it."""
+        found: Decoding | None = getattr(greenlet.getcurrent(), "decoding", None)
+        if found is None or rows > PART:
+            return None
+        dim, attention = self.attention.head_dim, self.attention
+        sizes = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
+        return found if (found.heads, found.room.kv_heads, found.room.dim) == sizes else None
+
+    def _run(
+        self, part: Callable[..., list[Tensor]], given: Sequence[Tensor], decoding: Decoding | None = None
+    ) -> list[Tensor]:
+        """Run `_before`, `_after` or `_whole`, some rows at a time. Return its results, [rows, ...].
 
         Args:
-            half: the method.
+            part: the method.
             given: its arguments, [rows, ...].
+            decoding: the last argument of `_whole`, for at most PART rows.
         """
         bound, rows = self._bind(), len(given[0])
+        pages = [] if decoding is None else [x for x in decoding if isinstance(x, Tensor)]
+        options: list[Any] = [] if decoding is None else [x for x in decoding if not isinstance(x, Tensor)]
+        options += [(x.shape, x.dtype) for x in pages[:2]]  # pool and tables
         threads, parts = torch.get_num_threads(), -(-rows // PART)
         results = list[Tensor]()
         for number in range(parts):
@@ -152,13 +171,15 @@ class Halves:
 
             def record(some: Sequence[Tensor] = some) -> Recorded:
                 steps = cast(NativeKernels, kernels.load()).steps()
-                return steps.recorded((*some, *bound.given), half(steps, bound, *some))
+                more = [] if decoding is None else [decoding]
+                return steps.recorded((*some, *pages, *bound.given), part(steps, bound, *some, *more))
 
-            key = (half.__name__, high - low, *(x.stride() for x in some), bound.format, threads)
+            key = (part.__name__, high - low, *(x.stride() for x in some), *options, bound.format, threads)
             call = self.kind.call(key, record)
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            call.run([*(x.data_ptr() for x in some), *bound.addresses, *(x[low:].data_ptr() for x in results)])
+            to = [x[low:] for x in results]
+            call.run([*(x.data_ptr() for x in (*some, *pages)), *bound.addresses, *(x.data_ptr() for x in to)])
         return results
 
     def _bind(self) -> Bound:
@@ -195,6 +216,13 @@ class Halves:
         up = self._product(steps, bound, normed, mlp.up_proj, beside=True)
         steps.gate(gate, up, ACTS[self._act_name])
         return [self._product(steps, bound, gate, mlp.down_proj, residual=x)]
+
+    def _whole(
+        self, steps: Steps, bound: Bound, x: Tensor, cos: Tensor, sin: Tensor, decoding: Decoding
+    ) -> list[Tensor]:
+        q, k, v = self._before(steps, bound, x, cos, sin)
+        attended = steps.append_and_attend(q, k, v, decoding, self.options["scaling"], self.options["softcap"])
+        return self._after(steps, bound, x, attended.flatten(1))
 
     @staticmethod
     def _product(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
+from flexengine.kernels.base import Decoding
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
 from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
@@ -241,7 +242,9 @@ class Worker:
     def _delegate(self, task: Task, state: BatchState) -> None:
         k, attender = task.cell.batch, self.attenders[state.batch.attention]
         if task.op is Op.PROJECT:
-            attender.ask(k, self._attention(task, state), state.view)
+            attend = self._attention(task, state)
+            assert isinstance(attend, Attend | Query)
+            attender.ask(k, attend, state.view)
         elif task.op is Op.SEND:
             attender.send(k)
         elif task.op is Op.PROJECT_KEYS:
@@ -261,11 +264,12 @@ class Worker:
 
     def _compute(self, task: Task) -> None:
         state = self._states[task.cell.batch]
-        if task.cell.layer < self.layers:
-            attend = self._attention(task, state)
-            assert isinstance(attend, Attend)
-            answer = self.cache.attend(attend, state.view, state.batch.cache_home, task.cache)
-            state.event = self._up_to_rows(task, state, state.forward.resume(answer))
+        if (j := task.cell.layer) < self.layers:
+            where = state.view, state.batch.cache_home, task.cache
+            event = self._attention(task, state, self.cache.decoding(j, self.skeleton.windows[j], *where))
+            if isinstance(event, Attend):
+                event = state.forward.resume(self.cache.attend(event, *where))
+            state.event = self._up_to_rows(task, state, event)
         else:
             assert isinstance(state.event, Head)
             state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
@@ -318,8 +322,9 @@ class Worker:
             self._open(state)
         return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, state: BatchState) -> Attend | Query:
-        """Compute a layer up to its attention, or to its queries if they go first. Return the pause."""
+    def _attention(self, task: Task, state: BatchState, decoding: Decoding | None = None) -> Pause:
+        """Compute a layer up to its attention, to its queries if they go first, or to its end if it uses `decoding`.
+        Return the pause."""
         j = task.cell.layer
         event = self._start(state) if j == 0 else state.event
         assert isinstance(event, Layer)
@@ -329,14 +334,14 @@ class Worker:
         if j == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.entered(task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
-        attend = state.forward.resume(hidden)
+        pause = state.forward.resume(hidden, decoding)
         del hidden
-        while isinstance(attend, Rows):  # experts before attention
-            self.experts.bring(attend, task.slot)
-            attend = state.forward.resume()
-        if isinstance(attend, Query):
-            return Query(self._attended(task, attend.attend))
-        return self._attended(task, attend)
+        while isinstance(pause, Rows):  # experts before attention
+            self.experts.bring(pause, task.slot)
+            pause = state.forward.resume()
+        if isinstance(pause, Query):
+            return Query(self._attended(task, pause.attend))
+        return self._attended(task, pause) if isinstance(pause, Attend) else pause
 
     def _attended(self, task: Task, event: Pause) -> Attend:
         """Return a pause at attention with the number and the window of the layer."""

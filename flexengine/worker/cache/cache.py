@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Kernels, Past
+from flexengine.kernels.base import Decoding, Kernels, Past
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
@@ -113,8 +113,7 @@ class Cache:
         """
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
-        pool = self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
-        form = self.pools.form(layer, home)
+        pool, form = self._pool(layer, home, buffer)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
         if n:
@@ -126,6 +125,30 @@ class Cache:
             k, v = (x[n:] if tables.kept is None else x[tables.kept] for x in (k, v))
             self.kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:], form)
         return self.restored(out, width)
+
+    def decoding(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> Decoding | None:
+        """Return what a call for a whole layer needs in place of `attend`; None if only `attend` computes it.
+
+        Args:
+            layer: number of the layer.
+            window: tokens that a query sees; None for all.
+            view, home, buffer: as in `attend`.
+        """
+        tables = self.tables(view, layer)
+        if not view.decode or tables.prompts or tables.copies or tables.closed or self.topk is not None or self.smooth:
+            return None
+        pool, form = self._pool(layer, home, buffer)
+        found = tables.decoding
+        if found is None or found.window != window or found.pool.shape != pool.shape:
+            found = tables.decoding = self.kernels.decoding(
+                self.model.heads, pool, tables.tables, tables.lengths, window, form, tables.pages, tables.offsets
+            )
+        return None if found is None else found._replace(pool=pool)
+
+    def _pool(self, layer: int, home: str, buffer: int) -> tuple[Tensor, CacheFormat | None]:
+        """Return the pages of a layer, or the buffer that they pass through, and their format."""
+        pool = self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
+        return pool, self.pools.form(layer, home)
 
     def prepared(self, event: Attend, view: View) -> Attend:
         """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""

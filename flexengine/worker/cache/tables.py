@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.kernels.base import Decoding
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.pages import Pool
 from flexengine.worker.rows import Rows, rows_of
@@ -68,6 +69,7 @@ class Tables:
         rows: rows to store in place of whole pages, for decode steps with pages in RAM.
         copies: (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer,
             page `from` is loaded and page `to` is stored, without a copy.
+        decoding: of the last layer; None if there is none yet.
     """
 
     tables: Tensor
@@ -82,6 +84,7 @@ class Tables:
     closed: Closed | None = None
     rows: tuple[Rows, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    decoding: Decoding | None = None
 
 
 @dataclass
