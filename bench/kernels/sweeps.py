@@ -19,7 +19,9 @@ from bench import harness
 from bench.harness import Record
 
 PRODUCTS = ("linear", "decoded", "dots")
-ATTENTION = {"decode": "_decode", "append": "_append", "prompt": "_prompt"}  # functions of the native library
+# Functions of the native library, and kinds of steps.
+ATTENTION = {"decode call": "_decode", "append call": "_append", "prompt call": "_prompt"}
+ATTENTION_STEPS = ("append", "attend", "merge")
 
 
 class Calls:
@@ -49,10 +51,11 @@ def parts_of(whole: float, kernels: Mapping[str, float], sweeps: int) -> Record:
         kernels: seconds of each kind of step, and of each function for attention.
         sweeps: number to divide by.
     """
+    attention = (*ATTENTION, *ATTENTION_STEPS)
     inside = {
         "products": sum(kernels[kind] for kind in PRODUCTS),
-        "attention": sum(kernels[kind] for kind in ATTENTION),
-        "other kernels": sum(seconds for kind, seconds in kernels.items() if kind not in (*PRODUCTS, *ATTENTION)),
+        "attention": sum(kernels[kind] for kind in attention),
+        "other kernels": sum(seconds for kind, seconds in kernels.items() if kind not in (*PRODUCTS, *attention)),
     }
     seconds = {"all": whole, **inside, "between kernels": whole - sum(inside.values())}
     return {name: 1000 * value / sweeps for name, value in seconds.items()}

@@ -2,7 +2,10 @@
 //
 // Index legend: b prompt, h query head, j key/value head, t query, s position of a key, d element of a head.
 #pragma once
+#include <omp.h>
+
 #include "codes.h"
+#include "shares.h"
 #include "transpose.h"
 
 namespace {
@@ -274,6 +277,7 @@ int64_t attend_prompts(const Prompt& a) {
     const int64_t height = block_queries(a), blocks = (a.queries + height - 1) / height;
     const size_t size = Block::bytes(a);
     bool room = true;
+    Shares shares;
 #pragma omp parallel num_threads(a.threads)
     {
         float* scratch = (float*)aligned_alloc(64, size);
@@ -281,14 +285,13 @@ int64_t attend_prompts(const Prompt& a) {
 #pragma omp atomic write
             room = false;
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < a.batch * a.kv_heads * blocks; i++) {
-            if (!scratch) continue;
+        if (scratch) shares.take(a.batch * blocks * a.kv_heads, a.threads, omp_get_thread_num(), [&](int64_t i) {
             Block my(a, scratch);
-            const int64_t t = (blocks - 1 - i / a.kv_heads / a.batch) * height;  // last blocks first: they take longest
+            const int64_t b = i / a.kv_heads / blocks;
+            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;  // last blocks first: they take longest
             const int64_t n = a.queries - t < height ? a.queries - t : height;
-            attend_block(a, {i / a.kv_heads % a.batch, i % a.kv_heads, t, n, a.first() + t}, my);
-        }
+            attend_block(a, {b, i % a.kv_heads, t, n, a.first() + t}, my);
+        });
         free(scratch);
     }
     return room ? 0 : -int64_t(size);

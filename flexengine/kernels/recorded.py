@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flexengine.kernels.structs import Step
@@ -23,6 +22,7 @@ class Recorded:
 
     Attributes:
         results: shape and dtype of each result.
+        nbytes: size of the block.
 
     Args:
         run: flex_run of the library.
@@ -40,13 +40,13 @@ class Recorded:
         self.results = [(tuple(x.shape), x.dtype) for x in results]
         own = {x.data_ptr() for x in results}
         inner = [x for x in made if x.data_ptr() not in own]
-        self._bytes = 0
+        self.nbytes = 0
         parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it
         for number, x in enumerate((*arguments, *results)):
             parts.append((x.data_ptr(), _extent(x), number, 0))
         for x in inner:
-            parts.append((x.data_ptr(), _extent(x), len(arguments) + len(results), self._bytes))
-            self._bytes += -(-_extent(x) // ALIGNED) * ALIGNED
+            parts.append((x.data_ptr(), _extent(x), len(arguments) + len(results), self.nbytes))
+            self.nbytes += -(-_extent(x) // ALIGNED) * ALIGNED
         parts.sort()
         self._lay_out(calls, parts)
 
@@ -79,11 +79,10 @@ class Recorded:
         """Run the steps.
 
         Args:
-            addresses: of the arguments, then of contiguous memory for the results. The arguments have the shapes,
-                strides and dtypes of the recorded ones.
+            addresses: of the arguments, then of contiguous memory for the results, then of the block, at a multiple of
+                64. The arguments have the shapes, strides and dtypes of the recorded ones.
         """
-        block = torch.empty(self._bytes, dtype=torch.uint8)
-        bases = np.array([*addresses, block.data_ptr()], dtype=np.int64)
+        bases = np.array(addresses, dtype=np.int64)
         self._words[self._slots] = bases[self._bases] + self._offsets
         self._run(self._words.ctypes.data, self._count, self._threads)
 

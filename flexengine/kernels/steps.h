@@ -2,12 +2,12 @@
 #pragma once
 #include <sched.h>
 
-#include <atomic>
 #include <chrono>
 
 #include "elementwise.h"
 #include "encoded.h"
 #include "parts.h"
+#include "shares.h"
 
 namespace {
 
@@ -62,25 +62,10 @@ inline int64_t spend(int32_t kind, int64_t since) {
     return now;
 }
 
-// Tasks of a step are divided into shares of neighbours, and a thread begins with its own share. If threads took
-// neighbouring tasks, which write neighbouring columns, the CPU would move cache lines that it prefetches for one thread
-// out of the other's cache: with two threads, products by int8 took 1.5 times as long.
-constexpr int64_t SHARES = 16;
-
-// Progress of a step: tasks that threads have taken of each share, and tasks that are done.
+// Progress of a step: tasks that threads have taken, and tasks that are done.
 struct Progress {
-    struct alignas(64) Counter { std::atomic<int64_t> value{0}; };
-    Counter taken[SHARES], done;
-
-    // Calls f with tasks until all are taken: of the share of this thread, then of the others.
-    template <class F> INLINE void take(int64_t count, int64_t threads, int64_t thread, F f) {
-        const int64_t shares = threads < SHARES ? threads : SHARES;
-        for (int64_t k = 0; k < shares; k++) {
-            const int64_t share = (thread + k) % shares, end = (share + 1) * count / shares;
-            for (int64_t i; (i = share * count / shares + taken[share].value.fetch_add(1, std::memory_order_relaxed)) < end;)
-                f(i);
-        }
-    }
+    Shares taken;
+    Counter done;
 };
 
 inline void wait_for(const Progress& progress, int64_t count) {
@@ -112,7 +97,7 @@ void run_together(const Step* steps, int64_t count, int32_t threads) {
             if (!steps[s].beside && s && thread == 0) since = spend(steps[first].kind, since), first = s;
             with_tasks(steps[s], [&](const auto& tasks) {
                 counts[s] = tasks.count;
-                progress[s].take(tasks.count, threads, thread, [&](int64_t i) {
+                progress[s].taken.take(tasks.count, threads, thread, [&](int64_t i) {
                     tasks.run(i);
                     progress[s].done.value.fetch_add(1, std::memory_order_release);
                 });

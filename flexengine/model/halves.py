@@ -66,10 +66,13 @@ class Kind:
         trial: shows whether they compute so; None in a trial.
         calls: recorded calls by half, shapes and format of the weights, in the order of their recording.
         formats: numbers of shapes and formats of a layer's weights.
+        block: memory for intermediate results, as large as a call has needed. Fresh memory for every call would cost
+            page faults.
     """
 
     def __init__(self, trial: "Trial | None") -> None:
         self.trial, self.calls, self.formats = trial, dict[Hashable, Recorded](), dict[Hashable, int]()
+        self.block = torch.empty(0, dtype=torch.uint8)
 
     def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
         """Return the call with a key. If there is none, record it."""
@@ -178,9 +181,15 @@ class Halves:
             call = self.kind.call(key, record)
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            to = [x[low:] for x in results]
+            if self.kind.block.nbytes < call.nbytes:
+                self.kind.block = torch.empty(call.nbytes, dtype=torch.uint8)
+            to = [*(x[low:] for x in results), self.kind.block]
             call.run([*(x.data_ptr() for x in (*some, *pages)), *bound.addresses, *(x.data_ptr() for x in to)])
         return results
+
+    def release(self) -> None:
+        """Drop the references to weights, and the block of all layers of this kind."""
+        self._bound, self.kind.block = None, torch.empty(0, dtype=torch.uint8)
 
     def _bind(self) -> Bound:
         """Return the weights that the modules have now."""
@@ -251,6 +260,13 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
             key = type(layer), _settings(layer)
             kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx)))
             module.halves = Halves(layer, _options(event), kind)
+
+
+def release(model: Any) -> None:
+    """Drop what layers keep from call to call: memory for intermediate results, and references to weights."""
+    for module in model.modules():
+        if isinstance(module, PausingLayer) and module.halves is not None:
+            module.halves.release()
 
 
 def _options(event: Attend) -> dict[str, Any]:

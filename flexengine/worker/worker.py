@@ -11,6 +11,7 @@ from torch import Tensor
 from flexengine.config import SamplingParams
 from flexengine.kernels.base import Decoding
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
+from flexengine.model.halves import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores
@@ -370,6 +371,7 @@ class Worker:
     def close(self) -> None:
         """Free the job's memory. Weights stay for the next job."""
         self._states = []
+        release(self.skeleton.model)
         self.cache.close()
         self.hidden.close()
         for attender in self.attenders.values():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
+from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Compute
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.steps import Steps
@@ -97,7 +98,8 @@ def test_recorded_steps_run_again_with_other_tensors(
     recorded = steps.recorded(first, added(steps, *first))
     for given in (first, arguments(), arguments()):
         results = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in recorded.results]
-        recorded.run([x.data_ptr() for x in (*given, *results)])
+        block = torch.empty(recorded.nbytes, dtype=torch.uint8)
+        recorded.run([x.data_ptr() for x in (*given, *results, block)])
         once = kernel.steps()
         expected = added(once, *given)
         once.run()
@@ -122,6 +124,13 @@ def test_seconds_are_counted_by_kind(kernel: NativeKernels, threads: int) -> Non
     assert 0.5e9 < 2 * 256 * 1024 * 1024 / more["linear"] < 1e14  # products per second of any CPU
     assert more["norm"] > 0  # it includes the start of threads
     assert not any(seconds for kind, seconds in more.items() if kind not in ("linear", "norm"))
+
+
+def test_pages_outside_of_the_pool_are_found_before_a_call(kernel: NativeKernels) -> None:
+    pool, one = torch.zeros(4, 2, 1, 8, 16), torch.ones(1, dtype=torch.int32)
+    for table, length, page, offset in ((4, 1, 0, 0), (0, 9, 0, 0), (0, 1, 4, 0), (0, 1, 0, 8)):
+        with pytest.raises(InvalidInput, match=r"pages among the pool's 4|page must be below 4"):
+            kernel.decoding(2, pool, table * one[None], length * one, None, None, page * one, offset * one)
 
 
 def test_no_steps(kernel: NativeKernels) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.model.forward import Attend, Pass, PausingLayer
+from flexengine.model.forward import Attend, Layer, Pass, PausingLayer
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton, build
 
@@ -69,6 +70,51 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
         ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, halves=False)
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)  # the same kernels in the same order
+
+
+def pool_of(kind: str, kv_heads: int, dim: int) -> tuple[Tensor, CacheFormat | None]:
+    """Return a random pool of 12 pages of 4 tokens, and its format."""
+    values = torch.randn(12, 2, kv_heads, 4, dim)
+    if kind != "int8":
+        return values.to(getattr(torch, kind)), None
+    form = CacheFormat(8, kv_heads, 4, dim)
+    pool = torch.zeros(12, form.page_bytes, dtype=torch.uint8)
+    for page in range(12):
+        k, v = (values[page, i].transpose(0, 1) for i in range(2))
+        kernels.load().append(k, v, pool, torch.full((4,), page).int(), torch.arange(4).int(), form)
+    return pool, form
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", HALVED)
+def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str, window: int | None) -> None:
+    """It appends, and computes the bits of a layer that pauses at attention."""
+    skeleton, layers = opened(families(family).directory)
+    hidden, positions = arguments(skeleton, 3)
+    attention: Any = layers[0].layer.self_attn
+    dim, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+    pool, form = pool_of(kind, attention.k_proj.out_features // dim, dim)
+    tables = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int()
+    lengths = torch.tensor([1, 10, 8]).int()
+    pages, offsets = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
+    kernel, results = kernels.load(), []
+    for whole in (False, True):
+        own = pool.clone()
+        current = Pass(lambda: layers[0](hidden, position_embeddings=positions))
+        assert isinstance(current.switch(), Layer)
+        current.decoding = kernel.decoding(heads, own, tables, lengths, window, form, pages, offsets) if whole else None
+        event = current.switch(hidden)
+        if not whole:
+            assert isinstance(event, Attend)
+            q, k, v = (x[0].transpose(0, 1) for x in event[1:4])
+            kernel.append(k, v, own, pages, offsets, form)
+            out = kernel.decode_attention(q, own, tables, lengths, event.scale, window, event.softcap, None, form)
+            event = current.switch(out[None])
+        assert current.dead
+        results.append((event, own))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("family", OTHERS)
