@@ -74,6 +74,7 @@ class Recorded:
                 offsets.append(offset + address - start)
             at += size
         self._slots, self._bases, self._offsets = (np.array(x, dtype=np.int64) for x in (slots, bases, offsets))
+        self._address = self._words.ctypes.data
 
     def run(self, addresses: Sequence[int]) -> None:
         """Run the steps.
@@ -84,7 +85,7 @@ class Recorded:
         """
         bases = np.array(addresses, dtype=np.int64)
         self._words[self._slots] = bases[self._bases] + self._offsets
-        self._run(self._words.ctypes.data, self._count, self._threads)
+        self._run(self._address, self._count, self._threads)
 
 
 def _extent(x: Tensor) -> int:

@@ -3,40 +3,29 @@
     before   norm, queries | keys | values, rotary positions
     after    output projection + residual, norm, gate | up, activation, down projection + residual
 
-A layer is recognised by the names and classes of its modules. A trial with small random weights then compares the two
-calls with transformers' own modules, which shows that the layer connects its modules in this way. Other layers, dtypes
-other than fp32, GPUs, and passes that watch or replace modules use the modules.
+If all tokens are the next ones of their sequences, one call computes the whole layer, attention too. halving.py tells
+which layers compute so. Dtypes other than fp32, GPUs, and passes that watch or replace modules use the modules.
 """
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import greenlet
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexengine import kernels
-from flexengine.errors import FlexError
 from flexengine.kernels.base import Decoding
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
-from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, attend
-from flexengine.model.fused import ACTS, use_fused
-from flexengine.model.linear import FastLinear, Product, unwatched, use_fast_linear
+from flexengine.model.forward import PausingLayer, attend
+from flexengine.model.fused import ACTS
+from flexengine.model.linear import FastLinear, unwatched
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
-# Sizes of a trial, by the names of a config's fields.
-_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-_TOKENS = 3  # of a trial
+HEAD_NORMS = {"q_norm", "k_norm"}
 PART = 512  # rows that a call computes, so that what it writes stays in the CPU's caches
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
-_CLOSE = 1e-4  # largest relative difference in a trial; two orders of summation differ by less
 
 
 class Bound(NamedTuple):
@@ -59,28 +48,58 @@ class Bound(NamedTuple):
     format: int
 
 
+class Proof(Protocol):
+    """Comparison of the calls with the modules (halving.py)."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether both compute the same."""
+
+
 class Kind:
     """What layers of equal settings share.
 
     Attributes:
         trial: shows whether they compute so; None in a trial.
-        calls: recorded calls by half, shapes and format of the weights, in the order of their recording.
         formats: numbers of shapes and formats of a layer's weights.
         block: memory for intermediate results, as large as a call has needed. Fresh memory for every call would cost
             page faults.
+        recent: page tables, key and call of the last layer that decoded; the next layers of a sweep have the same.
     """
 
-    def __init__(self, trial: "Trial | None") -> None:
-        self.trial, self.calls, self.formats = trial, dict[Hashable, Recorded](), dict[Hashable, int]()
+    def __init__(self, trial: "Proof | None") -> None:
+        self.trial, self.formats = trial, dict[Hashable, int]()
+        self._calls: dict[Hashable, Recorded] = {}  # in the order of their recording
+        self.release()
+
+    def release(self) -> None:
+        """Drop all tensors."""
         self.block = torch.empty(0, dtype=torch.uint8)
+        self.recent: tuple[Tensor, Hashable, Recorded] | None = None
+        self._angles: tuple[Any, list[Tensor] | None] = None, None
 
     def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
-        """Return the call with a key. If there is none, record it."""
-        if (found := self.calls.get(key)) is None:
-            if len(self.calls) >= MOST_CALLS:
-                del self.calls[next(iter(self.calls))]
-            found = self.calls[key] = record()
+        """Return the call with a key, with room in the block. If there is none, record it."""
+        if (found := self._calls.get(key)) is None:
+            if len(self._calls) >= MOST_CALLS:
+                del self._calls[next(iter(self._calls))]
+            found = self._calls[key] = record()
+        if self.block.nbytes < found.nbytes:
+            self.block = torch.empty(found.nbytes, dtype=torch.uint8)
         return found
+
+    def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
+        """Return cosines and sines, [tokens, head_dim]; None if they are others than the calls can use.
+
+        Args:
+            positions: argument `position_embeddings` of a layer, the same object for all layers of a pass.
+            shape: (1, tokens, head_dim).
+        """
+        if self._angles[0] is not positions:
+            fine = type(positions) is tuple and len(positions) == 2
+            fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
+            self._angles = positions, [x[0].contiguous() for x in positions] if fine else None
+        return self._angles[1]
 
 
 class Halves:
@@ -98,7 +117,7 @@ class Halves:
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
-        self._head_norms = self.attention._modules.keys() >= _HEAD_NORMS
+        self._head_norms = self.attention._modules.keys() >= HEAD_NORMS
         self._linear: list[FastLinear] = [m for m in modules if isinstance(m, FastLinear)]
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
         self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
@@ -112,11 +131,9 @@ class Halves:
             positions: argument `position_embeddings` of the layer.
         """
         with unwatched():
-            if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or type(positions) is not tuple:
+            if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
                 return False
-            cos, sin = positions
-            shape = (1, hidden.shape[1], self.attention.head_dim)
-            if not cos.shape == sin.shape == shape or cos.dtype != torch.float32:
+            if self.kind.angles(positions, (1, hidden.shape[1], self.attention.head_dim)) is None:
                 return False
         if getattr(greenlet.getcurrent(), "queries_first", False) or self._act_name not in ACTS:
             return False
@@ -128,15 +145,15 @@ class Halves:
     def _act_name(self) -> str:
         return type(self.mlp.act_fn).__name__
 
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, hidden: Tensor, positions: Any) -> Tensor:
         """Return the layer's output [1, tokens, hidden]. Arguments as in `usable`."""
         with unwatched():
             x = hidden[0]
-            given = (x, *(angles[0].contiguous() for angles in positions))
+            angles = self.kind.angles(positions, (1, len(x), self.attention.head_dim))
+            assert angles is not None
             if (decoding := self._decoding(len(x))) is not None:
-                (out,) = self._run(self._whole, given, decoding)
-                return out[None]
-            q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, given))
+                return self._decode(x, angles, decoding)[None]
+            q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, (x, *angles)))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
         with unwatched():
@@ -152,44 +169,66 @@ class Halves:
         sizes = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
         return found if (found.heads, found.room.kv_heads, found.room.dim) == sizes else None
 
-    def _run(
-        self, part: Callable[..., list[Tensor]], given: Sequence[Tensor], decoding: Decoding | None = None
-    ) -> list[Tensor]:
-        """Run `_before`, `_after` or `_whole`, some rows at a time. Return its results, [rows, ...].
+    def _decode(self, x: Tensor, angles: Sequence[Tensor], decoding: Decoding) -> Tensor:
+        """Compute the whole layer. Return its output, [rows, hidden]."""
+        bound, given, recent = self._bind(), (x, *angles), self.kind.recent
+        key = (bound.format, decoding.window, x.stride())
+        if recent is None or recent[0] is not decoding.tables or recent[1] != key:
+            options: list[Any] = [item for item in decoding if not isinstance(item, Tensor)]
+            options += [(decoding.pool.shape, decoding.pool.dtype, decoding.tables.shape)]
+            call = self._call(self._whole, bound, given, options, decoding)
+            self.kind.recent = recent = decoding.tables, key, call
+        out = torch.empty(x.shape)
+        tensors = (*given, *_tensors(decoding)), (out, self.kind.block)
+        before, after = ([y.data_ptr() for y in some] for some in tensors)
+        recent[2].run([*before, *bound.addresses, *after])
+        return out
+
+    def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
+        """Run `_before` or `_after`, some rows at a time. Return its results, [rows, ...].
+
+        Args:
+            half: the method.
+            given: its arguments, [rows, ...].
+        """
+        bound, rows = self._bind(), len(given[0])
+        parts, results = -(-rows // PART), list[Tensor]()
+        for number in range(parts):
+            low, high = rows * number // parts, rows * (number + 1) // parts
+            some = [x[low:high] for x in given]
+            call = self._call(half, bound, some)
+            if not results:
+                results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
+            to = [*(x[low:] for x in results), self.kind.block]
+            call.run([*(x.data_ptr() for x in some), *bound.addresses, *(x.data_ptr() for x in to)])
+        return results
+
+    def _call(
+        self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor], options: Sequence[Any] = (),
+        decoding: Decoding | None = None,
+    ) -> Recorded:  # fmt: skip
+        """Return the call of `_before`, `_after` or `_whole` for tensors of these shapes.
 
         Args:
             part: the method.
+            bound: weights.
             given: its arguments, [rows, ...].
-            decoding: the last argument of `_whole`, for at most PART rows.
+            options: what else the call depends on.
+            decoding: the last argument of `_whole`.
         """
-        bound, rows = self._bind(), len(given[0])
-        pages = [] if decoding is None else [x for x in decoding if isinstance(x, Tensor)]
-        options: list[Any] = [] if decoding is None else [x for x in decoding if not isinstance(x, Tensor)]
-        options += [(x.shape, x.dtype) for x in pages[:2]]  # pool and tables
-        threads, parts = torch.get_num_threads(), -(-rows // PART)
-        results = list[Tensor]()
-        for number in range(parts):
-            low, high = rows * number // parts, rows * (number + 1) // parts
-            some = given if parts == 1 else [x[low:high] for x in given]
 
-            def record(some: Sequence[Tensor] = some) -> Recorded:
-                steps = cast(NativeKernels, kernels.load()).steps()
-                more = [] if decoding is None else [decoding]
-                return steps.recorded((*some, *pages, *bound.given), part(steps, bound, *some, *more))
+        def record() -> Recorded:
+            steps, last = cast(NativeKernels, kernels.load()).steps(), [] if decoding is None else [decoding]
+            tensors = (*given, *(_tensors(decoding) if decoding else ()), *bound.given)
+            return steps.recorded(tensors, part(steps, bound, *given, *last))
 
-            key = (part.__name__, high - low, *(x.stride() for x in some), *options, bound.format, threads)
-            call = self.kind.call(key, record)
-            if not results:
-                results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            if self.kind.block.nbytes < call.nbytes:
-                self.kind.block = torch.empty(call.nbytes, dtype=torch.uint8)
-            to = [*(x[low:] for x in results), self.kind.block]
-            call.run([*(x.data_ptr() for x in (*some, *pages)), *bound.addresses, *(x.data_ptr() for x in to)])
-        return results
+        sizes = [(len(given[0]), *(x.stride() for x in given)), bound.format, torch.get_num_threads()]
+        return self.kind.call((part.__name__, *sizes, *options), record)
 
     def release(self) -> None:
-        """Drop the references to weights, and the block of all layers of this kind."""
-        self._bound, self.kind.block = None, torch.empty(0, dtype=torch.uint8)
+        """Drop the references to weights, and the tensors of all layers of this kind."""
+        self._bound = None
+        self.kind.release()
 
     def _bind(self) -> Bound:
         """Return the weights that the modules have now."""
@@ -240,26 +279,14 @@ class Halves:
         return module.product.add_to(steps, x, module, bound.biases[module], residual, beside)
 
 
+def _tensors(decoding: Decoding) -> tuple[Tensor, ...]:
+    at = decoding
+    return at.pool, at.tables, at.lengths, at.pages, at.offsets, at.memory
+
+
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:
     eps, shift = module.rms
     return steps.norm(x, module.weight, getattr(module, eps), shift, beside)
-
-
-def use_halves(model: Any, attends: dict[int, Attend]) -> None:
-    """Let layers compute as two calls if they are recognised. Their trials follow when they are first used.
-
-    Args:
-        model: with pausing layers, fast linear and fused modules.
-        attends: by layer, its pause at attention in a pass on the meta device.
-    """
-    kinds: dict[Any, Kind] = {}
-    for module in [m for m in model.modules() if isinstance(m, PausingLayer)]:
-        layer: Any = module.layer
-        event = attends[module.index]
-        if _recognised(layer) and event.sinks is None:
-            key = type(layer), _settings(layer)
-            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx)))
-            module.halves = Halves(layer, _options(event), kind)
 
 
 def release(model: Any) -> None:
@@ -267,90 +294,3 @@ def release(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PausingLayer) and module.halves is not None:
             module.halves.release()
-
-
-def _options(event: Attend) -> dict[str, Any]:
-    return {"scaling": event.scale, "sliding_window": event.window, "softcap": event.softcap}
-
-
-def _recognised(layer: Any) -> bool:
-    """Return whether a layer has the modules that the calls compute, and no other ones."""
-
-    def names(module: nn.Module) -> set[str]:
-        return {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-
-    if names(layer) != _LAYER or names(layer.mlp) != _MLP or names(layer.self_attn) - _HEAD_NORMS != _ATTENTION:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if len(names(attention) & _HEAD_NORMS) == 1 or any(True for _ in layer.buffers()):
-        return False
-    linear = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _MLP]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in names(attention) & _HEAD_NORMS]
-    own = {name for part in (layer, attention, mlp) for name, _ in part.named_parameters(recurse=False)}
-    return not own and all(type(m) is FastLinear for m in linear) and all(hasattr(m, "rms") for m in norms) and (
-        type(getattr(mlp, "act_fn", None)).__name__ in ACTS and hasattr(attention, "head_dim"))  # fmt: skip
-
-
-def _settings(layer: Any) -> tuple[Any, ...]:
-    """Return the plain attributes of all modules of a layer except its number: layers with equal ones compute alike."""
-    return tuple((name, key, value) for name, module in layer.named_modules() for key, value in vars(module).items()
-                 if isinstance(value, bool | int | float | str) and key != "layer_idx")  # fmt: skip
-
-
-class Trial:
-    """Comparison of the two calls with a small layer of transformers, of the same class and settings.
-
-    Args:
-        kind: class of the layer.
-        config: the model's configuration.
-        index: number of the layer.
-    """
-
-    def __init__(self, kind: Any, config: Any, index: int) -> None:
-        self._kind, self._config, self._index = kind, config, index
-
-    @cached_property
-    def succeeded(self) -> bool:
-        """Whether native kernels are at hand, and both compute the same but for rounding."""
-        try:
-            return isinstance(kernels.load(), NativeKernels) and self._compare()
-        except FlexError:
-            raise
-        except Exception:  # the layer needs what a trial does not have
-            return False
-
-    def _compare(self) -> bool:
-        rng = torch.Generator().manual_seed(0)
-        own, width = self._small(rng)
-        ours = copy.deepcopy(own)
-        use_fast_linear(ours, Product(torch.float32))
-        use_fused(ours)
-        if not _recognised(ours):
-            return False
-        x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
-        event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
-        halves = Halves(ours, _options(event), Kind(None))
-        found, result = _run(lambda: halves(x.clone(), (cos, sin)))
-        pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
-        return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
-
-    def _small(self, rng: torch.Generator) -> tuple[Any, int]:
-        """Return a small layer with random weights, and the width of its input."""
-        config = copy.deepcopy(self._config.get_text_config())
-        for name, size in _SMALL.items():
-            if getattr(config, name, None) is not None:
-                setattr(config, name, size)
-        config._attn_implementation = ATTENTION
-        layer = self._kind(config, self._index).float().eval().requires_grad_(False)
-        for tensor in layer.parameters():
-            tensor.copy_(torch.randn(tensor.shape, generator=rng) * (0.3 if tensor.dim() > 1 else 1.0))
-        return layer, config.hidden_size
-
-
-def _run(layer: Callable[[], Tensor]) -> tuple[Attend, Tensor]:
-    """Return the pause at attention and the output of a layer. Attention answers with random numbers."""
-    current = Pass(layer)
-    event = current.switch()
-    rng = torch.Generator().manual_seed(1)
-    return event, current.switch(torch.randn(1, _TOKENS, event.q.shape[1], event.v.shape[-1], generator=rng))

@@ -77,13 +77,20 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
         logits: fp32 [rows, vocabulary], on any device; -inf forbids a token.
         draws: one per row.
     """
-    largest = logits.argmax(dim=-1)  # for a row with NaN, the position of a NaN
+    largest = _largest(logits)
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
     tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
     return [
         Sampled(token, None, ()) if token == NONFINITE or _plain(draw) else _row(logits[i].double(), draw)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
     ]
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Return the position of each row's largest logit, of equal ones the first; for a row with NaN, that of a NaN."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))  # takes a sixth of torch's time
 
 
 def logprob_entry(sampled: Sampled, tokenizer: Any) -> dict[str, Any]:

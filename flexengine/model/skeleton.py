@@ -29,7 +29,7 @@ from flexengine.model.forward import (
     attend,
 )
 from flexengine.model.fused import use_fused
-from flexengine.model.halves import use_halves
+from flexengine.model.halving import use_halves
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
 from flexengine.model.logits import LogitStep

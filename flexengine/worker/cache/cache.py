@@ -113,7 +113,7 @@ class Cache:
         """
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
-        pool, form = self._pool(layer, home, buffer)
+        pool, form = self._pool(layer, home, buffer), self.pools.form(layer, home)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
         if n:
@@ -137,18 +137,17 @@ class Cache:
         tables = self.tables(view, layer)
         if not view.decode or tables.prompts or tables.copies or tables.closed or self.topk is not None or self.smooth:
             return None
-        pool, form = self._pool(layer, home, buffer)
-        found = tables.decoding
+        pool, found = self._pool(layer, home, buffer), tables.decoding
         if found is None or found.window != window or found.pool.shape != pool.shape:
+            at, form = (tables.pages, tables.offsets), self.pools.form(layer, home)
             found = tables.decoding = self.kernels.decoding(
-                self.model.heads, pool, tables.tables, tables.lengths, window, form, tables.pages, tables.offsets
+                self.model.heads, pool, tables.tables, tables.lengths, window, form, *at
             )
         return None if found is None else found._replace(pool=pool)
 
-    def _pool(self, layer: int, home: str, buffer: int) -> tuple[Tensor, CacheFormat | None]:
-        """Return the pages of a layer, or the buffer that they pass through, and their format."""
-        pool = self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
-        return pool, self.pools.form(layer, home)
+    def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
+        """Return the pages of a layer, or the buffer that they pass through."""
+        return self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
 
     def prepared(self, event: Attend, view: View) -> Attend:
         """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""

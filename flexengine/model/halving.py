@@ -1,0 +1,133 @@
+"""Which decoder layers compute by the calls of halves.py.
+
+A layer is recognised by the names and classes of its modules. A trial with small random weights then compares the calls
+with transformers' own modules, which shows that the layer connects its modules in this way.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexengine import kernels
+from flexengine.errors import FlexError
+from flexengine.kernels.cpu import NativeKernels
+from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer
+from flexengine.model.fused import ACTS, use_fused
+from flexengine.model.halves import HEAD_NORMS, Halves, Kind
+from flexengine.model.linear import FastLinear, Product, use_fast_linear
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+# Sizes of a trial, by the names of a config's fields.
+_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_TOKENS = 3  # of a trial
+_CLOSE = 1e-4  # largest relative difference in a trial; two orders of summation differ by less
+
+
+def use_halves(model: Any, attends: dict[int, Attend]) -> None:
+    """Let layers compute as two calls if they are recognised. Their trials follow when they are first used.
+
+    Args:
+        model: with pausing layers, fast linear and fused modules.
+        attends: by layer, its pause at attention in a pass on the meta device.
+    """
+    kinds: dict[Any, Kind] = {}
+    for module in [m for m in model.modules() if isinstance(m, PausingLayer)]:
+        layer: Any = module.layer
+        event = attends[module.index]
+        if _recognised(layer) and event.sinks is None:
+            key = type(layer), _settings(layer)
+            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx)))
+            module.halves = Halves(layer, _options(event), kind)
+
+
+def _options(event: Attend) -> dict[str, Any]:
+    return {"scaling": event.scale, "sliding_window": event.window, "softcap": event.softcap}
+
+
+def _recognised(layer: Any) -> bool:
+    """Return whether a layer has the modules that the calls compute, and no other ones."""
+
+    def names(module: nn.Module) -> set[str]:
+        return {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+
+    if names(layer) != _LAYER or names(layer.mlp) != _MLP or names(layer.self_attn) - HEAD_NORMS != _ATTENTION:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if len(names(attention) & HEAD_NORMS) == 1 or any(True for _ in layer.buffers()):
+        return False
+    linear = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _MLP]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in names(attention) & HEAD_NORMS]
+    own = {name for part in (layer, attention, mlp) for name, _ in part.named_parameters(recurse=False)}
+    return not own and all(type(m) is FastLinear for m in linear) and all(hasattr(m, "rms") for m in norms) and (
+        type(getattr(mlp, "act_fn", None)).__name__ in ACTS and hasattr(attention, "head_dim"))  # fmt: skip
+
+
+def _settings(layer: Any) -> tuple[Any, ...]:
+    """Return the plain attributes of all modules of a layer except its number: layers with equal ones compute alike."""
+    return tuple((name, key, value) for name, module in layer.named_modules() for key, value in vars(module).items()
+                 if isinstance(value, bool | int | float | str) and key != "layer_idx")  # fmt: skip
+
+
+class Trial:
+    """Comparison of the two calls with a small layer of transformers, of the same class and settings.
+
+    Args:
+        kind: class of the layer.
+        config: the model's configuration.
+        index: number of the layer.
+    """
+
+    def __init__(self, kind: Any, config: Any, index: int) -> None:
+        self._kind, self._config, self._index = kind, config, index
+
+    @cached_property
+    def succeeded(self) -> bool:
+        """Whether native kernels are at hand, and both compute the same but for rounding."""
+        try:
+            return isinstance(kernels.load(), NativeKernels) and self._compare()
+        except FlexError:
+            raise
+        except Exception:  # the layer needs what a trial does not have
+            return False
+
+    def _compare(self) -> bool:
+        rng = torch.Generator().manual_seed(0)
+        own, width = self._small(rng)
+        ours = copy.deepcopy(own)
+        use_fast_linear(ours, Product(torch.float32))
+        use_fused(ours)
+        if not _recognised(ours):
+            return False
+        x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
+        event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
+        halves = Halves(ours, _options(event), Kind(None))
+        found, result = _run(lambda: halves(x.clone(), (cos, sin)))
+        pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
+        return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
+
+    def _small(self, rng: torch.Generator) -> tuple[Any, int]:
+        """Return a small layer with random weights, and the width of its input."""
+        config = copy.deepcopy(self._config.get_text_config())
+        for name, size in _SMALL.items():
+            if getattr(config, name, None) is not None:
+                setattr(config, name, size)
+        config._attn_implementation = ATTENTION
+        layer = self._kind(config, self._index).float().eval().requires_grad_(False)
+        for tensor in layer.parameters():
+            tensor.copy_(torch.randn(tensor.shape, generator=rng) * (0.3 if tensor.dim() > 1 else 1.0))
+        return layer, config.hidden_size
+
+
+def _run(layer: Callable[[], Tensor]) -> tuple[Attend, Tensor]:
+    """Return the pause at attention and the output of a layer. Attention answers with random numbers."""
+    current = Pass(layer)
+    event = current.switch()
+    rng = torch.Generator().manual_seed(1)
+    return event, current.switch(torch.randn(1, _TOKENS, event.q.shape[1], event.v.shape[-1], generator=rng))
