@@ -123,10 +123,11 @@ class Kernels(ABC):
 
     def decoding(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor,
+        pages: Tensor, offsets: Tensor, memory: Tensor | None = None,
     ) -> "Decoding | None":  # fmt: skip
         """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
-        shape; None if these kernels have no such calls. heads: query heads; others: as in `decode_attention`, `append`.
+        shape; None if these kernels have no such calls. heads: query heads; memory: scratch memory of an earlier
+        `Decoding`, which is used if it is large enough; others: as in `decode_attention` and `append`.
         """
         return None
 

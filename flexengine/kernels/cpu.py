@@ -77,13 +77,13 @@ class NativeKernels(ReferenceKernels):
 
     def decoding(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor,
+        pages: Tensor, offsets: Tensor, memory: Tensor | None = None,
     ) -> base.Decoding | None:  # fmt: skip
         if not _native(pool, tables, lengths, pages, offsets):
             return None
         room = checks.check_pool(pool, form)
         tables, lengths, pages, offsets = (_int32(x) for x in (tables, lengths, pages, offsets))
-        row = torch.empty(1, 1, 1).expand(len(lengths), heads, room.dim)  # for its shape
+        row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(lengths), heads, room.dim)  # for its shape
         append = append_call(row[:, : room.kv_heads], row, pool, pages, offsets, form, room)
         if bad := self._append_check(ctypes.addressof(append)):
             raise bad_token(bad - 1, room)
@@ -91,7 +91,11 @@ class NativeKernels(ReferenceKernels):
         call = decode_call(row, pool, tables, lengths, form, room, options, (None,) * 5)
         if (nbytes := self._decode_bytes(ctypes.addressof(call))) < 0:
             raise bad_sequence(-nbytes - 1, room)
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if memory is None or memory.nbytes < nbytes:
+            try:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise no_memory("the partial results of decode attention", nbytes) from error
         return base.Decoding(heads, pool, tables, lengths, window, form, pages, offsets, room, memory)
 
     def decode_attention(

@@ -63,14 +63,18 @@ struct Block {
 // Work of one block: prompt b, key/value head j, n queries from t on; `position` is that of query t.
 struct Part { int64_t b, j, t, n, position; };
 
-// Reads the part's queries, times the scale.
+// Reads the part's queries, times the scale. The heads of a query are neighbours in memory, so they are read together.
 void read_queries(const Prompt& a, const Part& p, Block& my) {
-    float* to = my.q;
-    for (int64_t h = p.j * a.shared(); h < (p.j + 1) * a.shared(); h++)
-        for (int64_t i = 0; i < p.n; i++, to += a.dim) {
-            const float* from = a.q + p.b * a.q_prompt + (p.t + i) * a.q_row + h * a.q_head;
+    constexpr int64_t AHEAD = 4;  // queries
+    for (int64_t i = 0; i < p.n; i++) {
+        const float* from = a.q + p.b * a.q_prompt + (p.t + i) * a.q_row + p.j * a.shared() * a.q_head;
+        for (int64_t h = 0; h < a.shared(); h++, from += a.q_head) {
+            float* to = my.q + (h * p.n + i) * a.dim;
+            const uintptr_t ahead = uintptr_t(from) + AHEAD * a.q_row * 4;
+            for (int64_t d = 0; d < a.dim; d += 16) __builtin_prefetch((const void*)(ahead + d * 4));
             for (int64_t d = 0; d < a.dim; d++) to[d] = from[d] * a.scale;
         }
+    }
     const int64_t rows = a.shared() * p.n;
     memset(my.acc, 0, size_t(rows * my.wide) * 4);
     for (int64_t r = 0; r < rows; r++) my.top[r] = -FLT_MAX, my.sum[r] = 0;
@@ -247,12 +251,13 @@ void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Bl
 }
 
 void write_block(const Prompt& a, const Part& p, const Block& my) {
-    for (int64_t r = 0; r < a.shared() * p.n; r++) {
-        const int64_t h = p.j * a.shared() + r / p.n;
-        const float under = my.sum[r] + (a.sinks ? expf(a.sinks[h] - my.top[r]) : 0.f);
-        float* to = a.out + ((p.b * a.queries + p.t + r % p.n) * a.heads + h) * a.dim;
-        for (int64_t d = 0; d < a.dim; d++) to[d] = my.acc[r * my.wide + d] / under;
-    }
+    for (int64_t i = 0; i < p.n; i++)
+        for (int64_t g = 0; g < a.shared(); g++) {
+            const int64_t h = p.j * a.shared() + g, r = g * p.n + i;
+            const float under = my.sum[r] + (a.sinks ? expf(a.sinks[h] - my.top[r]) : 0.f);
+            float* to = a.out + ((p.b * a.queries + p.t + i) * a.heads + h) * a.dim;
+            for (int64_t d = 0; d < a.dim; d++) to[d] = my.acc[r * my.wide + d] / under;
+        }
 }
 
 void attend_block(const Prompt& a, const Part& p, Block& my) {
@@ -288,7 +293,7 @@ int64_t attend_prompts(const Prompt& a) {
         if (scratch) shares.take(a.batch * blocks * a.kv_heads, a.threads, omp_get_thread_num(), [&](int64_t i) {
             Block my(a, scratch);
             const int64_t b = i / a.kv_heads / blocks;
-            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;  // last blocks first: they take longest
+            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;  // a prompt's last block first: it takes longest
             const int64_t n = a.queries - t < height ? a.queries - t : height;
             attend_block(a, {b, i % a.kv_heads, t, n, a.first() + t}, my);
         });

@@ -27,6 +27,7 @@ class Recorded:
     Args:
         run: flex_run of the library.
         calls: (struct, kind, beside) of each step.
+        threads: threads that compute.
         arguments: tensors that are given to the steps.
         made: tensors that the steps have allocated.
         results: those of `made` that are returned.
@@ -39,6 +40,8 @@ class Recorded:
         self._run, self._threads, self._count = run, threads, len(calls)
         self.results = [(tuple(x.shape), x.dtype) for x in results]
         own = {x.data_ptr() for x in results}
+        if not own <= {x.data_ptr() for x in made}:
+            raise RuntimeError("a result does not begin where a tensor of the steps begins")
         inner = [x for x in made if x.data_ptr() not in own]
         self.nbytes = 0
         parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it

@@ -7,7 +7,7 @@ the answer:
     Rows      before rows of weights that may be off the device         see `Rows`
     Layer     before decoder layer j; its weights must be bound now     hidden states
     Query     in layer j, before keys and values, if queries go first   none
-    Attend    in layer j, at attention, unless it got a `Decoding`       [1, tokens, heads, value_dim]
+    Attend    in layer j, at attention, unless it used a `Decoding`     [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
 
@@ -152,7 +152,7 @@ class PausingLayer(nn.Module):
     Attributes:
         index: number of the layer. A layer with a negative number returns its input (layer_range.py).
         outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
-        halves: computes the layer in two calls of kernels (halves.py); None if its modules compute it.
+        halves: computes the layer in one or two calls of kernels (halves.py); None if its modules compute it.
     """
 
     def __init__(self, layer: nn.Module, index: int) -> None:

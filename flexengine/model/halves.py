@@ -33,15 +33,15 @@ class Bound(NamedTuple):
 
     Attributes:
         parameters: the modules' weights and biases; None for no bias.
-        packed: by linear module, whether its weight is reordered.
+        how: by linear module, whether its weight is reordered, and how activations are rounded.
         biases: by linear module, its bias in fp32; None for none.
         given: the tensors that the calls read.
         addresses: of these.
-        format: number of their shapes and formats in `Kind.formats`.
+        format: their number in `Kind.formats`.
     """
 
     parameters: list[Any]
-    packed: list[bool]
+    how: list[tuple[bool, Any]]
     biases: dict[FastLinear, Tensor | None]
     given: list[Tensor]
     addresses: list[int]
@@ -56,36 +56,52 @@ class Proof(Protocol):
         """Whether both compute the same."""
 
 
+class Scratch:
+    """Memory for intermediate results of calls, which all layers of a model share. Fresh memory for every call would
+    cost page faults.
+
+    Attributes:
+        block: as large as a call has needed.
+    """
+
+    def __init__(self) -> None:
+        self.block = torch.empty(0, dtype=torch.uint8)
+
+    def make_room(self, nbytes: int) -> None:
+        """Make the block at least this large."""
+        if self.block.nbytes < nbytes:
+            self.block = torch.empty(nbytes, dtype=torch.uint8)
+
+
 class Kind:
     """What layers of equal settings share.
 
     Attributes:
         trial: shows whether they compute so; None in a trial.
-        formats: numbers of shapes and formats of a layer's weights.
-        block: memory for intermediate results, as large as a call has needed. Fresh memory for every call would cost
-            page faults.
+        scratch: memory for intermediate results.
+        formats: a number for each combination of shapes and formats of a layer's weights.
         recent: page tables, key and call of the last layer that decoded; the next layers of a sweep have the same.
     """
 
-    def __init__(self, trial: "Proof | None") -> None:
-        self.trial, self.formats = trial, dict[Hashable, int]()
-        self._calls: dict[Hashable, Recorded] = {}  # in the order of their recording
+    def __init__(self, trial: "Proof | None", scratch: Scratch) -> None:
+        self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
+        self._calls: dict[Hashable, Recorded] = {}  # the one used last is the last one
         self.release()
 
     def release(self) -> None:
         """Drop all tensors."""
-        self.block = torch.empty(0, dtype=torch.uint8)
+        self.scratch.block = torch.empty(0, dtype=torch.uint8)
         self.recent: tuple[Tensor, Hashable, Recorded] | None = None
-        self._angles: tuple[Any, list[Tensor] | None] = None, None
+        self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
 
     def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
-        """Return the call with a key, with room in the block. If there is none, record it."""
-        if (found := self._calls.get(key)) is None:
+        """Return the call with a key, and make room for it. If there is none, record it."""
+        if (found := self._calls.pop(key, None)) is None:
+            found = record()
             if len(self._calls) >= MOST_CALLS:
                 del self._calls[next(iter(self._calls))]
-            found = self._calls[key] = record()
-        if self.block.nbytes < found.nbytes:
-            self.block = torch.empty(found.nbytes, dtype=torch.uint8)
+        self._calls[key] = found
+        self.scratch.make_room(found.nbytes)
         return found
 
     def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
@@ -95,16 +111,16 @@ class Kind:
             positions: argument `position_embeddings` of a layer, the same object for all layers of a pass.
             shape: (1, tokens, head_dim).
         """
-        if self._angles[0] is not positions:
+        if self._angles[0] is not positions or self._angles[1] != shape:
             fine = type(positions) is tuple and len(positions) == 2
             fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
-            self._angles = positions, [x[0].contiguous() for x in positions] if fine else None
-        return self._angles[1]
+            self._angles = positions, shape, [x[0].contiguous() for x in positions] if fine else None
+        return self._angles[2]
 
 
 class Halves:
-    """The two calls of one layer. They are recorded once per shape, as adding their steps takes as long as small
-    products.
+    """The calls of one layer. Layers of a kind share recorded calls, as adding the steps of a call takes as long as
+    small products.
 
     Attributes:
         options: scaling, window and softcap that the layer's attention module passes to the attention function.
@@ -178,8 +194,8 @@ class Halves:
             options += [(decoding.pool.shape, decoding.pool.dtype, decoding.tables.shape)]
             call = self._call(self._whole, bound, given, options, decoding)
             self.kind.recent = recent = decoding.tables, key, call
-        out = torch.empty(x.shape)
-        tensors = (*given, *_tensors(decoding)), (out, self.kind.block)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        tensors = (*given, *_tensors(decoding)), (out, self.kind.scratch.block)
         before, after = ([y.data_ptr() for y in some] for some in tensors)
         recent[2].run([*before, *bound.addresses, *after])
         return out
@@ -199,7 +215,7 @@ class Halves:
             call = self._call(half, bound, some)
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            to = [*(x[low:] for x in results), self.kind.block]
+            to = [*(x[low:] for x in results), self.kind.scratch.block]
             call.run([*(x.data_ptr() for x in some), *bound.addresses, *(x.data_ptr() for x in to)])
         return results
 
@@ -232,18 +248,19 @@ class Halves:
 
     def _bind(self) -> Bound:
         """Return the weights that the modules have now."""
-        parameters, packed = [holder[name] for holder, name in self._parameters], [m.packed for m in self._linear]
+        parameters = [holder[name] for holder, name in self._parameters]
+        how = [(m.packed, m.product.compute) for m in self._linear]
         old = self._bound
-        if old and old.packed == packed and all(a is b for a, b in zip(parameters, old.parameters, strict=True)):
+        if old and old.how == how and all(a is b for a, b in zip(parameters, old.parameters, strict=True)):
             return old
         biases: dict[FastLinear, Tensor | None]
         biases = {m: None if m.bias is None else m.bias.float() for m in self._linear}
         given = [holder[name] for holder, name in self._parameters if name == "weight"]
         given += [bias for bias in biases.values() if bias is not None]
-        formats = [(m.forms.get("weight"), m.packed, biases[m] is None) for m in self._linear]
+        formats = [(m.forms.get("weight"), biases[m] is None, *item) for m, item in zip(self._linear, how, strict=True)]
         key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats)
         number = self.kind.formats.setdefault(key, len(self.kind.formats))
-        self._bound = Bound(parameters, packed, biases, given, [x.data_ptr() for x in given], number)
+        self._bound = Bound(parameters, how, biases, given, [x.data_ptr() for x in given], number)
         return self._bound
 
     def _before(self, steps: Steps, bound: Bound, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:

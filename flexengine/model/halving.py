@@ -17,7 +17,7 @@ from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer
 from flexengine.model.fused import ACTS, use_fused
-from flexengine.model.halves import HEAD_NORMS, Halves, Kind
+from flexengine.model.halves import HEAD_NORMS, Halves, Kind, Scratch
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -37,12 +37,14 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
         attends: by layer, its pause at attention in a pass on the meta device.
     """
     kinds: dict[Any, Kind] = {}
+    scratch = Scratch()
     for module in [m for m in model.modules() if isinstance(m, PausingLayer)]:
         layer: Any = module.layer
         event = attends[module.index]
         if _recognised(layer) and event.sinks is None:
-            key = type(layer), _settings(layer)
-            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx)))
+            norms = tuple(m.rms for m in layer.modules() if hasattr(m, "rms"))
+            key = type(layer), _settings(layer), norms, event.scale, event.softcap
+            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx), scratch))
             module.halves = Halves(layer, _options(event), kind)
 
 
@@ -107,7 +109,7 @@ class Trial:
             return False
         x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
         event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
-        halves = Halves(ours, _options(event), Kind(None))
+        halves = Halves(ours, _options(event), Kind(None, Scratch()))
         found, result = _run(lambda: halves(x.clone(), (cos, sin)))
         pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)

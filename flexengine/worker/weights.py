@@ -10,6 +10,7 @@ from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.packed import Packed
 from flexengine.model.form import WeightFormat
+from flexengine.model.halves import release
 from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, is_disk, off_device
 from flexengine.plan.facts import ENCODED_ROWS
@@ -291,6 +292,7 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for param in group.values():
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
+        release(self.skeleton.model)
         self._arrivals.close()
         self._regions.free()
         slots = (self._views, self._in_slot, self._slots, self._stages)

@@ -267,7 +267,9 @@ class Worker:
         state = self._states[task.cell.batch]
         if (j := task.cell.layer) < self.layers:
             where = state.view, state.batch.cache_home, task.cache
-            event = self._attention(task, state, self.cache.decoding(j, self.skeleton.windows[j], *where))
+            decoding = self.cache.decoding(j, self.skeleton.windows[j], *where)
+            event = self._attention(task, state, decoding)
+            assert isinstance(event, Attend) or decoding is not None
             if isinstance(event, Attend):
                 event = state.forward.resume(self.cache.attend(event, *where))
             state.event = self._up_to_rows(task, state, event)

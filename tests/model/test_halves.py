@@ -1,7 +1,9 @@
 """Layers as two calls of native kernels: which ones are, and that they compute what transformers' modules compute."""
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.forward import Attend, Layer, Pass, PausingLayer
+from flexengine.model.halves import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton, build
 
@@ -165,6 +168,39 @@ def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> No
     assert not usable(hidden, positions)
     use_queries_first(skeleton.model)
     assert not layers[1].halves.usable(hidden, positions)
+
+
+def test_calls_follow_a_change_of_the_rounding_of_activations(families: Any) -> None:
+    """Calls that were recorded with one rounding do not run with another."""
+    skeleton, layers = opened(families("llama").directory)
+    for slot in skeleton.layers[0].values():
+        if slot.linear:
+            slot.bind(nn.Parameter(slot.holder[slot.name].bfloat16(), requires_grad=False))
+    hidden, positions = arguments(skeleton)
+    outputs = []
+    for compute in (None, "bf16", None):
+        skeleton.product.compute = compute
+        ours, theirs = ran(layers[0], hidden, positions), ran(layers[0], hidden, positions, halves=False)
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+        outputs.append(ours[-1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_layers_share_memory_until_it_is_released(families: Any) -> None:
+    skeleton, layers = opened(families("llama").directory)
+    hidden, positions = arguments(skeleton)
+    ran(layers[0], hidden, positions)
+    ran(layers[1], hidden, positions)
+    assert layers[0].halves.kind.scratch is layers[1].halves.kind.scratch
+    assert layers[0].halves.kind.scratch.block.nbytes > 0
+    weight = weakref.ref(layers[0].layer.self_attn.q_proj.weight)
+    release(skeleton.model)
+    assert layers[0].halves.kind.scratch.block.nbytes == 0
+    for slot in skeleton.layers[0].values():
+        slot.bind(nn.Parameter(torch.empty(slot.shape, device="meta"), requires_grad=False))
+    gc.collect()
+    assert weight() is None
 
 
 def test_without_native_kernels_the_modules_are_used(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:

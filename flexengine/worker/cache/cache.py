@@ -50,6 +50,7 @@ class Cache:
         self._rotation = rotation(model.head_dim).to(machine.compute) if self.smooth else None
         self._free_means = Pages("device", layout.policy.block_size if self.smooth else 0)
         self._mean: dict[int, int] = {}  # by sequence: index of its mean keys
+        self._memory: Tensor | None = None  # scratch memory of decode attention, which cells use one after the other
         self._means: Tensor | None = None  # [layers, sequences, kv_heads, head_dim]
         if self.smooth:
             region = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
@@ -139,10 +140,9 @@ class Cache:
             return None
         pool, found = self._pool(layer, home, buffer), tables.decoding
         if found is None or found.window != window or found.pool.shape != pool.shape:
-            at, form = (tables.pages, tables.offsets), self.pools.form(layer, home)
-            found = tables.decoding = self.kernels.decoding(
-                self.model.heads, pool, tables.tables, tables.lengths, window, form, *at
-            )
+            others = (self.pools.form(layer, home), tables.pages, tables.offsets, self._memory)
+            found = self.kernels.decoding(self.model.heads, pool, tables.tables, tables.lengths, window, *others)
+            tables.decoding, self._memory = found, None if found is None else found.memory
         return None if found is None else found._replace(pool=pool)
 
     def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
@@ -241,7 +241,7 @@ class Cache:
 
     def close(self) -> None:
         """Free all memory of the pools and buffers, even if other objects still refer to this cache."""
-        self._means = self._values = None
+        self._means = self._values = self._memory = None
         self.pools.close()
         self.movement.close()
         self._regions.free()

@@ -69,7 +69,7 @@ class Tables:
         rows: rows to store in place of whole pages, for decode steps with pages in RAM.
         copies: (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer,
             page `from` is loaded and page `to` is stored, without a copy.
-        decoding: of the last layer; None if there is none yet.
+        decoding: what the last layer got from `Kernels.decoding`; None before the first one.
     """
 
     tables: Tensor
