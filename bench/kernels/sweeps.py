@@ -4,8 +4,8 @@ python -m bench.kernels.sweeps [--rows 64] [--prompt 128] [--new 33] [--runs 3] 
                               [--out kernels.jsonl]
 
 SmolLM2 in RAM. A job with --new tokens per row has as many decode sweeps more than one with a single token; their
-difference is divided by the number of sweeps. Kernels count their own seconds (NativeKernels.spent), and calls of
-attention are timed here. One JSON line per choice of switches, with milliseconds: medians of the runs.
+difference is divided by the number of sweeps. Kernels count the seconds of their steps (NativeKernels.spent), and calls
+for attention alone are timed here. One JSON line per choice of switches, with milliseconds: medians of the runs.
 """
 
 import argparse

@@ -293,7 +293,8 @@ int64_t attend_prompts(const Prompt& a) {
         if (scratch) shares.take(a.batch * blocks * a.kv_heads, a.threads, omp_get_thread_num(), [&](int64_t i) {
             Block my(a, scratch);
             const int64_t b = i / a.kv_heads / blocks;
-            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;  // a prompt's last block first: it takes longest
+            // A prompt's last block first: it takes longest.
+            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;
             const int64_t n = a.queries - t < height ? a.queries - t : height;
             attend_block(a, {b, i % a.kv_heads, t, n, a.first() + t}, my);
         });

@@ -56,14 +56,15 @@ class Recorded:
     def _lay_out(self, calls: Sequence[tuple[ctypes.Structure, int, bool]], parts: Sequence[tuple[int, ...]]) -> None:
         """Copy the structs into one array, and note where it has addresses."""
         sizes = [ctypes.sizeof(call) // WORD for call, _, _ in calls]
-        first = len(calls) * ctypes.sizeof(Step) // WORD
+        each = ctypes.sizeof(Step) // WORD
+        first = len(calls) * each
         self._words = np.zeros(first + sum(sizes), dtype=np.int64)
         slots, bases, offsets = list[int](), list[int](), list[int]()
         starts = [part[0] for part in parts]
         at = first
         for number, ((call, kind, beside), size) in enumerate(zip(calls, sizes, strict=True)):
             step = Step(self._words.ctypes.data + at * WORD, kind, beside)
-            self._words[number * 2 : number * 2 + 2] = np.frombuffer(bytes(step), dtype=np.int64)
+            self._words[number * each : (number + 1) * each] = np.frombuffer(bytes(step), dtype=np.int64)
             self._words[at : at + size] = np.frombuffer(bytes(call), dtype=np.int64)
             for name, kind_of in call._fields_:  # type: ignore[misc]
                 address = getattr(call, name)

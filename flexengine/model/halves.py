@@ -195,9 +195,7 @@ class Halves:
             call = self._call(self._whole, bound, given, options, decoding)
             self.kind.recent = recent = decoding.tables, key, call
         out = torch.empty(x.shape, dtype=x.dtype)
-        tensors = (*given, *_tensors(decoding)), (out, self.kind.scratch.block)
-        before, after = ([y.data_ptr() for y in some] for some in tensors)
-        recent[2].run([*before, *bound.addresses, *after])
+        self._start(recent[2], bound, (*given, *_tensors(decoding)), [out])
         return out
 
     def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
@@ -215,9 +213,13 @@ class Halves:
             call = self._call(half, bound, some)
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            to = [*(x[low:] for x in results), self.kind.scratch.block]
-            call.run([*(x.data_ptr() for x in some), *bound.addresses, *(x.data_ptr() for x in to)])
+            self._start(call, bound, some, [x[low:] for x in results])
         return results
+
+    def _start(self, call: Recorded, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Run a recorded call, which writes the results."""
+        to = (*results, self.kind.scratch.block)
+        call.run([*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)])
 
     def _call(
         self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor], options: Sequence[Any] = (),
