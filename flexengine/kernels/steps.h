@@ -55,18 +55,26 @@ constexpr int SPINS = 1 << 12;      // looks at another thread's progress, until
 // includes the start of its threads.
 std::atomic<int64_t> spent[KINDS];
 
-// Adds the time since `since` to a kind; returns the present time.
-inline int64_t spend(int32_t kind, int64_t since) {
-    const int64_t now = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-    if (since) spent[kind].fetch_add(now - since, std::memory_order_relaxed);
-    return now;
+inline int64_t now() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Progress of a step: tasks that threads have taken, and tasks that are done.
+// Progress of a step: tasks that threads have taken, tasks that are done, and the time at which the last one was.
 struct Progress {
     Shares taken;
     Counter done;
+    int64_t ended = 0;
 };
+
+// Adds the nanoseconds of steps that began at `since`. ended(s): when step s ended; 0 for a step without tasks.
+template <class F> void spend(const Step* steps, int64_t count, int64_t since, F ended) {
+    for (int64_t s = 0, first = 0; s < count; s++) {
+        if (!steps[s].beside) first = s;
+        if (ended(s) <= since) continue;
+        spent[steps[first].kind].fetch_add(ended(s) - since, std::memory_order_relaxed);
+        since = ended(s);
+    }
+}
 
 inline void wait_for(const Progress& progress, int64_t count) {
     for (int i = 0; progress.done.value.load(std::memory_order_acquire) < count; i++) {
@@ -78,33 +86,36 @@ inline void wait_for(const Progress& progress, int64_t count) {
 }
 
 void run_alone(const Step* steps, int64_t count) {
-    int64_t since = spend(0, 0);
+    const int64_t since = now();
+    int64_t ended[STEPS];
     for (int64_t s = 0; s < count; s++) {
         with_tasks(steps[s], [](const auto& tasks) { for (int64_t i = 0; i < tasks.count; i++) tasks.run(i); });
-        since = spend(steps[s].kind, since);
+        ended[s] = now();
     }
+    spend(steps, count, since, [&](int64_t s) { return ended[s]; });
 }
 
 void run_together(const Step* steps, int64_t count, int32_t threads) {
     Progress progress[STEPS];
-    int64_t since = spend(0, 0), first = 0;  // of the steps under way, as the first thread sees them
+    const int64_t since = now();
 #pragma omp parallel num_threads(threads)
     {
         const int64_t thread = omp_get_thread_num();
         int64_t counts[STEPS], finished = 0;  // finished: steps that were waited for
         for (int64_t s = 0; s < count; s++) {
             for (; !steps[s].beside && finished < s; finished++) wait_for(progress[finished], counts[finished]);
-            if (!steps[s].beside && s && thread == 0) since = spend(steps[first].kind, since), first = s;
             with_tasks(steps[s], [&](const auto& tasks) {
                 counts[s] = tasks.count;
                 progress[s].taken.take(tasks.count, threads, thread, [&](int64_t i) {
                     tasks.run(i);
-                    progress[s].done.value.fetch_add(1, std::memory_order_release);
+                    // The last task's thread notes the time: no other writes it, and it is read when all threads ended.
+                    if (progress[s].done.value.fetch_add(1, std::memory_order_release) + 1 == tasks.count)
+                        progress[s].ended = now();
                 });
             });
         }
     }
-    spend(steps[first].kind, since);
+    spend(steps, count, since, [&](int64_t s) { return progress[s].ended; });
 }
 
 }  // namespace
