@@ -158,16 +158,9 @@ class Kernels(ABC):
 
     @abstractmethod
     def attend_prompt(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        past: Past | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, past: Past | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return causal attention of B prompts of one length, or of one chunk of each prompt.
 
         Scratch memory: at most `prompt_scratch` bytes, and on a CPU fp32 copies of half-precision q, k, v.
@@ -177,6 +170,7 @@ class Kernels(ABC):
             k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
             scale, window, softcap, sinks: as in `decode_attention`.
             past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
+            out: memory for the result, contiguous; None allocates it.
 
         Returns:
             [B, T, heads, head_dim], contiguous, in q's dtype. On a CPU with native kernels a query's result is bitwise

@@ -77,7 +77,7 @@ def check_topk(topk: float | None, with_lse: bool = False) -> None:
         raise InvalidInput(f"topk is {topk}: results without all values cannot be merged; leave out topk or with_lse")
 
 
-def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
     """Raise InvalidInput if the shapes do not fit together."""
     fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
     fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
@@ -86,6 +86,8 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they must be [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
         )
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
+        raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}; it must be contiguous, {list(q.shape)}, {q.dtype}")
 
 
 def check_past(q: Tensor, k: Tensor, past: Past) -> Room:

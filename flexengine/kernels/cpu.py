@@ -170,19 +170,12 @@ class NativeKernels(ReferenceKernels):
             raise no_memory("the partial results of decode attention", -status)
 
     def attend_prompt(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        past: base.Past | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, past: base.Past | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if not _native(q, k, v, *(() if past is None else past[:2])):
-            return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past)
-        checks.check_prompt(q, k, v)
+            return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
+        checks.check_prompt(q, k, v, out)
         checks.check_options(window, softcap, sinks, q.shape[2])
         cached: tuple[int, ...] = (0, 0, 1, 0)
         addresses: tuple[int | None, int | None] = (None, None)
@@ -194,9 +187,10 @@ class NativeKernels(ReferenceKernels):
         dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
         q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
+        direct = out is not None and dtype == torch.float32
+        sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
         call = structs.Prompt(
-            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *addresses,
+            *(None if x is None else x.data_ptr() for x in (q, k, v, sinks, sums)), *addresses,
             *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, code, torch.get_num_threads()),
@@ -207,7 +201,7 @@ class NativeKernels(ReferenceKernels):
             raise bad_sequence(0, checks.check_pool(past.pool, past.form))
         if status < 0:
             raise no_memory("scratch memory of one thread for prompt attention", -status)
-        return out.to(dtype)
+        return sums.to(dtype) if out is None else out if direct else out.copy_(sums)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         threads = torch.get_num_threads()

@@ -37,12 +37,13 @@ class Recorded:
         self, run: Any, calls: Sequence[tuple[ctypes.Structure, int, bool]], threads: int, arguments: Sequence[Tensor],
         made: Sequence[Tensor], results: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        self._run, self._threads, self._count = run, threads, len(calls)
+        self._run, self._threads = run, threads
         self.results = [(tuple(x.shape), x.dtype) for x in results]
         own = {x.data_ptr() for x in results}
         if not own <= {x.data_ptr() for x in made}:
             raise RuntimeError("a result does not begin where a tensor of the steps begins")
         inner = [x for x in made if x.data_ptr() not in own]
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # by number of times: see `_repeated`
         self.nbytes = 0
         parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it
         for number, x in enumerate((*arguments, *results)):
@@ -54,18 +55,14 @@ class Recorded:
         self._lay_out(calls, parts)
 
     def _lay_out(self, calls: Sequence[tuple[ctypes.Structure, int, bool]], parts: Sequence[tuple[int, ...]]) -> None:
-        """Copy the structs into one array, and note where it has addresses."""
-        sizes = [ctypes.sizeof(call) // WORD for call, _, _ in calls]
-        each = ctypes.sizeof(Step) // WORD
-        first = len(calls) * each
-        self._words = np.zeros(first + sum(sizes), dtype=np.int64)
+        """Copy the structs one after the other, and note where they have addresses."""
         slots, bases, offsets = list[int](), list[int](), list[int]()
         starts = [part[0] for part in parts]
-        at = first
-        for number, ((call, kind, beside), size) in enumerate(zip(calls, sizes, strict=True)):
-            step = Step(self._words.ctypes.data + at * WORD, kind, beside)
-            self._words[number * each : (number + 1) * each] = np.frombuffer(bytes(step), dtype=np.int64)
-            self._words[at : at + size] = np.frombuffer(bytes(call), dtype=np.int64)
+        self._kinds, self._structs = list[tuple[int, int, bool]](), b""  # kinds: (word of the struct, kind, beside)
+        for call, kind, beside in calls:
+            at = len(self._structs) // WORD
+            self._kinds.append((at, kind, beside))
+            self._structs += bytes(call)
             for name, kind_of in call._fields_:  # type: ignore[misc]
                 address = getattr(call, name)
                 if kind_of is not ctypes.c_void_p or address is None:
@@ -76,20 +73,28 @@ class Recorded:
                 slots.append(at + getattr(type(call), name).offset // WORD)
                 bases.append(base)
                 offsets.append(offset + address - start)
-            at += size
         self._slots, self._bases, self._offsets = (np.array(x, dtype=np.int64) for x in (slots, bases, offsets))
-        self._address = self._words.ctypes.data
 
-    def run(self, addresses: Sequence[int]) -> None:
-        """Run the steps.
+    def run(self, *addresses: Sequence[int]) -> None:
+        """Run the steps once for each argument, one after the other.
 
         Args:
             addresses: of the arguments, then of contiguous memory for the results, then of the block, at a multiple of
                 64. The arguments have the shapes, strides and dtypes of the recorded ones.
         """
         bases = np.array(addresses, dtype=np.int64)
-        self._words[self._slots] = bases[self._bases] + self._offsets
-        self._run(self._address, self._count, self._threads)
+        if (found := self._arrays.get(len(bases))) is None:
+            found = self._arrays[len(bases)] = self._repeated(len(bases))
+        steps, structs = found
+        structs[:, self._slots] = bases[:, self._bases] + self._offsets
+        self._run(steps.ctypes.data, len(steps), self._threads)
+
+    def _repeated(self, times: int) -> tuple[Any, Any]:
+        """Return the array of Step, one row each, and the structs that they point to, [times, words]."""
+        structs = np.tile(np.frombuffer(self._structs, dtype=np.int64), (times, 1))
+        rows = (structs.ctypes.data + row * structs.strides[0] for row in range(times))
+        steps = b"".join(bytes(Step(row + at * WORD, *rest)) for row in rows for at, *rest in self._kinds)
+        return np.frombuffer(steps, dtype=np.int64).reshape(-1, ctypes.sizeof(Step) // WORD), structs
 
 
 def _extent(x: Tensor) -> int:

@@ -48,7 +48,7 @@ template <class F> INLINE void with_tasks(const Step& step, F f) {
 }
 
 constexpr int64_t ALONE = 1 << 15;  // elements; for at most this many, one thread is faster than several
-constexpr int64_t STEPS = 32;       // most steps of a call
+constexpr int64_t STEPS = 32;       // most steps of a parallel region
 constexpr int SPINS = 1 << 12;      // looks at another thread's progress, until this thread yields its processor
 
 // Nanoseconds of all steps so far, by kind. Steps beside each other count as the first of them. The first step of a call
@@ -118,6 +118,17 @@ void run_together(const Step* steps, int64_t count, int32_t threads) {
     spend(steps, count, since, [&](int64_t s) { return progress[s].ended; });
 }
 
+// Runs at most STEPS steps.
+void run_part(const Step* steps, int64_t count, int32_t threads) {
+    bool small = true;
+    for (int64_t s = 0; s < count; s++)
+        if (Kind(steps[s].kind) == Kind::ATTEND) flex_decode_plan(steps[s].call);
+    for (int64_t s = 0; s < count; s++)
+        with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });
+    if (small || threads == 1) return run_alone(steps, count);
+    run_together(steps, count, threads);
+}
+
 }  // namespace
 
 extern "C" {
@@ -127,15 +138,14 @@ void flex_spent(int64_t* to) {
     for (int kind = 0; kind < KINDS; kind++) to[kind] = spent[kind].load(std::memory_order_relaxed);
 }
 
-// Runs at most STEPS steps.
+// Runs steps in order.
 void flex_run(const Step* steps, int64_t count, int32_t threads) {
-    bool small = true;
-    for (int64_t s = 0; s < count; s++)
-        if (Kind(steps[s].kind) == Kind::ATTEND) flex_decode_plan(steps[s].call);
-    for (int64_t s = 0; s < count; s++)
-        with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });
-    if (small || threads == 1) return run_alone(steps, count);
-    run_together(steps, count, threads);
+    while (count > 0) {
+        int64_t part = std::min(count, STEPS);
+        while (part < count && part > 1 && steps[part].beside) part--;
+        run_part(steps, part, threads);
+        steps += part, count -= part;
+    }
 }
 
 }  // extern "C"

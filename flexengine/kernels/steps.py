@@ -16,7 +16,6 @@ from flexengine.kernels.structs import CODES
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge")
-MOST = 32  # steps of a call, STEPS of steps.h
 
 
 class Steps:
@@ -39,25 +38,19 @@ class Steps:
         self._threads = torch.get_num_threads()
 
     def run(self) -> None:
-        """Run the steps. Raise RuntimeError for more than MOST."""
-        self._check()
+        """Run the steps."""
         steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
         calls = (structs.Step * len(steps))(*steps)
         self._run(ctypes.addressof(calls), len(calls), self._threads)
 
     def recorded(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Recorded:
-        """Return the steps in a form that can run again with other arguments. Raise RuntimeError for more than MOST.
+        """Return the steps in a form that can run again with other arguments.
 
         Args:
             arguments: all tensors that were given to the steps.
             results: the returned tensors that are needed, contiguous.
         """
-        self._check()
         return Recorded(self._run, self._steps, self._threads, arguments, self._made, results)
-
-    def _check(self) -> None:
-        if len(self._steps) > MOST:
-            raise RuntimeError(f"a call has {len(self._steps)} steps, more than {MOST}")
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         self._made.append(made := torch.empty(shape, dtype=dtype))

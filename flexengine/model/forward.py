@@ -7,14 +7,14 @@ the answer:
     Rows      before rows of weights that may be off the device         see `Rows`
     Layer     before decoder layer j; its weights must be bound now     hidden states
     Query     in layer j, before keys and values, if queries go first   none
-    Attend    in layer j, at attention, unless it used a `Decoding`     [1, tokens, heads, value_dim]
+    Attend    in layer j, at attention, unless it uses a `Decoding`     [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
 
 The schedule decides which pass is resumed (docs/architecture.md 4).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from flexengine.model.logits import LogitStep
 from flexengine.model.score import Scores
 
 ATTENTION = "flexengine"
+OUTSIDE = "a flexengine model runs only inside Forward"  # message of an error
 # Passed by some modules, without effect on a packed, causal forward pass without gradients.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position",
              "logits_to_keep"}  # fmt: skip
@@ -111,7 +112,7 @@ def pause(event: Any) -> Any:
     """Pause the forward pass with an event. Return the answer that the pass is resumed with."""
     parent = greenlet.getcurrent().parent
     if parent is None:
-        raise RuntimeError("a flexengine model runs only inside Forward")
+        raise RuntimeError(OUTSIDE)
     return parent.switch(event)
 
 
@@ -152,7 +153,7 @@ class PausingLayer(nn.Module):
     Attributes:
         index: number of the layer. A layer with a negative number returns its input (layer_range.py).
         outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
-        halves: computes the layer in one or two calls of kernels (halves.py); None if its modules compute it.
+        halves: computes the layer, and layers after it, by calls of kernels (halves.py); None if modules compute it.
     """
 
     def __init__(self, layer: nn.Module, index: int) -> None:
@@ -171,15 +172,24 @@ class PausingLayer(nn.Module):
         if self.index < 0:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
-        if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = pause(Layer(self.index, kwargs["hidden_states"]))
-        else:
-            args = (pause(Layer(self.index, args[0])), *args[1:])
+        current, positions = this_pass(), kwargs.get("position_embeddings")
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        joined = hidden is current.output and positions is current.positions
+        if self.index < current.computed:
+            if not joined:
+                raise RuntimeError(f"layer {self.index} was computed ahead with another input than its own")
+            return hidden
+        current.output = None
+        hidden = pause(Layer(self.index, hidden))
         if self.halves is not None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            if self.halves.usable(hidden, positions := kwargs.get("position_embeddings")):
-                return self.halves(hidden, positions)
-        return self.layer(*args, **kwargs)
+            self.halves.joined = joined
+            if self.halves.usable(hidden, positions):
+                count, current.output = self.halves(hidden, positions)
+                current.positions, current.computed = positions, self.index + count
+                return current.output
+        if "hidden_states" in kwargs:
+            return self.layer(*args, **(kwargs | {"hidden_states": hidden}))
+        return self.layer(hidden, *args[1:], **kwargs)
 
 
 class PausingEmbedding(nn.Module):
@@ -273,7 +283,11 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
         block: output of a feed-forward block of records, until the block's last module returns it.
-        decoding: pages of the next layer, which may then compute its attention without a pause; None if it must pause.
+        decodings: pages of the next layer, and of layers after it, which need not pause at attention. Without pages,
+            the next layer must pause at attention.
+        computed: number of the first layer that is not computed yet, if the layer before it is computed by kernels.
+        output: output of this layer before; None if modules compute it.
+        positions: position embeddings that this layer before got.
     """
 
     inputs: Inputs
@@ -281,7 +295,17 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     only_queries = False
     queries: Tensor | None = None
     block: Tensor | None = None
-    decoding: Decoding | None = None
+    decodings: Sequence[Decoding] = ()
+    computed = 0
+    output: Tensor | None = None
+    positions: Any = None
+
+
+def this_pass() -> Pass:
+    """Return the pass that runs. Raise RuntimeError outside of one."""
+    if not isinstance(current := greenlet.getcurrent(), Pass):
+        raise RuntimeError(OUTSIDE)
+    return current
 
 
 class Forward:
@@ -310,12 +334,13 @@ class Forward:
         )
         return Logits(out.logits)
 
-    def resume(self, value: Any = None, decoding: Decoding | None = None) -> Pause:
+    def resume(self, value: Any = None, decodings: Sequence[Decoding] = ()) -> Pause:
         """Run to the next pause, and return its event.
 
         Args:
             value: the answer to the last event.
-            decoding: see `Pass`. The event tells whether it was used: then it is no `Attend`.
+            decodings: see `Pass`. The event tells how many were used: it is the pause after the layers that are
+                computed. If none was, it is an `Attend`.
         """
         with self._mode or nullcontext():
             if self._greenlet is None:
@@ -323,7 +348,7 @@ class Forward:
                 self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
                 event: Pause = self._greenlet.switch()
             else:
-                self._greenlet.decoding = decoding
+                self._greenlet.decodings = decodings
                 event = self._greenlet.switch(value)
         return event
 

@@ -3,8 +3,9 @@
     before   norm, queries | keys | values, rotary positions
     after    output projection + residual, norm, gate | up, activation, down projection + residual
 
-If all tokens are the next ones of their sequences, one call computes the whole layer, attention too. halving.py tells
-which layers compute so. Dtypes other than fp32, GPUs, and passes that watch or replace modules use the modules.
+If all tokens are the next ones of their sequences, one call computes the whole layer, attention too, and the layers
+after it whose weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs,
+and passes that watch or replace modules use the modules.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +20,7 @@ from flexengine.kernels.base import Decoding
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
-from flexengine.model.forward import PausingLayer, attend
+from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.fused import ACTS
 from flexengine.model.linear import FastLinear, unwatched
 
@@ -125,6 +126,10 @@ class Halves:
     Attributes:
         options: scaling, window and softcap that the layer's attention module passes to the attention function.
         kind: what the layer shares with others.
+        following: the next layer; None if there is none, or if it does not compute so.
+        joined: whether, in the last pass, the layer's input was the output of the layer before, and both got the same
+            positions. Only then can it be computed with the layer before.
+        last: whether only a norm and the output projection follow, so that only rows with logits are needed.
     """
 
     def __init__(self, layer: Any, options: dict[str, Any], kind: Kind) -> None:
@@ -138,6 +143,8 @@ class Halves:
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
         self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
         self._bound: Bound | None = None
+        self.following: Halves | None = None
+        self.joined = self.last = False
 
     def usable(self, hidden: Tensor, positions: Any) -> bool:
         """Return whether the calls can replace the modules now.
@@ -151,52 +158,95 @@ class Halves:
                 return False
             if self.kind.angles(positions, (1, hidden.shape[1], self.attention.head_dim)) is None:
                 return False
-        if getattr(greenlet.getcurrent(), "queries_first", False) or self._act_name not in ACTS:
-            return False
-        if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
+        if getattr(greenlet.getcurrent(), "queries_first", False) or not self._unchanged:
             return False
         return self.kind.trial is None or self.kind.trial.succeeded
+
+    @property
+    def _unchanged(self) -> bool:
+        """Whether nothing watches or replaces the layer's modules."""
+        if self._act_name not in ACTS or any(self._hooks):
+            return False
+        return not any("forward" in attributes for attributes in self._attributes)
 
     @property
     def _act_name(self) -> str:
         return type(self.mlp.act_fn).__name__
 
-    def __call__(self, hidden: Tensor, positions: Any) -> Tensor:
-        """Return the layer's output [1, tokens, hidden]. Arguments as in `usable`."""
+    def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
+        """Compute the layer, and layers after it if this can be done in the same call.
+
+        Args:
+            hidden, positions: as in `usable`.
+
+        Returns:
+            The number of layers, and the output of the last one, [1, tokens, hidden].
+        """
         with unwatched():
             x = hidden[0]
             angles = self.kind.angles(positions, (1, len(x), self.attention.head_dim))
             assert angles is not None
-            if (decoding := self._decoding(len(x))) is not None:
-                return self._decode(x, angles, decoding)[None]
+            if decodings := self._decodings(len(x)):
+                return len(decodings), self._decode(x, angles, decodings)[None]
             q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, (x, *angles)))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
         with unwatched():
-            (out,) = self._run(self._after, (x, attended.reshape(x.shape[0], -1)))
-            return out[None]
+            return 1, self._rest(x, attended.reshape(len(x), -1))[None]
 
-    def _decoding(self, rows: int) -> Decoding | None:
-        """Return the pages of the layer if one call can compute all of it."""
-        found: Decoding | None = getattr(greenlet.getcurrent(), "decoding", None)
-        if found is None or rows > PART:
-            return None
+    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the output of `_after`, [rows, hidden]. After the last layer, rows without logits are 0."""
+        keep = this_pass().inputs.keep if self.last else None
+        if keep is None or len(keep) >= len(x):
+            (out,) = self._run(self._after, (x, attended))
+            return out
+        out = torch.zeros_like(x)
+        if len(keep):
+            out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
+        return out
+
+    def _decodings(self, rows: int) -> list[tuple["Halves", Decoding]]:
+        """Return the layers that one call can compute with their attention, from this one on, and their pages."""
+        given: Sequence[Decoding] = getattr(greenlet.getcurrent(), "decodings", ())
         dim, attention = self.attention.head_dim, self.attention
         sizes = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
-        return found if (found.heads, found.room.kv_heads, found.room.dim) == sizes else None
+        if not given or rows > PART or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
+            return []
+        found, first, format = [(self, given[0])], given[0], self._bind().format
+        for decoding in given[1:]:
+            layer = found[-1][0].following
+            if layer is None or not layer.joined or layer.kind is not self.kind or not layer._unchanged:
+                break
+            if not _alike(decoding, first) or layer._bind().format != format:
+                break
+            found.append((layer, decoding))
+        return found
 
-    def _decode(self, x: Tensor, angles: Sequence[Tensor], decoding: Decoding) -> Tensor:
-        """Compute the whole layer. Return its output, [rows, hidden]."""
-        bound, given, recent = self._bind(), (x, *angles), self.kind.recent
-        key = (bound.format, decoding.window, x.stride())
+    def _decode(self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["Halves", Decoding]]) -> Tensor:
+        """Compute whole layers. Return the output of the last one, [rows, hidden].
+
+        Args:
+            x: [rows, hidden], input of the first layer.
+            angles: as in `Kind.angles`.
+            layers: what `_decodings` returned.
+        """
+        x, decoding, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
+        key = bound.format, decoding.window
         if recent is None or recent[0] is not decoding.tables or recent[1] != key:
             options: list[Any] = [item for item in decoding if not isinstance(item, Tensor)]
             options += [(decoding.pool.shape, decoding.pool.dtype, decoding.tables.shape)]
-            call = self._call(self._whole, bound, given, options, decoding)
+            call = self._call(self._whole, bound, (x, *angles), options, decoding)
             self.kind.recent = recent = decoding.tables, key, call
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self._start(recent[2], bound, (*given, *_tensors(decoding)), [out])
-        return out
+        outputs = [torch.empty_like(x) for _ in layers[:2]]  # a layer reads one and writes the other
+        rows, source = list[list[int]](), x
+        for number, (layer, decoding) in enumerate(layers):
+            assert layer._bound is not None
+            target = outputs[number % 2]
+            tensors = (source, *angles, *_tensors(decoding))
+            rows.append(self._addresses(layer._bound, tensors, [target]))
+            source = target
+        recent[2].run(*rows)
+        return source
 
     def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
         """Run `_before` or `_after`, some rows at a time. Return its results, [rows, ...].
@@ -213,13 +263,13 @@ class Halves:
             call = self._call(half, bound, some)
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            self._start(call, bound, some, [x[low:] for x in results])
+            call.run(self._addresses(bound, some, [x[low:] for x in results]))
         return results
 
-    def _start(self, call: Recorded, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Run a recorded call, which writes the results."""
+    def _addresses(self, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
+        """Return the addresses of a recorded call, which writes the results."""
         to = (*results, self.kind.scratch.block)
-        call.run([*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)])
+        return [*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)]
 
     def _call(
         self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor], options: Sequence[Any] = (),
@@ -301,6 +351,11 @@ class Halves:
 def _tensors(decoding: Decoding) -> tuple[Tensor, ...]:
     at = decoding
     return at.pool, at.tables, at.lengths, at.pages, at.offsets, at.memory
+
+
+def _alike(one: Decoding, other: Decoding) -> bool:
+    """Return whether two layers differ in nothing but the memory of their pages."""
+    return one.tables is other.tables and one.window == other.window and one.pool.shape == other.pool.shape
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:

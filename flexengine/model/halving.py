@@ -38,7 +38,8 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
     """
     kinds: dict[Any, Kind] = {}
     scratch = Scratch()
-    for module in [m for m in model.modules() if isinstance(m, PausingLayer)]:
+    before: PausingLayer | None = None
+    for module in sorted((m for m in model.modules() if isinstance(m, PausingLayer)), key=lambda m: m.index):
         layer: Any = module.layer
         event = attends[module.index]
         if _recognised(layer) and event.sinks is None:
@@ -46,6 +47,19 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
             key = type(layer), _settings(layer), norms, event.scale, event.softcap
             kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx), scratch))
             module.halves = Halves(layer, _options(event), kind)
+            if before is not None and before.halves is not None:
+                before.halves.following = module.halves
+        before = module
+    if before is not None and before.halves is not None:
+        before.halves.last = _ends(model)
+
+
+def _ends(model: Any) -> bool:
+    """Return whether nothing but a norm of each token, and the output projection, follows the last layer."""
+    inside = {m for layer in model.modules() if isinstance(layer, PausingLayer) for m in layer.modules()}
+    outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
+    embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
+    return len(embeddings) == 1 and len(outside) == 2 and sum(hasattr(m, "rms") for m in outside) == 1
 
 
 def _options(event: Attend) -> dict[str, Any]:
@@ -110,7 +124,7 @@ class Trial:
         x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
         event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
         halves = Halves(ours, _options(event), Kind(None, Scratch()))
-        found, result = _run(lambda: halves(x.clone(), (cos, sin)))
+        found, result = _run(lambda: halves(x.clone(), (cos, sin))[1])
         pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
 

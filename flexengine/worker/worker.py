@@ -266,18 +266,32 @@ class Worker:
     def _compute(self, task: Task) -> None:
         state = self._states[task.cell.batch]
         if (j := task.cell.layer) < self.layers:
-            where = state.view, state.batch.cache_home, task.cache
-            decoding = self.cache.decoding(j, self.skeleton.windows[j], *where)
-            event = self._attention(task, state, decoding)
-            assert isinstance(event, Attend) or decoding is not None
-            if isinstance(event, Attend):
-                event = state.forward.resume(self.cache.attend(event, *where))
-            state.event = self._up_to_rows(task, state, event)
+            if not self._computed(j, state):
+                where = state.view, state.batch.cache_home, task.cache
+                alone = task.slot >= 0 or state.batch.hidden_home != DEVICE or bool(self.weights.arriving)
+                end = j + 1 if alone else self._resident_end(j)
+                decodings = self.cache.decodings(range(j, end), self.skeleton.windows, *where)
+                event = self._attention(task, state, decodings)
+                assert isinstance(event, Attend) or decodings
+                if isinstance(event, Attend):
+                    event = state.forward.resume(self.cache.attend(event, *where))
+                state.event = self._up_to_rows(task, state, event)
+            if self._computed(j + 1, state):
+                return  # the pass has not paused after this layer
         else:
             assert isinstance(state.event, Head)
             state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
         if not task.by_rows:
             self._end(task, state)
+
+    def _computed(self, layer: int, state: BatchState) -> bool:
+        """Return whether the pass has computed a layer together with an earlier one."""
+        event = state.event
+        return isinstance(event, Head) or (isinstance(event, Layer) and event.index > layer)
+
+    def _resident_end(self, layer: int) -> int:
+        """Return the number of the first layer after this one with weights off the device."""
+        return next((j for j in range(layer + 1, self.layers) if self.weights.units[j]), self.layers)
 
     def _up_to_rows(self, task: Task, state: BatchState, event: Pause) -> Pause:
         """Resume the pass until experts must be loaded. Return this pause, or the pause at the end of the layer."""
@@ -325,9 +339,9 @@ class Worker:
             self._open(state)
         return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, state: BatchState, decoding: Decoding | None = None) -> Pause:
-        """Compute a layer up to its attention, to its queries if they go first, or to its end if it uses `decoding`.
-        Return the pause."""
+    def _attention(self, task: Task, state: BatchState, decodings: Sequence[Decoding] = ()) -> Pause:
+        """Compute a layer up to its attention, or to its queries if they go first, or layers to their end if they use
+        `decodings`. Return the pause."""
         j = task.cell.layer
         event = self._start(state) if j == 0 else state.event
         assert isinstance(event, Layer)
@@ -337,7 +351,7 @@ class Worker:
         if j == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.entered(task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
-        pause = state.forward.resume(hidden, decoding)
+        pause = state.forward.resume(hidden, decodings)
         del hidden
         while isinstance(pause, Rows):  # experts before attention
             self.experts.bring(pause, task.slot)

@@ -137,9 +137,16 @@ def test_no_steps(kernel: NativeKernels) -> None:
     kernel.steps().run()
 
 
-def test_too_many_steps_are_refused(kernel: NativeKernels) -> None:
-    steps, x = kernel.steps(), torch.randn(3, WIDTH)
-    for _ in range(40):
-        steps.norm(x, torch.ones(WIDTH), 1e-5)
-    with pytest.raises(RuntimeError, match="40 steps"):
-        steps.run()
+def test_many_steps_run_in_parts(kernel: NativeKernels, threads: int) -> None:
+    """More steps than a parallel region has, some of them beside each other where a region ends."""
+    steps, x, scale = kernel.steps(), torch.randn(300, WIDTH), torch.randn(WIDTH)
+    source, expected, outputs = x, x, list[Tensor]()
+    for number in range(100):
+        outputs.append(steps.norm(source, scale + number % 5, 1e-5, beside=number % 5 > 0))
+        if number % 5 == 4:
+            source = outputs[-2]
+    steps.run()
+    for number in range(100):
+        assert torch.equal(outputs[number], kernel.rms_norm(expected, scale + number % 5, 1e-5))
+        if number % 5 == 4:
+            expected = outputs[number - 1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.reference import ReferenceKernels
-from flexengine.model.forward import Attend, Layer, Pass, PausingLayer
+from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
 from flexengine.model.halves import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton, build
@@ -46,12 +46,22 @@ def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, tuple[T
     return torch.randn(1, tokens, width), (torch.randn(1, tokens, dim), torch.randn(1, tokens, dim))
 
 
-def ran(layer: PausingLayer, hidden: Tensor, positions: tuple[Tensor, Tensor], halves: bool = True) -> list[Tensor]:
-    """Return q, k, v and the output of a layer. halves: whether it may be computed as two calls."""
+def ran(
+    layer: PausingLayer, hidden: Tensor, positions: tuple[Tensor, Tensor], halves: bool = True,
+    keep: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return q, k, v and the output of a layer.
+
+    Args:
+        halves: whether it may be computed as two calls.
+        keep: tokens with logits; None for all.
+    """
     kept, layer.halves = layer.halves, layer.halves if halves else None
     events, answer = list[Any](), hidden
     try:
         current = Pass(lambda: layer(hidden, position_embeddings=positions))
+        ids = torch.arange(hidden.shape[1])[None]
+        current.inputs = Inputs(ids, ids, ids[0] if keep is None else keep)
         event: Any = current.switch()
         while not current.dead:
             if isinstance(event, Attend):
@@ -88,6 +98,19 @@ def pool_of(kind: str, kv_heads: int, dim: int) -> tuple[Tensor, CacheFormat | N
     return pool, form
 
 
+@pytest.mark.parametrize("keep", [[], [4], [3, 0, 1]])
+def test_after_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int]) -> None:
+    skeleton, layers = opened(families("llama").directory)
+    assert [layer.halves.last for layer in layers] == [False] * (len(layers) - 1) + [True]
+    hidden, positions = arguments(skeleton)
+    for layer in layers:
+        some, every = ran(layer, hidden, positions, keep=torch.tensor(keep).long()), ran(layer, hidden, positions)
+        assert all(torch.equal(one, other) for one, other in zip(some[:3], every[:3], strict=True))
+        assert torch.equal(some[3][:, keep], every[3][:, keep])
+        others = [i for i in range(TOKENS) if i not in keep]
+        assert torch.equal(some[3], every[3]) if layer is not layers[-1] else not some[3][:, others].any()
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("family", HALVED)
@@ -106,7 +129,8 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
         own = pool.clone()
         current = Pass(lambda: layers[0](hidden, position_embeddings=positions))
         assert isinstance(current.switch(), Layer)
-        current.decoding = kernel.decoding(heads, own, tables, lengths, window, form, pages, offsets) if whole else None
+        found = kernel.decoding(heads, own, tables, lengths, window, form, pages, offsets)
+        current.decodings = [found] if whole else []
         event = current.switch(hidden)
         if not whole:
             assert isinstance(event, Attend)
@@ -118,6 +142,75 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
         results.append((event, own))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+class Decoded:
+    """Three sequences that decode in all layers of a model, with pages of its own for each layer."""
+
+    def __init__(self, skeleton: Skeleton, layers: list[PausingLayer]) -> None:
+        self.layers = layers
+        self.hidden, self.positions = arguments(skeleton, 3)
+        attention: Any = layers[0].layer.self_attn
+        dim, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+        self.pools = [torch.randn(12, 2, attention.k_proj.out_features // dim, 4, dim) for _ in layers]
+        tables, lengths = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int(), torch.tensor([1, 10, 8]).int()
+        places = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
+        first = kernels.load().decoding(heads, self.pools[0], tables, lengths, None, None, *places)
+        self.decodings = [first._replace(pool=pool) for pool in self.pools]
+
+    def ran(self, ahead: int, change: Any = lambda number, x: x) -> tuple[Tensor, list[int]]:
+        """Return the output, and the numbers of the layers at which the pass paused.
+
+        Args:
+            ahead: layers whose pages the pass gets at each pause.
+            change: gets the number of each layer and its input, and returns what the layer gets.
+        """
+
+        def model() -> Tensor:
+            x = self.hidden
+            for number, layer in enumerate(self.layers):
+                x = layer(change(number, x), position_embeddings=self.positions)
+            return x
+
+        current, seen = Pass(model), list[int]()
+        event: Any = current.switch()
+        while not current.dead:
+            assert isinstance(event, Layer)
+            seen.append(event.index)
+            current.decodings = self.decodings[event.index :][:ahead]
+            event = current.switch(event.hidden)
+        return event, seen
+
+
+def test_layers_that_decode_are_one_call(families: Any) -> None:
+    """Layers are computed together once a pass has shown that each gets the output of the one before."""
+    decoded = Decoded(*opened(families("llama").directory))
+    count, start = len(decoded.layers), [pool.clone() for pool in decoded.pools]
+    results = []
+    for ahead, paused in ((count, [*range(count)]), (1, [*range(count)]), (count, [0]), (2, [*range(0, count, 2)])):
+        for pool, values in zip(decoded.pools, start, strict=True):
+            pool.copy_(values)
+        out, seen = decoded.ran(ahead)
+        assert seen == paused
+        results.append((out, [pool.clone() for pool in decoded.pools]))
+    for out, pools in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert all(torch.equal(one, other) for one, other in zip(pools, results[0][1], strict=True))
+
+
+def test_layers_with_work_between_them_are_not_one_call(families: Any) -> None:
+    decoded = Decoded(*opened(families("llama").directory))
+    count = len(decoded.layers)
+
+    def scaled(number: int, x: Tensor) -> Tensor:
+        return x * 2 if number == 1 else x
+
+    for _ in range(2):
+        _, seen = decoded.ran(count, scaled)
+    assert seen == [0, 1]
+    decoded.ran(count)  # now the layers are joined
+    with pytest.raises(RuntimeError, match="layer 1 was computed ahead"):
+        decoded.ran(count, scaled)
 
 
 @pytest.mark.parametrize("family", OTHERS)

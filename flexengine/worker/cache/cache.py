@@ -1,5 +1,6 @@
 """The KV cache of a job, and attention over it."""
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -127,14 +128,26 @@ class Cache:
             self.kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:], form)
         return self.restored(out, width)
 
-    def decoding(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> Decoding | None:
-        """Return what a call for a whole layer needs in place of `attend`; None if only `attend` computes it.
+    def decodings(
+        self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int
+    ) -> list[Decoding]:  # fmt: skip
+        """Return what calls for whole layers need in place of `attend`, up to the first layer that needs `attend`.
+
+        Pages in a buffer are those of the first layer.
 
         Args:
-            layer: number of the layer.
-            window: tokens that a query sees; None for all.
+            layers: numbers of the layers.
+            windows: by layer, tokens that a query sees; None for all.
             view, home, buffer: as in `attend`.
         """
+        found = list[Decoding]()
+        for layer in layers if buffer < 0 else layers[:1]:
+            if (decoding := self._decoding(layer, windows[layer], view, home, buffer)) is None:
+                break
+            found.append(decoding)
+        return found
+
+    def _decoding(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> Decoding | None:
         tables = self.tables(view, layer)
         if not view.decode or tables.prompts or tables.copies or tables.closed or self.topk is not None or self.smooth:
             return None
@@ -226,7 +239,7 @@ class Cache:
         if n == q.shape[0]:
             out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, *options, form, self.topk)
             return out[None]
-        out = q.new_empty(q.shape)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
             out[:n] = self.kernels.decode_attention(
                 q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
@@ -236,7 +249,7 @@ class Cache:
             qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
             # New keys and values are used as computed, without encoding.
             past = None if p.table is None else Past(pool, p.table, p.past, form)
-            out[span] = self.kernels.attend_prompt(qs, ks, vs, *options, past).flatten(0, 1)
+            self.kernels.attend_prompt(qs, ks, vs, *options, past, out[span].view(qs.shape))
         return out[None]
 
     def close(self) -> None:
