@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ class Job:
         batch: batch size of a padded peer.
         device, device_mem, policy, lossy: options of the engine; None leaves its default.
         scratch: an empty directory on the model's disk, for offloaded data of a side.
+        warm: whether the side computes one token of the first row before its time begins, so that all weights are read.
         options: further options of a peer.
     """
 
@@ -51,7 +52,12 @@ class Job:
     policy: Record | None = None
     lossy: Record | None = None
     scratch: str | None = None
+    warm: bool = False
     options: Record = field(default_factory=dict)
+
+    def first(self) -> "Job":
+        """Return the job of one token of the first row."""
+        return replace(self, requests=(replace(self.requests[0], max_tokens=1),))
 
     def to_json(self) -> str:
         """Return the job as one line of JSON."""

@@ -6,8 +6,9 @@ python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--
 Every side is a process of its own. If the case has a memory limit, the process has a cgroup of its own. The checkpoint
 is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. After each
 run of flexengine the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped; the reason is
-printed and recorded. One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose
-tokens are equal.
+printed and recorded. On a CPU without a memory limit, every side computes a token before its time begins, so that all
+weights are read. One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose tokens
+are equal.
 """
 
 import argparse
@@ -191,6 +192,7 @@ def record(case: Case, compared: Comparison, plan: Plan, ours: Ours, peers: Sequ
         "lossy": harness.named(ours.job.lossy or {}),
         "class": own_class(ours.job.lossy or {}),
         "limit_bytes": plan.ours.memory,
+        "warm": ours.job.warm,
         "tokens": [case.prompt_tokens, case.output_tokens],
         "ours_tok_s": harness.stats(harness.good(ours.runs)),
         "bound": {**shares, "runs": ours.bounds} if found else None,
@@ -285,6 +287,7 @@ def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
         job = Job(
             str(model), tuple(case.requests(harness.vocab_size(model))), device=compared.device, scratch=scratch,
             device_mem=args.device_mem or compared.device_mem, policy=harness.load_policy(args.policy),
+            warm=memory is None and compared.device == "cpu",
         )  # fmt: skip
         peers = [Peered(name, peer_job(name, job, compared, args),
                         harness.installed(plan.pythons.get(name, sys.executable))) for name in names]  # fmt: skip

@@ -49,6 +49,8 @@ def main() -> None:
         converter = ctranslate2.converters.TransformersConverter(job.model)
         made = converter.convert(str(Path(folder) / "model"), quantization=kind)
         generator = ctranslate2.Generator(made, compute_type=kind)
+    if job.warm:
+        generated(generator, job.first())
     report_loaded()
     loaded = time.perf_counter()
     tokens = generated(generator, job)

@@ -93,6 +93,8 @@ def main() -> None:
     blocks = [job.requests[i : i + job.batch] for i in range(0, len(job.requests), job.batch)]
     most = max(sum(len(r.prompt_token_ids) + r.max_tokens for r in block) for block in blocks)
     decoder = Decoder(path, min(job.batch, len(job.requests)), most)
+    if job.warm:
+        generate_batch(decoder, job.first().requests)
     report_loaded()
     loaded = time.perf_counter()
     tokens = [row for block in blocks for row in generate_batch(decoder, block)]

