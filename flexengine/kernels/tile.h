@@ -36,11 +36,13 @@ INLINE vf vpair(vf first, vf second) {  // rounded
 }
 #endif
 
-// sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next.
-template <class U, int M, int N>
+// sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next. With AHEAD,
+// 64 bytes per unit are prefetched from `ahead` on.
+template <class U, int M, int N, bool AHEAD = false>
 INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N],
-                     int64_t width = N * W) {
+                     int64_t width = N * W, uintptr_t ahead = 0) {
     for (int64_t d = 0; d < span; d++, tile += width) {
+        if constexpr (AHEAD) __builtin_prefetch((const void*)(ahead + d * 64));
         vf u[N];
         UNROLL for (int n = 0; n < N; n++) u[n] = vload(tile + n * W);
         UNROLL for (int i = 0; i < M; i++) {

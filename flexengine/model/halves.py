@@ -256,14 +256,18 @@ class Halves:
             given: its arguments, [rows, ...].
         """
         bound, rows = self._bind(), len(given[0])
-        parts, results = -(-rows // PART), list[Tensor]()
-        for number in range(parts):
-            low, high = rows * number // parts, rows * (number + 1) // parts
-            some = [x[low:high] for x in given]
-            call = self._call(half, bound, some)
+        parts, results, low = -(-rows // PART), list[Tensor](), 0
+        least, larger = divmod(rows, parts)
+        for size, times in ((least + 1, larger), (least, parts - larger)):
+            if not times:
+                continue
+            pieces = [[x[low + size * i : low + size * (i + 1)] for x in given] for i in range(times)]
+            call = self._call(half, bound, pieces[0])
             if not results:
                 results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
-            call.run(self._addresses(bound, some, [x[low:] for x in results]))
+            targets = ([x[low + size * i :] for x in results] for i in range(times))
+            call.run(*(self._addresses(bound, *both) for both in zip(pieces, targets, strict=True)))
+            low += size * times
         return results
 
     def _addresses(self, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:

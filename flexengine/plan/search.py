@@ -7,6 +7,7 @@ one step away, and by moving their weights in small steps (`refinement`).
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -125,9 +126,30 @@ def _best(tried: Tried) -> Prediction:
 
 def _reshape(tried: Tried, placed: Policy) -> None:
     """Try every block shape with the splits, slots and schedule of `placed`."""
-    for block in tried.shapes.blocks():
-        for tokens in tried.shapes.tokens:
-            tried.attempt(placed_like(replace(tried.shapes.of(block), prefill_tokens=tokens), placed))
+    on_device = placed.weights[0] == placed.cache[0] == 1
+    _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
+
+
+def _try_blocks(tried: Tried, changed: Callable[[Policy], Policy], on_device: bool) -> bool:
+    """Try all block sizes, the largest first, with every number of prefill tokens.
+
+    If the device holds all data of the largest block, smaller ones matter for latency only, and are tried with one
+    number of tokens.
+
+    Args:
+        changed: returns the policy to try for a policy of one block size.
+        on_device: whether these policies keep all data on the device.
+
+    Returns:
+        Whether the device holds the largest block.
+    """
+    shapes, holds_all, largest = tried.shapes, False, tried.shapes.blocks()[0]
+    for block in shapes.blocks():
+        for tokens in shapes.tokens[:1] if holds_all else shapes.tokens:
+            prediction = tried.attempt(changed(replace(shapes.of(block), prefill_tokens=tokens)))
+            if prediction is not None and block == largest and on_device:
+                holds_all = holds_all or _holds_block(tried, prediction.layout)
+    return holds_all
 
 
 def _resident(tried: Tried) -> bool:
@@ -135,12 +157,8 @@ def _resident(tried: Tried) -> bool:
 
     Return whether the device holds the largest block. Then no policy with data on other tiers can have faster sweeps.
     """
-    shapes, holds_all, largest = tried.shapes, False, tried.shapes.blocks()[0]
-    for block in shapes.blocks():
-        for tokens in shapes.tokens[:1] if holds_all else shapes.tokens:  # smaller blocks then matter for latency only
-            prediction = tried.attempt(replace(shapes.of(block), prefill_tokens=tokens))
-            if prediction is not None and block == largest:
-                holds_all = holds_all or _holds_block(tried, prediction.layout)
+    shapes, largest = tried.shapes, tried.shapes.blocks()[0]
+    holds_all = _try_blocks(tried, lambda policy: policy, on_device=True)
     quickest = sorted(tried.predictions.values(), key=attrgetter("total_seconds"))
     for some in (quickest, [p for p in quickest if p.policy.block_size >= largest]):
         for policy in shapes.batches(some[0].policy) if some else ():
