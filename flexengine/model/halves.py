@@ -19,6 +19,7 @@ from flexengine import kernels
 from flexengine.kernels.base import Decoding
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.fused import ACTS
@@ -58,20 +59,26 @@ class Proof(Protocol):
 
 
 class Scratch:
-    """Memory for intermediate results of calls, which all layers of a model share. Fresh memory for every call would
-    cost page faults.
+    """Memory for calls, which all layers of a model share. Fresh memory for every call would cost page faults.
 
     Attributes:
-        block: as large as a call has needed.
+        block: intermediate results; as large as a call has needed.
+        results: memory of results.
     """
 
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
+        self.results = Recycled()
 
     def make_room(self, nbytes: int) -> None:
         """Make the block at least this large."""
         if self.block.nbytes < nbytes:
             self.block = torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.block = torch.empty(0, dtype=torch.uint8)
+        self.results.release()
 
 
 class Kind:
@@ -91,7 +98,7 @@ class Kind:
 
     def release(self) -> None:
         """Drop all tensors."""
-        self.scratch.block = torch.empty(0, dtype=torch.uint8)
+        self.scratch.release()
         self.recent: tuple[Tensor, Hashable, Recorded] | None = None
         self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
 
@@ -264,7 +271,8 @@ class Halves:
             pieces = [[x[low + size * i : low + size * (i + 1)] for x in given] for i in range(times)]
             call = self._call(half, bound, pieces[0])
             if not results:
-                results = [torch.empty((rows, *shape[1:]), dtype=dtype) for shape, dtype in call.results]
+                empty = self.kind.scratch.results.empty
+                results = [empty((rows, *shape[1:]), dtype) for shape, dtype in call.results]
             targets = ([x[low + size * i :] for x in results] for i in range(times))
             call.run(*(self._addresses(bound, *both) for both in zip(pieces, targets, strict=True)))
             low += size * times

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Decoding, Kernels, Past
+from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
@@ -51,6 +52,7 @@ class Cache:
         self._rotation = rotation(model.head_dim).to(machine.compute) if self.smooth else None
         self._free_means = Pages("device", layout.policy.block_size if self.smooth else 0)
         self._mean: dict[int, int] = {}  # by sequence: index of its mean keys
+        self._results = Recycled()  # of attention
         self._memory: Tensor | None = None  # scratch memory of decode attention, which cells use one after the other
         self._means: Tensor | None = None  # [layers, sequences, kv_heads, head_dim]
         if self.smooth:
@@ -239,7 +241,7 @@ class Cache:
         if n == q.shape[0]:
             out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, *options, form, self.topk)
             return out[None]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(q.shape) if q.is_cuda else self._results.empty(q.shape, q.dtype)
         if n:
             out[:n] = self.kernels.decode_attention(
                 q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
@@ -255,6 +257,7 @@ class Cache:
     def close(self) -> None:
         """Free all memory of the pools and buffers, even if other objects still refer to this cache."""
         self._means = self._values = self._memory = None
+        self._results.release()
         self.pools.close()
         self.movement.close()
         self._regions.free()
