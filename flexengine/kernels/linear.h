@@ -68,9 +68,22 @@ inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, int64_
 
 template <int M, int N>
 inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, int64_t d, int64_t span) {
-    alignas(64) float sums[M * N * W];
-    keep(sum, sums);
-    add<M, N>(a, sums, m, c, d, span);
+    if (c + N * W > a.n) {
+        alignas(64) float sums[M * N * W];
+        keep(sum, sums);
+        return add<M, N>(a, sums, m, c, d, span);
+    }
+    const bool first = d == 0, residual = a.residual && d + span == a.k;
+    UNROLL for (int i = 0; i < M; i++) {
+        float* to = a.out + (m + i) * a.out_row + c;
+        const float *from = !first || a.across ? to : a.bias ? a.bias + c : nullptr, *more = a.residual + (m + i) * a.n + c;
+        UNROLL for (int n = 0; n < N; n++) {
+            vf total = sum[i][n];
+            if (from) total = vadd(vload(from + n * W), total);
+            if (residual) total = vadd(vload(more + n * W), total);
+            vstore(to + n * W, total);
+        }
+    }
 }
 
 // W rows of w from row c on; if there are fewer, the last one is repeated.
@@ -227,33 +240,34 @@ void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, 
     for_heights(m, end, [&](auto M, int64_t row) { multiply_tile<U, M, N>(a, tile, row, c, d, span); });
 }
 
-// Computes rows m to end of out, at most GROUP, at N * W columns from c on, of one panel. STEP units of it stay in L2 for
+// Computes rows m to end of out, at most GROUP, at N * W columns from c on, of one panel. SPAN units of it stay in L2 for
 // all rows; many rows widen numbers of 16 bits once. The first tiles prefetch the units after them: with 64 rows, waits
 // for memory took up to a tenth of the time.
 template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64_t end, int64_t c) {
     typedef typename Units<T>::type U;
-    constexpr int64_t STEP = 128, EACH = Units<T>::EACH, LINES = PANEL * 4 / 64;
-    alignas(64) float sums[GROUP * N * W], tile[EACH == 1 ? W : STEP * N * W];
+    constexpr int64_t EACH = Units<T>::EACH, LINES = PANEL * 4 / 64;
+    alignas(64) float tile[EACH == 1 ? W : SPAN * N * W];
     const bool wide = EACH == 2 && end - m > 4 * ROWS;
-    for (int64_t d = 0; d < a.k; d += STEP) {
+    for (int64_t d = 0; d < a.k; d += SPAN) {
         const float* at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL + d / EACH * PANEL;
-        const int64_t span = a.k - d < STEP ? a.k - d : STEP;
+        const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
         const uintptr_t next = uintptr_t(at + span / EACH * PANEL);
         if constexpr (EACH == 2)
             if (wide) widen_panel<T, N>(at, span, tile);
         for_heights(m, end, [&](auto M, int64_t row) {
             const float* x = a.x + row * a.x_row + d;
             const int64_t t = (row - m) / ROWS;
-            add_units<M, N>(a, row, c, d, span, sums + (row - m) * N * W, [&](vf (&sum)[M][N]) {
-                if constexpr (EACH == 1) {
-                    if (t < LINES) multiply<U, M, N, true>(x, a.x_row, at, span, sum, PANEL, next + t * STEP * 64);
-                    else multiply<U>(x, a.x_row, at, span, sum, PANEL);
-                } else {
-                    if (!wide) multiply_halves<T>(x, a.x_row, at, span, sum);
-                    else if (2 * t < LINES) multiply<U, M, N, true>(x, a.x_row, tile, span, sum, N * W, next + t * STEP * 64);
-                    else multiply<U>(x, a.x_row, tile, span, sum);
-                }
-            });
+            vf sum[M][N];
+            clear(sum);
+            if constexpr (EACH == 1) {
+                if (t < LINES) multiply<U, M, N, true>(x, a.x_row, at, span, sum, PANEL, next + t * SPAN * 64);
+                else multiply<U>(x, a.x_row, at, span, sum, PANEL);
+            } else {
+                if (!wide) multiply_halves<T>(x, a.x_row, at, span, sum);
+                else if (2 * t < LINES) multiply<U, M, N, true>(x, a.x_row, tile, span, sum, N * W, next + t * SPAN * 64);
+                else multiply<U>(x, a.x_row, tile, span, sum);
+            }
+            add(a, sum, row, c, d, span);
         });
     }
 }
