@@ -130,18 +130,26 @@ def _reshape(tried: Tried, placed: Policy) -> None:
     _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
 
 
+def _resident(tried: Tried) -> bool:
+    """Try all block sizes with all data on the device.
+
+    Return whether the device holds the largest block. Then no policy with data on other tiers can have faster sweeps.
+    """
+    return _try_blocks(tried, lambda policy: policy, on_device=True)
+
+
 def _try_blocks(tried: Tried, changed: Callable[[Policy], Policy], on_device: bool) -> bool:
     """Try all block sizes, the largest first, with every number of prefill tokens.
 
-    If the device holds all data of the largest block, smaller ones matter for latency only, and are tried with one
-    number of tokens.
+    If all data is on the device, also try other gpu_batches. If the device then holds the largest block, smaller ones
+    matter for latency only, and are tried with one number of tokens.
 
     Args:
         changed: returns the policy to try for a policy of one block size.
         on_device: whether these policies keep all data on the device.
 
     Returns:
-        Whether the device holds the largest block.
+        Whether all data of the largest block is on the device.
     """
     shapes, holds_all, largest = tried.shapes, False, tried.shapes.blocks()[0]
     for block in shapes.blocks():
@@ -149,17 +157,7 @@ def _try_blocks(tried: Tried, changed: Callable[[Policy], Policy], on_device: bo
             prediction = tried.attempt(changed(replace(shapes.of(block), prefill_tokens=tokens)))
             if prediction is not None and block == largest and on_device:
                 holds_all = holds_all or _holds_block(tried, prediction.layout)
-    return holds_all
-
-
-def _resident(tried: Tried) -> bool:
-    """Try all block sizes with all data on the device.
-
-    Return whether the device holds the largest block. Then no policy with data on other tiers can have faster sweeps.
-    """
-    shapes, largest = tried.shapes, tried.shapes.blocks()[0]
-    holds_all = _try_blocks(tried, lambda policy: policy, on_device=True)
-    quickest = sorted(tried.predictions.values(), key=attrgetter("total_seconds"))
+    quickest = sorted(tried.predictions.values(), key=attrgetter("total_seconds")) if on_device else []
     for some in (quickest, [p for p in quickest if p.policy.block_size >= largest]):
         for policy in shapes.batches(some[0].policy) if some else ():
             tried.attempt(policy)

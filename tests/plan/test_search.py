@@ -231,6 +231,15 @@ def test_what_is_placed_stays() -> None:
     assert found.best.policy.block_size > 4
 
 
+def test_a_later_job_has_the_shape_of_the_first_one_if_all_fits() -> None:
+    hardware = squeezed(machine_of(random.Random(1), "cpu"), 40.0, 40.0)
+    work = Workload.of([(100, 50)] * 96)
+    first = search(SMALL, hardware, work)
+    later = search(SMALL, hardware, work, Options(placed=first.best.policy))
+    assert later.best.policy == first.best.policy
+    assert first.best.policy.block_size == 96
+
+
 def test_what_does_not_fit_at_all_is_refused_with_numbers() -> None:
     hardware = squeezed(machine_of(random.Random(6), "sim"), 0.01, 0.01)
     with pytest.raises(OutOfMemory) as caught:
