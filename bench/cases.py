@@ -118,6 +118,7 @@ OFFLOAD_SHORT = Case("c1", 16, fixed(128), fixed(8))
 OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
 OFFLOAD_LLAMA = Case("d", 16, fixed(128), fixed(8))
+RESIDENT_LLAMA = Case("e", 16, fixed(128), fixed(16))
 GPU_OFFLOAD = Case("g", 64, fixed(512), fixed(32))
 
 COMPARISONS = {
@@ -130,6 +131,7 @@ COMPARISONS = {
         Comparison(
             OFFLOAD_LLAMA, "llama-1.1b", ("accelerate-disk", "airllm", "llama-cpp"), "float16", 16 * 10**8,
         ),
+        Comparison(RESIDENT_LLAMA, "llama-1.1b", ("transformers",), "float32"),
         Comparison(
             GPU_OFFLOAD, "opt-13b", ("accelerate-cpu", "accelerate-disk", "flexgen", "deepspeed"), "float16",
             device="cuda", device_mem="16GiB",

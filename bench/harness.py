@@ -39,7 +39,8 @@ class Job:
         batch: batch size of a padded peer.
         device, device_mem, policy, lossy: options of the engine; None leaves its default.
         scratch: an empty directory on the model's disk, for offloaded data of a side.
-        warm: whether the side computes one token of the first row before its time begins, so that all weights are read.
+        warm: whether a side that keeps weights in memory computes one token of the first row before its time begins, so
+            that all weights are read.
         options: further options of a peer.
     """
 

@@ -6,9 +6,9 @@ python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--
 Every side is a process of its own. If the case has a memory limit, the process has a cgroup of its own. The checkpoint
 is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. After each
 run of flexengine the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped; the reason is
-printed and recorded. On a CPU without a memory limit, every side computes a token before its time begins, so that all
-weights are read. One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose tokens
-are equal.
+printed and recorded. On a CPU without a memory limit, sides that keep weights in memory compute one token of the first
+row before their time begins: all weights are read then, and flexengine has planned once. One JSON line per case and
+choice of switches: tokens/s (loading excluded), ratios, rows whose tokens are equal.
 """
 
 import argparse
@@ -257,15 +257,15 @@ def checkpoint(compared: Comparison, args: argparse.Namespace) -> Path:
 def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace) -> Job:
     """Return the Job of a peer."""
     peer, demo = PEERS[name], compared.model == "demo"
-    options = dict(peer.options)
-    if peer.gguf and not args.model:
+    options, reads = dict(peer.options), peer.gguf if demo or peer.module != "openvino_genai_batched" else None
+    if reads and not args.model:
         if demo:
-            own = peer.gguf == "own"
+            own = reads == "own"
             options["gguf"] = str(gguf_files.demo() if own else gguf_files.widened(harness.cache() / "bench"))
-        elif peer.gguf == "own" and isinstance(SHAPES[compared.model], LlamaShape):
+        elif reads == "own" and isinstance(SHAPES[compared.model], LlamaShape):
             options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
     dtype = peer.dtype or args.peer_dtype or compared.dtype
-    if peer.gguf and not demo and "properties" not in options:
+    if reads and not demo:
         dtype = SHAPES[compared.model].dtype  # the file's dtype, for any requested dtype
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 

@@ -16,7 +16,8 @@ class Peer:
         options: options of the job.
         dtype: dtype in which the peer computes if it cannot be chosen; with `gguf`, the dtype of the demo model's file.
         gguf: format of the GGUF file that the peer reads: "own" as published or stored, "f32" for the demo model's
-            weights in fp32; None if it reads no GGUF.
+            weights in fp32; None if it reads no GGUF. OpenVINO reads only the demo model's: it does not start with
+            files without a tokenizer.
     """
 
     module: str

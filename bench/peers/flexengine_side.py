@@ -42,8 +42,8 @@ def run(job: Job) -> Record:
 
     with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options_of(job)) as engine:
         engine.prepare()  # encodes weights, once per model
-        if job.warm:
-            generated(engine, job.first())
+        if job.warm and (error := generated(engine, job.first())[0].error):
+            raise SystemExit(f"the first row failed: {error}")
         loaded = time.perf_counter()
         results = generated(engine, job)
         seconds = time.perf_counter() - loaded

@@ -1,14 +1,17 @@
 """OpenVINO GenAI with continuous batching on a CPU: reads a Job, prints one JSON line.
 
-options["gguf"]: the model's file. options["properties"]: properties of the CPU plugin, which choose the dtype of
-products and of the cache. Without properties it keeps weights of 4 bits, and rounds activations and the cache to 8.
+options["gguf"]: the model's file; without it the checkpoint is converted (openvino_files.py). options["properties"]:
+properties of the CPU plugin, which choose the dtype of products and of the cache. Without properties it keeps weights
+of 4 bits, and rounds activations and the cache to 8.
 """
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from bench.harness import Job, needs, report, report_loaded, skip
+from bench.harness import Job, needs, report, report_loaded
+from bench.peers.openvino_files import files_of
 
 TOKENS = 2048  # most tokens of a step
 GIB = 1 << 30
@@ -20,7 +23,8 @@ def pipeline(genai: Any, job: Job) -> Any:
     config.cache_size = 4  # GiB
     config.max_num_seqs, config.max_num_batched_tokens = job.batch, TOKENS
     config.enable_prefix_caching = False
-    return genai.ContinuousBatchingPipeline(job.options["gguf"], config, "CPU", job.options.get("properties", {}))
+    path = job.options.get("gguf") or str(files_of(Path(job.model), "Q4_1" if job.dtype == "Q4_1" else "float32"))
+    return genai.ContinuousBatchingPipeline(path, config, "CPU", job.options.get("properties", {}))
 
 
 def generated(pipe: Any, job: Job) -> list[list[int]]:
@@ -40,7 +44,7 @@ def main() -> None:
     job = Job.from_json(sys.stdin.read())
     needs("openvino-genai", "openvino_genai")
     if not job.options.get("gguf"):
-        skip("OpenVINO GenAI reads a GGUF file here; the demo model and LLaMA shapes have one")
+        needs("optimum-intel", "optimum.intel")
     import openvino_genai as genai
 
     start = time.perf_counter()

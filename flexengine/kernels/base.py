@@ -9,6 +9,7 @@ Names and shapes in this package:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
@@ -35,6 +36,16 @@ class Past(NamedTuple):
     table: Tensor
     length: int
     form: CacheFormat | None = None
+
+
+class Prompts(NamedTuple):
+    """Arguments of `Kernels.attend_prompt` for prompts of one length."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    past: Past | None = None
 
 
 class Kernels(ABC):
@@ -84,19 +95,10 @@ class Kernels(ABC):
 
     @abstractmethod
     def decode_attention(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        form: CacheFormat | None = None,
-        topk: float | None = None,
-        with_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, form: CacheFormat | None = None,
+        topk: float | None = None, with_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return attention of one new token per sequence over the cache of this sequence, for a whole batch.
 
         Args:
@@ -133,17 +135,9 @@ class Kernels(ABC):
 
     @abstractmethod
     def choose(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        topk: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        form: CacheFormat | None = None,
-    ) -> Tensor:
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, topk: float,
+        window: int | None = None, softcap: float | None = None, form: CacheFormat | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return a mask of the positions whose V `decode_attention` with the same arguments reads.
 
         Other V need not be loaded. No V is read here.
@@ -170,13 +164,21 @@ class Kernels(ABC):
             k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
             scale, window, softcap, sinks: as in `decode_attention`.
             past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
-            out: memory for the result, contiguous; None allocates it.
+            out: memory for the result, contiguous, in q's dtype, apart from q, k and v; None allocates it.
 
         Returns:
             [B, T, heads, head_dim], contiguous, in q's dtype. On a CPU with native kernels a query's result is bitwise
             the same for any number of queries and prompts in the call, any number of threads, and, if the pool holds
             fp32, any P.
         """
+
+    def attend_prompts(
+        self, prompts: Sequence[Prompts], scale: float, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Do what `attend_prompt` does for prompts of several lengths, which the native kernels compute together."""
+        for q, k, v, out, past in prompts:
+            self.attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
 
     @abstractmethod
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -86,8 +86,10 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they must be [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
         )
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
-        raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}; it must be contiguous, {list(q.shape)}, {q.dtype}")
+    if out is not None and not (out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
+                                and out.is_contiguous()):  # fmt: skip
+        raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}, {out.device}; it must be contiguous,"
+                           f" {list(q.shape)}, {q.dtype}, {q.device}")  # fmt: skip
 
 
 def check_past(q: Tensor, k: Tensor, past: Past) -> Room:

@@ -1,6 +1,7 @@
 """The native kernels: the C++ code in this folder, called through ctypes, which releases the GIL."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ class NativeKernels(ReferenceKernels):
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
-        self._prompt = bound("prompt", c_int64)
+        self._prompts = bound("prompts", c_int64, (c_void_p, c_int64))
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
@@ -99,19 +100,10 @@ class NativeKernels(ReferenceKernels):
         return base.Decoding(heads, pool, tables, lengths, window, form, pages, offsets, room, memory)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        form: CacheFormat | None = None,
-        topk: float | None = None,
-        with_lse: bool = False,
-    ) -> Any:
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, form: CacheFormat | None = None,
+        topk: float | None = None, with_lse: bool = False,
+    ) -> Any:  # fmt: skip
         if not _native(q, pool, tables, lengths):
             return super().decode_attention(
                 q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse
@@ -175,33 +167,55 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:  # fmt: skip
         if not _native(q, k, v, *(() if past is None else past[:2])):
             return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
-        checks.check_prompt(q, k, v, out)
-        checks.check_options(window, softcap, sinks, q.shape[2])
-        cached: tuple[int, ...] = (0, 0, 1, 0)
-        addresses: tuple[int | None, int | None] = (None, None)
-        code = 0
-        if past is not None:
-            room, table = checks.check_past(q, k, past), _int32(past.table)
-            cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
-            addresses, code = (past.pool.data_ptr(), table.data_ptr()), stored(past.pool, past.form)
-        dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
-        q, k, v = (_rows(x.float()) for x in (q, k, v))
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        direct = out is not None and dtype == torch.float32
+        direct = out is not None and q.dtype == torch.float32
         sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
-        call = structs.Prompt(
-            *(None if x is None else x.data_ptr() for x in (q, k, v, sinks, sums)), *addresses,
-            *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
-            *(x.stride(i) for x in (q, k, v) for i in range(3)),
-            *(scale, softcap or 0.0, code, torch.get_num_threads()),
-        )  # fmt: skip
-        status = self._prompt(ctypes.addressof(call))
+        checks.check_prompt(q, k, v, out)
+        self._attend_prompts([base.Prompts(q, k, v, sums, past)], scale, window, softcap, sinks)
+        return sums.to(q.dtype) if out is None else out if direct else out.copy_(sums)
+
+    def attend_prompts(
+        self, prompts: Sequence[base.Prompts], scale: float, window: int | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if not all(_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
+            return super().attend_prompts(prompts, scale, window, softcap, sinks)
+        for p in prompts:
+            checks.check_prompt(p.q, p.k, p.v, p.out)
+        self._attend_prompts(prompts, scale, window, softcap, sinks)
+
+    def _attend_prompts(
+        self, prompts: Sequence[base.Prompts], scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Compute attention in one call. The results are in fp32."""
+        kept: list[Any] = [None if sinks is None else sinks.to(torch.float32).contiguous()]
+        calls = (structs.Prompt * len(prompts))()
+        for number, (q, k, v, out, past) in enumerate(prompts):
+            checks.check_options(window, softcap, sinks, q.shape[2])
+            cached: tuple[int, ...] = (0, 0, 1, 0)
+            addresses: tuple[int | None, int | None] = (None, None)
+            code = 0
+            if past is not None:
+                room, table = checks.check_past(q, k, past), _int32(past.table)
+                cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
+                addresses, code = (past.pool.data_ptr(), table.data_ptr()), stored(past.pool, past.form)
+                kept.append(table)
+            (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
+            q, k, v = (_rows(x.float()) for x in (q, k, v))
+            kept.append((q, k, v))
+            calls[number] = structs.Prompt(
+                *(None if x is None else x.data_ptr() for x in (q, k, v, kept[0], out)), *addresses,
+                *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
+                *(x.stride(i) for x in (q, k, v) for i in range(3)),
+                *(scale, softcap or 0.0, code, torch.get_num_threads()),
+            )  # fmt: skip
+        status = self._prompts(ctypes.addressof(calls), len(calls))
         if status > 0:
+            past = prompts[status - 1].past
             assert past is not None
             raise bad_sequence(0, checks.check_pool(past.pool, past.form))
         if status < 0:
-            raise no_memory("scratch memory of one thread for prompt attention", -status)
-        return sums.to(dtype) if out is None else out if direct else out.copy_(sums)
+            raise no_memory("the scratch memory of prompt attention", -status)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         threads = torch.get_num_threads()

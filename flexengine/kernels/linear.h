@@ -76,11 +76,12 @@ inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, in
     const bool first = d == 0, residual = a.residual && d + span == a.k;
     UNROLL for (int i = 0; i < M; i++) {
         float* to = a.out + (m + i) * a.out_row + c;
-        const float *from = !first || a.across ? to : a.bias ? a.bias + c : nullptr, *more = a.residual + (m + i) * a.n + c;
+        const float* from = !first || a.across ? to : a.bias ? a.bias + c : nullptr;
+        const float* more = residual ? a.residual + (m + i) * a.n + c : nullptr;
         UNROLL for (int n = 0; n < N; n++) {
             vf total = sum[i][n];
             if (from) total = vadd(vload(from + n * W), total);
-            if (residual) total = vadd(vload(more + n * W), total);
+            if (more) total = vadd(vload(more + n * W), total);
             vstore(to + n * W, total);
         }
     }
@@ -256,7 +257,7 @@ template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64
             if (wide) widen_panel<T, N>(at, span, tile);
         for_heights(m, end, [&](auto M, int64_t row) {
             const float* x = a.x + row * a.x_row + d;
-            const int64_t t = (row - m) / ROWS;
+            const int64_t t = (row - m + ROWS - 1) / ROWS;  // number of the tile
             vf sum[M][N];
             clear(sum);
             if constexpr (EACH == 1) {

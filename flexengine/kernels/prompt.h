@@ -4,6 +4,9 @@
 #pragma once
 #include <omp.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "codes.h"
 #include "shares.h"
 #include "transpose.h"
@@ -35,10 +38,12 @@ alignas(64) constexpr float LANE_NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
-// Returns the queries of a block; fewer if there would be too few blocks for the threads.
-inline int64_t block_queries(const Prompt& a) {
+// Returns the queries of a block; fewer if there would be too few blocks for the threads. calls: number of such calls that
+// the threads compute together.
+inline int64_t block_queries(const Prompt& a, int64_t calls) {
     int64_t n = a.shared() < BLOCK ? BLOCK / a.shared() : 1;
-    while (n > 1 && n * a.shared() > STRIP && (a.queries + n - 1) / n * a.batch * a.kv_heads < 3 * a.threads) n /= 2;
+    auto blocks = [&] { return (a.queries + n - 1) / n * a.batch * a.kv_heads * calls; };
+    while (n > 1 && n * a.shared() > STRIP && blocks() < 3 * a.threads) n /= 2;
     return n;
 }
 
@@ -48,13 +53,13 @@ struct Block {
     float *k, *v, *scores, *acc, *q, *top, *sum;  // k: panels [dim, PANEL] of keys; v: panels [KEYS, PANEL] of elements
     float *rows, *scales;                         // decoded rows [W, dim]; scales and minima of one row
 
-    static size_t bytes(const Prompt& a) {
-        const int64_t rows = block_queries(a) * a.shared(), wide = panels(a.dim) * PANEL;
+    static size_t bytes(const Prompt& a, int64_t height) {
+        const int64_t rows = height * a.shared(), wide = panels(a.dim) * PANEL;
         const int64_t floats = rows * (a.dim + wide + 2) + KEYS * (a.dim + wide) + STRIP * KEYS + (W + 2) * a.dim;
         return size_t(floats * 4 + 63) / 64 * 64;
     }
-    Block(const Prompt& a, float* at) : dim(a.dim), wide(panels(a.dim) * PANEL) {
-        const int64_t most = block_queries(a) * a.shared();
+    Block(const Prompt& a, int64_t height, float* at) : dim(a.dim), wide(panels(a.dim) * PANEL) {
+        const int64_t most = height * a.shared();
         k = at, v = k + KEYS * dim, scores = v + KEYS * wide, acc = scores + STRIP * KEYS, q = acc + most * wide;
         top = q + most * dim, sum = top + most, rows = sum + most, scales = rows + W * dim;
     }
@@ -274,42 +279,64 @@ void attend_block(const Prompt& a, const Part& p, Block& my) {
     write_block(a, p, my);
 }
 
-// Returns 0 for success; 1 if a page is outside the pool; minus the bytes of a thread's scratch if its allocation
-// failed.
-int64_t attend_prompts(const Prompt& a) {
-    for (int64_t i = 0; i * a.page_tokens < a.past; i++)
-        if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return 1;
-    const int64_t height = block_queries(a), blocks = (a.queries + height - 1) / height;
-    const size_t size = Block::bytes(a);
-    bool room = true;
-    Shares shares;
-#pragma omp parallel num_threads(a.threads)
-    {
-        float* scratch = (float*)aligned_alloc(64, size);
-        if (!scratch) {
-#pragma omp atomic write
-            room = false;
-        }
-        if (scratch) shares.take(a.batch * blocks * a.kv_heads, a.threads, omp_get_thread_num(), [&](int64_t i) {
-            Block my(a, scratch);
-            const int64_t b = i / a.kv_heads / blocks;
-            // A prompt's last block first: it takes longest.
-            const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;
-            const int64_t n = a.queries - t < height ? a.queries - t : height;
-            attend_block(a, {b, i % a.kv_heads, t, n, a.first() + t}, my);
-        });
-        free(scratch);
+// Division of a call into tasks, one per prompt, key/value head and block. first: tasks of the calls before it.
+struct Division {
+    int64_t height, blocks, first, count;
+
+    Division(const Prompt& a, int64_t calls, int64_t first)
+        : height(block_queries(a, calls)), blocks((a.queries + height - 1) / height), first(first),
+          count(a.batch * blocks * a.kv_heads) {}
+
+    void run(const Prompt& a, int64_t i, float* scratch) const {
+        Block my(a, height, scratch);
+        const int64_t b = i / a.kv_heads / blocks;
+        const int64_t t = (blocks - 1 - i / a.kv_heads % blocks) * height;  // the last block first: it takes longest
+        const int64_t n = a.queries - t < height ? a.queries - t : height;
+        attend_block(a, {b, i % a.kv_heads, t, n, a.first() + t}, my);
     }
-    return room ? 0 : -int64_t(size);
+};
+
+// Returns 0 for success; i + 1 if a page of call i is outside the pool; minus the bytes of the scratch if its
+// allocation failed. After an error nothing was written.
+int64_t attend_prompts(const Prompt* calls, int64_t count) {
+    std::vector<Division> divided;
+    size_t size = 0;
+    int64_t tasks = 0;
+    for (int64_t c = 0; c < count; c++) {
+        const Prompt& a = calls[c];
+        for (int64_t i = 0; i * a.page_tokens < a.past; i++)
+            if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return c + 1;
+        divided.emplace_back(a, count, tasks);
+        tasks += divided.back().count;
+        size = std::max(size, Block::bytes(a, divided.back().height));
+    }
+    if (!tasks) return 0;
+    const size_t all = size * size_t(calls->threads);
+    char* scratch = (char*)aligned_alloc(64, all);
+    if (!scratch) return -int64_t(all);
+    Shares shares;
+#pragma omp parallel num_threads(calls->threads)
+    {
+        const int64_t thread = omp_get_thread_num();
+        shares.take(tasks, calls->threads, thread, [&](int64_t i) {
+            const auto after = [](int64_t i, const Division& d) { return i < d.first; };
+            const Division& d = *(std::upper_bound(divided.begin(), divided.end(), i, after) - 1);
+            d.run(calls[&d - divided.data()], i - d.first, (float*)(scratch + size_t(thread) * size));
+        });
+    }
+    free(scratch);
+    return 0;
 }
 
 }  // namespace
 
 extern "C" {
 
-int64_t flex_prompt(const Prompt* args) { return attend_prompts(*args); }
+int64_t flex_prompts(const Prompt* calls, int64_t count) { return attend_prompts(calls, count); }
 
 // Returns the bytes of all threads' scratch. It uses only batch, queries, heads, kv_heads, dim and threads.
-int64_t flex_prompt_scratch(const Prompt* args) { return int64_t(Block::bytes(*args)) * args->threads; }
+int64_t flex_prompt_scratch(const Prompt* args) {
+    return int64_t(Block::bytes(*args, block_queries(*args, 1))) * args->threads;
+}
 
 }  // extern "C"

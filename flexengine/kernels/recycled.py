@@ -41,8 +41,8 @@ class Recycled:
             return self._free.pop(min(fitting)[1])
         if sizes:
             del self._free[min(sizes)[1]]
-        return np.empty(nbytes, dtype=np.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8).numpy()  # numpy would map large arrays in huge pages
 
     def release(self) -> None:
-        """Free all blocks; those with tensors in them, when the tensors are freed."""
+        """Free all blocks; those with tensors in them, when the last of these tensors is freed."""
         self._free = []

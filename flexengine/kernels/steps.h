@@ -138,7 +138,7 @@ void flex_spent(int64_t* to) {
     for (int kind = 0; kind < KINDS; kind++) to[kind] = spent[kind].load(std::memory_order_relaxed);
 }
 
-// Runs steps in order.
+// Runs steps in order. Steps beside each other stay in one region, if they are fewer than STEPS.
 void flex_run(const Step* steps, int64_t count, int32_t threads) {
     while (count > 0) {
         int64_t part = std::min(count, STEPS);

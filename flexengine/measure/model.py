@@ -206,7 +206,8 @@ class Trial:
         on, width = self.machine.compute, self.skeleton.embedding[1][1]
         positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
         rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
-        inputs = Inputs(positions[None].to(on), positions[None].to(on), torch.zeros(1, dtype=torch.int64, device=on))
+        keep = torch.arange(self.tokens, device=on)  # all, else the last layer would compute fewer rows
+        inputs = Inputs(positions[None].to(on), positions[None].to(on), keep)
         return inputs, rows
 
     def answer(self, event: Attend) -> Tensor:

@@ -192,6 +192,12 @@ class PausingLayer(nn.Module):
         return self.layer(hidden, *args[1:], **kwargs)
 
 
+def pausing_layers(model: nn.Module) -> list[PausingLayer]:
+    """Return the layers with a number of 0 or more, in order."""
+    found = [module for module in model.modules() if isinstance(module, PausingLayer) and module.index >= 0]
+    return sorted(found, key=lambda module: module.index)
+
+
 class PausingEmbedding(nn.Module):
     """An embedding whose table has only the rows of the current tokens. The module still applies scaling."""
 
@@ -234,6 +240,7 @@ class PausingHead(nn.Module):
         if self.step.given is not None:
             return self.step.given
         current: Any = greenlet.getcurrent()
+        current.output = current.positions = None
         scores = current.inputs.scores
         count = hidden.shape[1] - (len(scores) if scores else 0)
         hidden, scored = hidden[:, :count], hidden[:, count:]
@@ -285,9 +292,10 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         block: output of a feed-forward block of records, until the block's last module returns it.
         decodings: pages of the next layer, and of layers after it, which need not pause at attention. Without pages,
             the next layer must pause at attention.
-        computed: number of the first layer that is not computed yet, if the layer before it is computed by kernels.
+        computed: number of the layer after the last one that calls of kernels (halves.py) have computed.
         output: output of this layer before; None if modules compute it.
         positions: position embeddings that this layer before got.
+        recycles: whether outputs of layers may be in memory that is used again (kernels/recycled.py).
     """
 
     inputs: Inputs
@@ -299,6 +307,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     computed = 0
     output: Tensor | None = None
     positions: Any = None
+    recycles = False
 
 
 def this_pass() -> Pass:
@@ -317,14 +326,17 @@ class Forward:
         inputs: Inputs,
         mode: AbstractContextManager[Any] | None = None,
         queries_first: bool = False,
+        recycles: bool = False,
     ) -> None:
         """Make a pass without starting it.
 
         Args:
             mode: entered while the model runs.
             queries_first: whether the pass pauses at queries. `queries.use_queries_first` prepares the model.
+            recycles: see `Pass`; not if the memory of outputs is freed while the pass is paused.
         """
         self._model, self.inputs, self._mode, self._queries_first = model, inputs, mode, queries_first
+        self._recycles = recycles
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
@@ -346,6 +358,7 @@ class Forward:
             if self._greenlet is None:
                 self._greenlet = Pass(self._run)
                 self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
+                self._greenlet.recycles = self._recycles
                 event: Pause = self._greenlet.switch()
             else:
                 self._greenlet.decodings = decodings
@@ -356,3 +369,4 @@ class Forward:
         """Unwind a paused pass, to free its frames and tensors."""
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()
+            self._greenlet.output, self._greenlet.positions, self._greenlet.decodings = None, None, ()

@@ -271,7 +271,7 @@ class Halves:
             pieces = [[x[low + size * i : low + size * (i + 1)] for x in given] for i in range(times)]
             call = self._call(half, bound, pieces[0])
             if not results:
-                empty = self.kind.scratch.results.empty
+                empty = self.kind.scratch.results.empty if this_pass().recycles else _empty
                 results = [empty((rows, *shape[1:]), dtype) for shape, dtype in call.results]
             targets = ([x[low + size * i :] for x in results] for i in range(times))
             call.run(*(self._addresses(bound, *both) for both in zip(pieces, targets, strict=True)))
@@ -363,6 +363,10 @@ class Halves:
 def _tensors(decoding: Decoding) -> tuple[Tensor, ...]:
     at = decoding
     return at.pool, at.tables, at.lengths, at.pages, at.offsets, at.memory
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _alike(one: Decoding, other: Decoding) -> bool:

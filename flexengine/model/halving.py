@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer
+from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
 from flexengine.model.fused import ACTS, use_fused
 from flexengine.model.halves import HEAD_NORMS, Halves, Kind, Scratch
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
@@ -39,7 +39,7 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
     kinds: dict[Any, Kind] = {}
     scratch = Scratch()
     before: PausingLayer | None = None
-    for module in sorted((m for m in model.modules() if isinstance(m, PausingLayer)), key=lambda m: m.index):
+    for module in pausing_layers(model):
         layer: Any = module.layer
         event = attends[module.index]
         if _recognised(layer) and event.sinks is None:

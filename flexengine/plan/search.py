@@ -126,7 +126,7 @@ def _best(tried: Tried) -> Prediction:
 
 def _reshape(tried: Tried, placed: Policy) -> None:
     """Try every block shape with the splits, slots and schedule of `placed`."""
-    on_device = placed.weights[0] == placed.cache[0] == 1
+    on_device = placed.weights[0] == placed.cache[0] == placed.activations[0] == 1
     _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
 
 

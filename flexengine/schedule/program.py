@@ -274,7 +274,7 @@ class Program:
         cache, loads = self.caches.take(), list[Task]()
         buffer, stage = self.caches.buffer(cache), self.caches.stage(cache)
         if any(p.start for p in batch.pieces):
-            earlier = tuple(("kv", j, other) for other in range(k) if _continues(batches[other], batch))
+            earlier = tuple(("kv", j, other) for other in range(k) if continues(batches[other], batch))
             task = Task(Op.LOAD_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
             loads += _route(task, self.routes.load, earlier, buffer, stage)
         task = Task(Op.STORE_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
@@ -363,7 +363,7 @@ def _buffered(rests: Iterable[Sequence[Task]]) -> int:
     return sum(any(task.op is Op.RESUME and task.hidden >= 0 for task in rest) for rest in rests)
 
 
-def _continues(earlier: Batch, later: Batch) -> bool:
+def continues(earlier: Batch, later: Batch) -> bool:
     """Return whether `later` reads KV that `earlier` computes: of the same sequence, or of a trunk that it shares."""
     begun = {p.sequence for p in earlier.pieces}
     return any(p.sequence in begun or p.source in begun for p in later.pieces)

@@ -2,8 +2,8 @@
 
 A page fault takes as long as computing 4 KiB of activations, so two measures keep page faults rare:
 
-* Regions are mapped in huge pages if first writes to them are faster. In a virtual machine that gives free memory back
-  to its host, they were 5 times slower than first writes to small pages: 2.2 instead of 0.46 s per GB.
+* Regions are mapped in huge pages unless first writes to these take clearly longer. In a virtual machine that gives
+  free memory back to its host, they took 5 times as long as those to small pages: 2.2 instead of 0.46 s per GB.
 * Memory that torch frees between layers stays in the heap of the process: tensors of up to 32 MiB, and 64 MiB at the
   heap's end. With larger limits, the gaps between tensors outgrew the memory that plans reserve for them.
 
@@ -24,7 +24,8 @@ from flexengine.tier.base import ALIGN, Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
 HUGE = 2 << 20  # bytes; regions of this size or more are mappings of their own
-PROBED = 8 << 20  # bytes of each kind of pages that are written to measure them
+PROBED = 4 << 20  # bytes of each kind of pages that are written to measure them
+LONGER = 1.5  # first writes to huge pages may take so many times those to small pages
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
 
 
@@ -57,20 +58,23 @@ def _libc() -> ctypes.CDLL:
 
 
 def mapped(nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] in a mapping of its own, in huge pages if they are faster; nbytes is not 0."""
+    """Return uint8 [nbytes] in a mapping of its own, in huge pages if `huge_pages_are_faster`; nbytes is not 0."""
     return _mapped(nbytes, huge_pages_are_faster())
 
 
 @cache
 def huge_pages_are_faster() -> bool:
-    """Measure whether first writes to huge pages take less time than to small pages."""
-    seconds = []
+    """Measure first writes to huge and to small pages. Return False if those to huge pages take clearly longer, by more
+    than the faster reads of huge pages make up for."""
+    torch.empty(2 * mmap.PAGESIZE, dtype=torch.uint8)[:: mmap.PAGESIZE] = 1  # the first call takes longer
+    seconds, kept = [], list[torch.Tensor]()
     for huge in (False, True):
-        pages = _mapped(PROBED, huge)
+        kept.append(pages := _mapped(PROBED + HUGE, huge))  # kept, as the second one must not get its pages
+        whole = pages[-pages.data_ptr() % HUGE :][:PROBED]
         start = time.perf_counter()
-        pages[:: mmap.PAGESIZE] = 1
+        whole[:: mmap.PAGESIZE] = 1
         seconds.append(time.perf_counter() - start)
-    return seconds[True] < seconds[False]
+    return seconds[True] < LONGER * seconds[False]
 
 
 def _mapped(nbytes: int, huge: bool) -> torch.Tensor:

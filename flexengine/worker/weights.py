@@ -35,6 +35,7 @@ class Weights:
 
     Attributes:
         units: by unit (layers, then head chunks), the streamed tensors.
+        arrived: whether all resident weights are read. Any thread may read it.
     """
 
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
@@ -50,6 +51,7 @@ class Weights:
         except BaseException:  # also an interrupt: the memory must not stay booked
             self._regions.free()
             raise
+        self.arrived = not self._arrivals.units
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
         self._head = skeleton.output
@@ -105,6 +107,7 @@ class Weights:
         self._arrivals.load_resident(unit)
         if unit < len(self.skeleton.layers) and unit not in self._arrivals.units:
             self._pack(unit)
+        self.arrived = not self._arrivals.units
 
     def _pack(self, unit: int) -> None:
         """Reorder the resident weights of a layer for the CPU's products."""

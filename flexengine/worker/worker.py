@@ -22,6 +22,7 @@ from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
+from flexengine.worker.ahead import Ahead
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
@@ -136,7 +137,7 @@ class Worker:
             for what in _OTHERS & account.keys():
                 self._regions.keep_room(tier, account[what], what)
         self.embedding = Embedding(weights, cache.layout, self._regions)
-        self.experts = Experts(weights)
+        self.experts, self.ahead = Experts(weights), Ahead(skeleton, weights)
 
     def begin(self, batches: list[Batch], texts: Mapping[int, Text], stems: Mapping[int, Sequence[int]]) -> None:
         """Prepare the forward passes of one sweep.
@@ -152,11 +153,12 @@ class Worker:
         for place, attender in self.attenders.items():
             attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
         self._states = [self._state(batch) for batch in batches]
+        self.ahead.begin(batches)
 
     def _state(self, batch: Batch) -> BatchState:
         inputs, rows, scored = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first)
+        forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first, batch.hidden_home == DEVICE)
         return BatchState(batch, forward, self.cache.view(batch), rows, scored)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup, list[tuple[int, int]]]:
@@ -268,16 +270,14 @@ class Worker:
         if (j := task.cell.layer) < self.layers:
             if not self._computed(j, state):
                 where = state.view, state.batch.cache_home, task.cache
-                alone = task.slot >= 0 or state.batch.hidden_home != DEVICE or bool(self.weights.arriving)
-                end = j + 1 if alone else self._resident_end(j)
-                decodings = self.cache.decodings(range(j, end), self.skeleton.windows, *where)
+                decodings = self.cache.decodings(self.ahead.layers(task), self.skeleton.windows, *where)
                 event = self._attention(task, state, decodings)
                 assert isinstance(event, Attend) or decodings
                 if isinstance(event, Attend):
                     event = state.forward.resume(self.cache.attend(event, *where))
                 state.event = self._up_to_rows(task, state, event)
             if self._computed(j + 1, state):
-                return  # the pass has not paused after this layer
+                return  # the end of a later cell ends this one
         else:
             assert isinstance(state.event, Head)
             state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
@@ -285,13 +285,9 @@ class Worker:
             self._end(task, state)
 
     def _computed(self, layer: int, state: BatchState) -> bool:
-        """Return whether the pass has computed a layer together with an earlier one."""
+        """Return whether the pass has computed a layer before the layer's own cell."""
         event = state.event
         return isinstance(event, Head) or (isinstance(event, Layer) and event.index > layer)
-
-    def _resident_end(self, layer: int) -> int:
-        """Return the number of the first layer after this one with weights off the device."""
-        return next((j for j in range(layer + 1, self.layers) if self.weights.units[j]), self.layers)
 
     def _up_to_rows(self, task: Task, state: BatchState, event: Pause) -> Pause:
         """Resume the pass until experts must be loaded. Return this pause, or the pause at the end of the layer."""

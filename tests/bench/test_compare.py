@@ -113,7 +113,7 @@ def test_an_interpreter_says_what_it_has() -> None:
     ("case", "name", "dtype"),
     [("d", "llama-cpp", "float16"), ("d", "airllm", "bfloat16"), ("a", "llama-cpp", "Q4_1"),
      ("a", "llama-cpp-f32", "float32"), ("a", "transformers", "bfloat16"), ("g", "flexgen", "float16"),
-     ("g", "deepspeed", "float16"), ("a", "openvino", "Q4_1"), ("d", "openvino", "float16"),
+     ("g", "deepspeed", "float16"), ("a", "openvino", "Q4_1"), ("d", "openvino", "Q4_1"),
      ("a", "openvino-bf16", "bfloat16"), ("d", "openvino-f32", "float32"), ("a", "vllm", "float32"),
      ("a", "ctranslate2-int8", "int8")],
 )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from bench.models import OptShape, make, shard_files
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
+from flexengine.kernels import recycled
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Links
 from tests.helpers.families import LENGTHS, NEW
@@ -85,6 +86,14 @@ def test_hidden_traffic(families: Any, tmp_path: Path) -> None:
     tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
     moved = (LAYERS - 1) * tokens * HIDDEN * FP32
     assert (summary.bytes["h2d"], summary.bytes["d2h"]) == (moved, moved)
+
+
+def test_large_hidden_states_leave_the_device(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers free the memory of hidden states that were stored: it is not memory that is used again."""
+    monkeypatch.setattr(recycled, "SMALL", 1)
+    run(families("llama"), Policy(gpu_batch_size=4, num_gpu_batches=2, activations=(0, 1, 0)), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -271,10 +271,10 @@ class TestKernels:
         if not isinstance(kernel, NativeKernels):
             pytest.skip("it takes its memory from torch")
         scratch: list[int] = []
-        call = kernel._prompt
-        monkeypatch.setattr(kernel, "_prompt", lambda args: scratch.append(call(args)) or -4096)
+        call = kernel._prompts
+        monkeypatch.setattr(kernel, "_prompts", lambda *args: scratch.append(call(*args)) or -4096)
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
-        with pytest.raises(OutOfMemory, match=r"thread.* needs 4,096 bytes, but the system has no more; lower --dev"):
+        with pytest.raises(OutOfMemory, match=r"scratch memory.* needs 4,096 bytes, but the system has no more; lower --dev"):
             kernel.attend_prompt(q, k, k, 1.0)
         assert scratch == [0]
 

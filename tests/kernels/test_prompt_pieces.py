@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
-from flexengine.kernels.base import Past
+from flexengine.kernels.base import Past, Prompts
 from tests.helpers.builds import NATIVE, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
@@ -84,6 +84,43 @@ class TestPieces:
     @pytest.mark.parametrize("kind", [torch.float32, 4], ids=str)
     def test_options(self, kernel: Kernels, kind: Any, options: dict[str, Any]) -> None:
         agree(kernel, kind, (4, 2, 32), past=150, count=20, **options)
+
+    def test_prompts_of_several_lengths(self, kernel: Kernels) -> None:
+        """Together they are the same as alone, and written in place."""
+        given, _, _ = cached(8, 70, 2, 32)
+        shapes: list[tuple[int, int, Past | None]] = [(3, 20, None), (1, 300, None), (1, 33, given), (2, 1, None)]
+        prompts = []
+        for rows, count, past in shapes:
+            q, (k, v) = torch.randn(rows, count, 4, 32), torch.randn(2, rows, count, 2, 32)
+            prompts.append(Prompts(q, k, v, torch.full(q.shape, math.nan), past))
+        options: dict[str, Any] = {"window": 50, "softcap": 3.0, "sinks": torch.randn(4)}
+        kernel.attend_prompts(prompts, 0.2, **options)
+        for q, k, v, out, past in prompts:
+            assert torch.equal(out, kernel.attend_prompt(q, k, v, 0.2, **options, past=past))
+        kernel.attend_prompts([], 0.2)
+
+    def test_memory_of_the_result_must_fit(self, kernel: Kernels) -> None:
+        q, (k, v) = torch.randn(1, 9, 4, 32), torch.randn(2, 1, 9, 2, 32)
+        expected = kernel.attend_prompt(q, k, v, 0.2)
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.zeros(q.shape, dtype=dtype)
+            given = [x.to(dtype) for x in (q, k, v)]
+            assert kernel.attend_prompt(*given, 0.2, out=out) is out
+            assert torch.equal(out, expected) if dtype == q.dtype else out.any()
+        for wrong in (out, torch.zeros(1, 8, 4, 32), torch.zeros(1, 9, 32, 4).transpose(2, 3)):
+            with pytest.raises(InvalidInput, match="out is"):
+                kernel.attend_prompt(q, k, v, 0.2, out=wrong)
+
+    def test_a_bad_page_is_found_before_anything_is_written(self, kernel: Kernels) -> None:
+        given, _, _ = cached(torch.float32, 70, 2, 32)
+        q, (k, v) = torch.randn(1, 9, 4, 32), torch.randn(2, 1, 9, 2, 32)
+        outs = torch.zeros(2, *q.shape)
+        wrong = given._replace(table=given.table + 1000)
+        with pytest.raises(InvalidInput, match="page"):
+            kernel.attend_prompts([Prompts(q, k, v, outs[0]), Prompts(q, k, v, outs[1], wrong)], 0.2)
+        assert not outs[1].any()
+        if kernel.name == "native":
+            assert not outs.any()
 
     @pytest.mark.parametrize(("past", "count"), [(1, 1), (16, 1), (63, 70), (64, 64), (130, 300)])
     @pytest.mark.parametrize("page_tokens", [1, 16, 100])

@@ -1,5 +1,8 @@
 """Memory of results that is used again."""
 
+import gc
+import weakref
+
 import torch
 
 from flexengine.kernels.recycled import ALIGNED, SMALL, Recycled
@@ -49,8 +52,12 @@ def test_released_memory_is_freed_with_its_tensors() -> None:
     kept, gone = memory.empty((SMALL,)), memory.empty((SMALL,))
     kept.fill_(3)
     del gone
+    (free,) = (weakref.ref(block) for block in memory._free)
+    blocks = weakref.ref(memory._free[0].base) if memory._free[0].base is not None else free
     memory.release()
-    assert memory._free == []
     assert bool((kept == 3).all())
     del kept
     assert memory._free == []
+    gc.collect()
+    assert free() is None
+    assert blocks() is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Decoding, Kernels, Past
+from flexengine.kernels.base import Decoding, Kernels, Past, Prompts
 from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -133,17 +133,18 @@ class Cache:
     def decodings(
         self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int
     ) -> list[Decoding]:  # fmt: skip
-        """Return what calls for whole layers need in place of `attend`, up to the first layer that needs `attend`.
-
-        Pages in a buffer are those of the first layer.
+        """Return what calls for whole layers need in place of `attend`, up to a layer that needs `attend`, or that has
+        other page tables or another window than the first layer. Pages in a buffer are those of the first layer.
 
         Args:
             layers: numbers of the layers.
             windows: by layer, tokens that a query sees; None for all.
             view, home, buffer: as in `attend`.
         """
-        found = list[Decoding]()
+        found, first = list[Decoding](), layers[0]
         for layer in layers if buffer < 0 else layers[:1]:
+            if windows[layer] != windows[first] or self.tables(view, layer) is not self.tables(view, first):
+                break
             if (decoding := self._decoding(layer, windows[layer], view, home, buffer)) is None:
                 break
             found.append(decoding)
@@ -246,12 +247,14 @@ class Cache:
             out[:n] = self.kernels.decode_attention(
                 q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
             )
+        prompts = list[Prompts]()
         for p in tables.prompts:
             span = slice(p.first, p.first + p.rows * p.length)
-            qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
             # New keys and values are used as computed, without encoding.
             past = None if p.table is None else Past(pool, p.table, p.past, form)
-            self.kernels.attend_prompt(qs, ks, vs, *options, past, out[span].view(qs.shape))
+            some = [x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v, out)]
+            prompts.append(Prompts(some[0], some[1], some[2], some[3], past))
+        self.kernels.attend_prompts(prompts, *options)
         return out[None]
 
     def close(self) -> None:
