@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and the plots, made from the committed records alone.
+"""The tables of docs/benchmarks.md and README.md, and the plots, made from the committed records alone.
 
 python -m bench.report            write tables and docs/plots/*.svg (needs matplotlib; else prints text)
 python -m bench.report --check    exit with 1 if tables or plots differ from the records; write nothing
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from bench.harness import REPO
 from bench.report import plots
-from bench.report.blocks import BLOCKS
+from bench.report.blocks import BLOCKS, README_BLOCKS
 
-PAGE = REPO / "docs" / "benchmarks.md"
+PAGE, README = REPO / "docs" / "benchmarks.md", REPO / "README.md"
 
 
 def between(name: str) -> re.Pattern[str]:
@@ -35,11 +35,11 @@ def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> st
     return text
 
 
-def stale(page: Path = PAGE) -> list[str]:
+def stale(page: Path = PAGE, readme: Path = README) -> list[str]:
     """Return the tables and plots that differ from the records."""
-    text = page.read_text()
-    wrong = [f"{page.name}: the table of {name}" for name, block in BLOCKS.items()
-             if updated(text, {name: block}) != text]  # fmt: skip
+    wrong = [f"{path.name}: the table of {name}"
+             for path, blocks in ((page, BLOCKS), (readme, README_BLOCKS)) for name, block in blocks.items()
+             if updated(path.read_text(), {name: block}) != path.read_text()]  # fmt: skip
     return wrong + [f"plot {name}" for name, drawn in plots.drawn().items() if drawn != plots.digest(name)]
 
 
@@ -55,6 +55,7 @@ def main() -> int:
             print(f"stale: {what}; run python -m bench.report", file=sys.stderr)
         return int(bool(wrong))
     PAGE.write_text(updated(PAGE.read_text()))
+    README.write_text(updated(README.read_text(), README_BLOCKS))
     for name in plots.measured():
         print(plots.text(name) if args.text or not plots.draw(name) else f"drawn: {name}")
     return 0

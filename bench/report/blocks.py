@@ -1,7 +1,7 @@
 """The blocks of docs/benchmarks.md that are made from records, in Markdown: one function per block."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +24,13 @@ from bench.report.lines import (
 )
 from bench.report.uses import uses_block
 
+# Switches by heading of the README's table. Of several, the first one that was measured.
+CLASSES = {
+    "fp32, exact": ("exact",),
+    "bf16": ("compute=bf16,cache=bf16",),
+    "4 bits, int8": ("weights=int4,compute=int8,cache=int8", "weights=int4,compute=int8"),
+}
+
 
 def compare_block(folder: Path = RESULTS) -> str:
     """Return the table of comparisons, and the commands under it."""
@@ -43,6 +50,24 @@ def compare_block(folder: Path = RESULTS) -> str:
     commands = [command(group) for group in groups.values()]
     listed = "\n".join(dict.fromkeys(commands))
     return f"{table(head, rows)}\n\nCommands:\n\n<!-- not run: hours -->\n```sh\n{listed}\n```"
+
+
+def bounds_block(folder: Path = RESULTS) -> str:
+    """Return the README's table: rates and shares of the bound, by case and class of numbers."""
+    found: dict[str, dict[str, Line]] = {}
+    for line in compared(folder):
+        if line.share is not None and line.ours is not None:
+            found.setdefault(case_text(line), {})[line.switches] = line
+    rows = [(case, *(_with_share(lines, names) for names in CLASSES.values())) for case, lines in found.items()]
+    return table(("case", *CLASSES), [row for row in rows if any(row[1:])])
+
+
+def _with_share(lines: dict[str, Line], names: Sequence[str]) -> str:
+    """Return rate and share of the bound with the first of these switches that was measured."""
+    line = next((lines[name] for name in names if name in lines), None)
+    if line is None or line.ours is None or line.share is None:
+        return ""
+    return f"{short(line.ours['median'])} ({100 * line.share['median']:.0f} %)"
 
 
 def attention_block(folder: Path = RESULTS) -> str:
@@ -238,3 +263,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
     "devices": devices_block, "flash": flash_block,
 }  # fmt: skip
+README_BLOCKS: dict[str, Callable[[], str]] = {"bounds": bounds_block}

@@ -53,6 +53,16 @@ def test_a_row_of_the_table(tmp_path: Path) -> None:
     )
 
 
+def test_a_row_of_the_table_in_the_readme(tmp_path: Path) -> None:
+    others = [OLD | {"lossy": lossy, "share_of_bound_per_sweep": share}
+              for lossy, share in (("weights=int4,compute=int8", {"median": 0.5, "min": 0.5, "max": 0.5}),
+                                   ("compute=bf16,cache=bf16", None))]  # fmt: skip
+    (tmp_path / "offload.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (OLD, *others)))
+    assert blocks.bounds_block(tmp_path).splitlines()[2] == (
+        "| (c1) OPT-1.3B shape, fp16, memory limit 2.0 GB, 16 x (128 in, 8 out) | 5.6 (83 %) |  | 5.6 (50 %) |"
+    )
+
+
 @pytest.mark.parametrize(("value", "said"), [(1234.0, "1230"), (0.0123, "0.0123"), (99.96, "100"), (5.0, "5")])
 def test_three_digits(value: float, said: str) -> None:
     assert lines.short(value) == said
