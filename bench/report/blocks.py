@@ -55,7 +55,7 @@ def compare_block(folder: Path = RESULTS) -> str:
 def bounds_block(folder: Path = RESULTS) -> str:
     """Return the README's table: rates and shares of the bound, by case and class of numbers."""
     found: dict[str, dict[str, Line]] = {}
-    for line in compared(folder):
+    for line in sorted(compared(folder), key=lambda line: (line.case.name, line.time)):
         if line.share is not None and line.ours is not None:
             found.setdefault(case_text(line), {})[line.switches] = line
     rows = [(case, *(_with_share(lines, names) for names in CLASSES.values())) for case, lines in found.items()]
