@@ -257,15 +257,15 @@ def checkpoint(compared: Comparison, args: argparse.Namespace) -> Path:
 def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace) -> Job:
     """Return the Job of a peer."""
     peer, demo = PEERS[name], compared.model == "demo"
-    options, reads = dict(peer.options), peer.gguf if demo or peer.module != "openvino_genai_batched" else None
-    if reads and not args.model:
+    options = dict(peer.options)
+    if peer.gguf and not args.model:
         if demo:
-            own = reads == "own"
-            options["gguf"] = str(gguf_files.demo() if own else gguf_files.widened(harness.cache() / "bench"))
-        elif reads == "own" and isinstance(SHAPES[compared.model], LlamaShape):
+            wide = peer.gguf == "f32"
+            options["gguf"] = str(gguf_files.widened(harness.cache() / "bench") if wide else gguf_files.demo())
+        elif peer.gguf == "own" and isinstance(SHAPES[compared.model], LlamaShape):
             options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
     dtype = peer.dtype or args.peer_dtype or compared.dtype
-    if reads and not demo:
+    if peer.gguf in ("own", "f32") and not demo:
         dtype = SHAPES[compared.model].dtype  # the file's dtype, for any requested dtype
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 

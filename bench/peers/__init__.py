@@ -15,9 +15,8 @@ class Peer:
         module: module of bench.peers.
         options: options of the job.
         dtype: dtype in which the peer computes if it cannot be chosen; with `gguf`, the dtype of the demo model's file.
-        gguf: format of the GGUF file that the peer reads: "own" as published or stored, "f32" for the demo model's
-            weights in fp32; None if it reads no GGUF. OpenVINO reads only the demo model's: it does not start with
-            files without a tokenizer.
+        gguf: format of the GGUF file that the peer reads: "own" as published or stored, "demo" the same but of the demo
+            model only, "f32" for the demo model's weights in fp32; None if it reads no GGUF.
     """
 
     module: str
@@ -43,6 +42,7 @@ def _exact(dtype: str) -> dict[str, str]:
     return {"INFERENCE_PRECISION_HINT": dtype, "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": dtype}
 
 
+# OpenVINO does not start with GGUF files without a tokenizer, such as those of bench.models.
 PEERS = {
     "transformers": Peer("transformers_generate"),
     "accelerate-cpu": Peer("accelerate_offload", {"place": "cpu"}),
@@ -50,9 +50,9 @@ PEERS = {
     "airllm": Peer("airllm_layers"),
     "llama-cpp": Peer("llama_cpp_batched", dtype="Q4_1", gguf="own"),
     "llama-cpp-f32": Peer("llama_cpp_batched", dtype="float32", gguf="f32"),
-    "openvino": Peer("openvino_genai_batched", dtype="Q4_1", gguf="own"),
-    "openvino-f32": Peer("openvino_genai_batched", {"properties": _exact("f32")}, "float32", gguf="own"),
-    "openvino-bf16": Peer("openvino_genai_batched", {"properties": _exact("bf16")}, "bfloat16", gguf="own"),
+    "openvino": Peer("openvino_genai_batched", dtype="Q4_1", gguf="demo"),
+    "openvino-f32": Peer("openvino_genai_batched", {"properties": _exact("f32")}, "float32", gguf="demo"),
+    "openvino-bf16": Peer("openvino_genai_batched", {"properties": _exact("bf16")}, "bfloat16", gguf="demo"),
     "vllm": Peer("vllm_cpu_batched", dtype="float32"),
     "vllm-bf16": Peer("vllm_cpu_batched", dtype="bfloat16"),
     "ctranslate2": Peer("ctranslate2_batched", {"compute_type": "float32"}, dtype="float32"),

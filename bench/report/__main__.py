@@ -37,9 +37,11 @@ def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> st
 
 def stale(page: Path = PAGE, readme: Path = README) -> list[str]:
     """Return the tables and plots that differ from the records."""
-    wrong = [f"{path.name}: the table of {name}"
-             for path, blocks in ((page, BLOCKS), (readme, README_BLOCKS)) for name, block in blocks.items()
-             if updated(path.read_text(), {name: block}) != path.read_text()]  # fmt: skip
+    wrong = list[str]()
+    for path, blocks in ((page, BLOCKS), (readme, README_BLOCKS)):
+        text = path.read_text()
+        wrong += [f"{path.name}: the table of {name}" for name, block in blocks.items()
+                  if updated(text, {name: block}) != text]  # fmt: skip
     return wrong + [f"plot {name}" for name, drawn in plots.drawn().items() if drawn != plots.digest(name)]
 
 

@@ -38,7 +38,7 @@ class Past(NamedTuple):
     form: CacheFormat | None = None
 
 
-class Prompts(NamedTuple):
+class PromptCall(NamedTuple):
     """Arguments of `Kernels.attend_prompt` for prompts of one length."""
 
     q: Tensor
@@ -173,7 +173,7 @@ class Kernels(ABC):
         """
 
     def attend_prompts(
-        self, prompts: Sequence[Prompts], scale: float, window: int | None = None, softcap: float | None = None,
+        self, prompts: Sequence[PromptCall], scale: float, window: int | None = None, softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Do what `attend_prompt` does for prompts of several lengths, which the native kernels compute together."""

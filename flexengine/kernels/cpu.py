@@ -167,14 +167,16 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:  # fmt: skip
         if not _native(q, k, v, *(() if past is None else past[:2])):
             return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
-        direct = out is not None and q.dtype == torch.float32
-        sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
         checks.check_prompt(q, k, v, out)
-        self._attend_prompts([base.Prompts(q, k, v, sums, past)], scale, window, softcap, sinks)
-        return sums.to(q.dtype) if out is None else out if direct else out.copy_(sums)
+        direct = out is not None and out.dtype == torch.float32
+        sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
+        self._attend_prompts([base.PromptCall(q, k, v, sums, past)], scale, window, softcap, sinks)
+        if out is None:
+            return sums.to(q.dtype)
+        return out if direct else out.copy_(sums)
 
     def attend_prompts(
-        self, prompts: Sequence[base.Prompts], scale: float, window: int | None = None, softcap: float | None = None,
+        self, prompts: Sequence[base.PromptCall], scale: float, window: int | None = None, softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         if not all(_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
@@ -184,7 +186,7 @@ class NativeKernels(ReferenceKernels):
         self._attend_prompts(prompts, scale, window, softcap, sinks)
 
     def _attend_prompts(
-        self, prompts: Sequence[base.Prompts], scale: float, window: int | None, softcap: float | None,
+        self, prompts: Sequence[base.PromptCall], scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """Compute attention in one call. The results are in fp32."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import Step
 
-ALIGNED = 64  # bytes; alignment of intermediate results
 WORD = 8  # bytes of an address
 
 

@@ -169,11 +169,10 @@ class PausingLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # models read e.g. attention_type of layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if self.index < 0:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
         current, positions = this_pass(), kwargs.get("position_embeddings")
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         joined = hidden is current.output and positions is current.positions
         if self.index < current.computed:
             if not joined:
@@ -290,8 +289,8 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
         block: output of a feed-forward block of records, until the block's last module returns it.
-        decodings: pages of the next layer, and of layers after it, which need not pause at attention. Without pages,
-            the next layer must pause at attention.
+        decodings: pages of the next layer, and of layers after it, which need not pause at attention. They differ in
+            nothing but `pool`. Without pages, the next layer must pause at attention.
         computed: number of the layer after the last one that calls of kernels (halves.py) have computed.
         output: output of this layer before; None if modules compute it.
         positions: position embeddings that this layer before got.

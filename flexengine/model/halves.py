@@ -86,7 +86,7 @@ class Kind:
 
     Attributes:
         trial: shows whether they compute so; None in a trial.
-        scratch: memory for intermediate results.
+        scratch: memory of calls.
         formats: a number for each combination of shapes and formats of a layer's weights.
         recent: page tables, key and call of the last layer that decoded; the next layers of a sweep have the same.
     """
@@ -219,12 +219,12 @@ class Halves:
         sizes = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
         if not given or rows > PART or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
-        found, first, format = [(self, given[0])], given[0], self._bind().format
+        found, format = [(self, given[0])], self._bind().format
         for decoding in given[1:]:
             layer = found[-1][0].following
             if layer is None or not layer.joined or layer.kind is not self.kind or not layer._unchanged:
                 break
-            if not _alike(decoding, first) or layer._bind().format != format:
+            if layer._bind().format != format:
                 break
             found.append((layer, decoding))
         return found
@@ -367,11 +367,6 @@ def _tensors(decoding: Decoding) -> tuple[Tensor, ...]:
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
-
-
-def _alike(one: Decoding, other: Decoding) -> bool:
-    """Return whether two layers differ in nothing but the memory of their pages."""
-    return one.tables is other.tables and one.window == other.window and one.pool.shape == other.pool.shape
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
-from flexengine.model.forward import ATTENTION, Attend, Forward, Inputs, Layer, Logits, PausingLayer
+from flexengine.model.forward import ATTENTION, Attend, Forward, Inputs, Layer, Logits, PausingLayer, pausing_layers
 from flexengine.model.masks import marked
 from flexengine.model.skeleton import Skeleton
 
@@ -29,7 +29,7 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         UnsupportedModel: the layers read values that earlier layers or the embedding computed, beside hidden states.
     """
     first, end = _checked(layers, skeleton)
-    modules = sorted((m for m in skeleton.model.modules() if isinstance(m, PausingLayer)), key=lambda m: m.index)
+    modules = pausing_layers(skeleton.model)
     try:
         with marked(ATTENTION), torch.enable_grad():
             if first:

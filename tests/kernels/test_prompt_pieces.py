@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
-from flexengine.kernels.base import Past, Prompts
+from flexengine.kernels.base import Past, PromptCall
 from tests.helpers.builds import NATIVE, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
@@ -92,7 +92,7 @@ class TestPieces:
         prompts = []
         for rows, count, past in shapes:
             q, (k, v) = torch.randn(rows, count, 4, 32), torch.randn(2, rows, count, 2, 32)
-            prompts.append(Prompts(q, k, v, torch.full(q.shape, math.nan), past))
+            prompts.append(PromptCall(q, k, v, torch.full(q.shape, math.nan), past))
         options: dict[str, Any] = {"window": 50, "softcap": 3.0, "sinks": torch.randn(4)}
         kernel.attend_prompts(prompts, 0.2, **options)
         for q, k, v, out, past in prompts:
@@ -117,7 +117,7 @@ class TestPieces:
         outs = torch.zeros(2, *q.shape)
         wrong = given._replace(table=given.table + 1000)
         with pytest.raises(InvalidInput, match="page"):
-            kernel.attend_prompts([Prompts(q, k, v, outs[0]), Prompts(q, k, v, outs[1], wrong)], 0.2)
+            kernel.attend_prompts([PromptCall(q, k, v, outs[0]), PromptCall(q, k, v, outs[1], wrong)], 0.2)
         assert not outs[1].any()
         if kernel.name == "native":
             assert not outs.any()

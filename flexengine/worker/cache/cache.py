@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Decoding, Kernels, Past, Prompts
+from flexengine.kernels.base import Decoding, Kernels, Past, PromptCall
 from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -21,7 +21,7 @@ from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.movement import Movement
 from flexengine.worker.cache.pools import Pools
-from flexengine.worker.cache.tables import MeanKeys, Tables, View, packed, tables_of
+from flexengine.worker.cache.tables import MeanKeys, Prompts, Tables, View, packed, tables_of
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import Values
 
@@ -247,14 +247,12 @@ class Cache:
             out[:n] = self.kernels.decode_attention(
                 q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
             )
-        prompts = list[Prompts]()
+        calls = list[PromptCall]()
         for p in tables.prompts:
-            span = slice(p.first, p.first + p.rows * p.length)
             # New keys and values are used as computed, without encoding.
             past = None if p.table is None else Past(pool, p.table, p.past, form)
-            some = [x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v, out)]
-            prompts.append(Prompts(some[0], some[1], some[2], some[3], past))
-        self.kernels.attend_prompts(prompts, *options)
+            calls.append(PromptCall(_of(p, q), _of(p, k), _of(p, v), _of(p, out), past))
+        self.kernels.attend_prompts(calls, *options)
         return out[None]
 
     def close(self) -> None:
@@ -264,6 +262,12 @@ class Cache:
         self.pools.close()
         self.movement.close()
         self._regions.free()
+
+
+def _of(prompts: Prompts, x: Tensor) -> Tensor:
+    """Return the tokens of prompts, [rows, length, ...], of x [tokens, ...]."""
+    tokens = x[prompts.first : prompts.first + prompts.rows * prompts.length]
+    return tokens.view(prompts.rows, prompts.length, *x.shape[1:])
 
 
 def copy_pages(pool: Tensor, tables: Tables) -> None:
