@@ -12,11 +12,25 @@ struct Append {
     int32_t from_dtype, pool_dtype, threads;
 };
 
-template <class From, class To> void append_plain(const Append& a, int64_t t, int64_t j) {
+// Returns where K of token t goes; V is kv_heads panels behind.
+template <class To> To* plain_row(const Append& a, int64_t t, int64_t j) {
     const int64_t head = int64_t(a.pages[t]) * 2 * a.kv_heads + j;
-    To* k = (To*)a.pool + (head * a.page_tokens + a.offsets[t]) * a.dim;
+    return (To*)a.pool + (head * a.page_tokens + a.offsets[t]) * a.dim;
+}
+
+template <class From, class To> void append_plain(const Append& a, int64_t t, int64_t j) {
+    constexpr int64_t AHEAD = 2;  // tokens; each row is in another page of memory
+    const int64_t values = a.kv_heads * a.page_tokens * a.dim;
+    if (t + AHEAD < a.tokens) {
+        const uintptr_t next = uintptr_t(plain_row<To>(a, t + AHEAD, j));
+        for (int64_t d = 0; d < a.dim * int64_t(sizeof(To)); d += 64) {
+            __builtin_prefetch((const void*)(next + d), 1);
+            __builtin_prefetch((const void*)(next + values * sizeof(To) + d), 1);
+        }
+    }
+    To* k = plain_row<To>(a, t, j);
     convert_row((const From*)a.k + t * a.k_row + j * a.k_head, k, a.dim);
-    convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + a.kv_heads * a.page_tokens * a.dim, a.dim);
+    convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + values, a.dim);
 }
 
 // Encodes one row of K, or of V, group by group, so that no scratch memory is needed.

@@ -159,37 +159,61 @@ void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my
     }
 }
 
-// Replaces KEYS scores by exp(score - top), and by 0 outside of low .. high - 1; updates top and sum; returns the
-// factor for the earlier sums. low < high.
-inline float soften_between(float* scores, int64_t low, int64_t high, float softcap, float& top, float& sum) {
-    const int64_t first = low / W * W, end = (high + W - 1) / W * W;
-    const bool whole = low == first && high == end;
-    auto inside = [&](int64_t s, vf x, float other) {  // x at positions low .. high - 1 of the vector from s on
+// Keys of a block that a row sees: low .. high - 1.
+struct Seen {
+    int64_t low, high;
+
+    bool any() const { return low < high; }
+    int64_t first() const { return any() ? low / W * W : KEYS; }  // whole vectors that hold the keys
+    int64_t end() const { return any() ? (high + W - 1) / W * W : KEYS; }
+    bool whole() const { return first() == low && end() == high; }
+    // Returns x at the row's keys of the vector from key s on, and `other` elsewhere.
+    vf inside(int64_t s, vf x, float other) const {
         const vf at = vadd(vload(LANE_NUMBERS), vset(float(s)));
         return vbelow(at, vset(float(low)), vset(other), vbelow(at, vset(float(high)), x, vset(other)));
-    };
-    vf most = vset(top);
-    for (int64_t s = first; s < end; s += W) {
-        vf x = vload(scores + s);
-        if (softcap > 0) x = vmul(vtanh(vmul(x, vset(1 / softcap))), vset(softcap));
-        if (!whole) x = inside(s, x, -FLT_MAX);
-        if (softcap > 0 || !whole) vstore(scores + s, x);
-        most = vmax(x, most);
     }
-    const float above = vtop(most);
-    float keep[W];
-    vstore(keep, vexp(vset(top - above)));  // 1 if the maximum stays; a branch would often be mispredicted
-    vf total = vset(0.f);
-    for (int64_t s = first; s < end; s += W) {
-        vf e = vexp(vsub(vload(scores + s), vset(above)));
-        if (!whole) e = inside(s, e, 0.f);
-        vstore(scores + s, e);
-        total = vadd(total, e);
+};
+
+// Replaces the KEYS scores of each of `count` <= W rows by exp(score - top), and by 0 where the row sees no key; updates
+// top and sum; writes the factors for the earlier sums to `keep`.
+void soften(float* scores, int64_t count, const Seen* seen, float softcap, float* top, float* sum, float* keep) {
+    vf most[W], total[W];
+    for (int64_t i = 0; i < W; i++) most[i] = vset(-FLT_MAX), total[i] = vset(0.f);
+    for (int64_t i = 0; i < count; i++) {
+        const Seen row = seen[i];
+        const bool whole = row.whole();
+        float* at = scores + i * KEYS;
+        for (int64_t s = row.first(); s < row.end(); s += W) {
+            vf x = vload(at + s);
+            if (softcap > 0) x = vmul(vtanh(vmul(x, vset(1 / softcap))), vset(softcap));
+            if (!whole) x = row.inside(s, x, -FLT_MAX);
+            if (softcap > 0 || !whole) vstore(at + s, x);
+            most[i] = vmax(x, most[i]);
+        }
     }
-    for (int64_t s = 0; s < first; s += W) vstore(scores + s, vset(0.f));
-    for (int64_t s = end; s < KEYS; s += W) vstore(scores + s, vset(0.f));
-    top = above, sum = sum * keep[0] + vsum(total);
-    return keep[0];
+    float before[W] = {}, sums[W] = {}, above[W], kept[W];
+    memcpy(before, top, size_t(count) * 4);
+    memcpy(sums, sum, size_t(count) * 4);
+    const vf tops = vmax(vtops(most), vload(before)), factors = vexp(vsub(vload(before), tops));
+    vstore(above, tops);
+    for (int64_t i = 0; i < count; i++) {
+        const Seen row = seen[i];
+        const bool whole = row.whole();
+        float* at = scores + i * KEYS;
+        for (int64_t s = row.first(); s < row.end(); s += W) {
+            vf e = vexp(vsub(vload(at + s), vset(above[i])));
+            if (!whole) e = row.inside(s, e, 0.f);
+            vstore(at + s, e);
+            total[i] = vadd(total[i], e);
+        }
+        for (int64_t s = 0; s < row.first(); s += W) vstore(at + s, vset(0.f));
+        for (int64_t s = row.end(); s < KEYS; s += W) vstore(at + s, vset(0.f));
+    }
+    vstore(kept, factors);
+    vstore(sums, vfma(vload(sums), factors, vsums(total)));
+    memcpy(keep, kept, size_t(count) * 4);
+    memcpy(top, above, size_t(count) * 4);
+    memcpy(sum, sums, size_t(count) * 4);
 }
 
 // At most ROWS rows from row `first` of a strip on. last: number of keys of the block up to the last one that a row
@@ -224,31 +248,29 @@ void weigh_tile(const Tile& at, const float* keep, const float* scores, int64_t 
 
 // Updates `rows` rows of a block, from row r on, with the keys at positions s to s + KEYS.
 void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Block& my) {
-    int64_t low[STRIP], high[STRIP];
+    Seen seen[STRIP];
     float keep[STRIP];
     Tile tiles[STRIP];
     int64_t count = 0;
     const int64_t heights = (rows + ROWS - 1) / ROWS;
     for (int64_t i = 0; i < rows; i++) {
         const int64_t at = p.position + (r + i) % p.n, first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
-        low[i] = first > s ? first - s : 0, high[i] = at + 1 - s < KEYS ? at + 1 - s : KEYS, keep[i] = 1;
+        seen[i] = {first > s ? first - s : 0, at + 1 - s < KEYS ? at + 1 - s : KEYS};
     }
     for (int64_t k = 0; k < heights; k++) {
         Tile tile{k * rows / heights, (k + 1) * rows / heights - k * rows / heights, 0};
         for (int64_t i = tile.first; i < tile.first + tile.rows; i++)
-            if (low[i] < high[i] && high[i] > tile.last) tile.last = high[i];
+            if (seen[i].any() && seen[i].high > tile.last) tile.last = seen[i].high;
         if (tile.last) tiles[count++] = tile;
     }
+    if (!count) return;
     for (int64_t c = 0; c < KEYS; c += PANEL)
         for (const Tile* tile = tiles; tile < tiles + count; tile++)
             if (tile->last > c)
                 score_tile<ROWS, VECS>(*tile, my.q + (r + tile->first) * a.dim, c, my, my.scores + tile->first * KEYS);
-    for (const Tile* tile = tiles; tile < tiles + count; tile++)
-        for (int64_t i = tile->first; i < tile->first + tile->rows; i++) {
-            float* scores = my.scores + i * KEYS;
-            if (low[i] < high[i]) keep[i] = soften_between(scores, low[i], high[i], a.softcap, my.top[r + i], my.sum[r + i]);
-            else memset(scores, 0, KEYS * 4);
-        }
+    for (int64_t i = 0; i < rows; i += W)
+        soften(my.scores + i * KEYS, rows - i < W ? rows - i : W, seen + i, a.softcap, my.top + r + i, my.sum + r + i,
+               keep + i);
     for (int64_t d = 0; d < my.wide; d += PANEL)
         for (const Tile* tile = tiles; tile < tiles + count; tile++)
             weigh_tile<ROWS>(*tile, keep + tile->first, my.scores + tile->first * KEYS, d, my,
@@ -260,8 +282,9 @@ void write_block(const Prompt& a, const Part& p, const Block& my) {
         for (int64_t g = 0; g < a.shared(); g++) {
             const int64_t h = p.j * a.shared() + g, r = g * p.n + i;
             const float under = my.sum[r] + (a.sinks ? expf(a.sinks[h] - my.top[r]) : 0.f);
+            const float factor = 1 / under, *acc = my.acc + r * my.wide;
             float* to = a.out + ((p.b * a.queries + p.t + i) * a.heads + h) * a.dim;
-            for (int64_t d = 0; d < a.dim; d++) to[d] = my.acc[r * my.wide + d] / under;
+            for (int64_t d = 0; d < a.dim; d++) to[d] = acc[d] * factor;
         }
 }
 

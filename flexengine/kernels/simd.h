@@ -182,30 +182,38 @@ template <int PRODUCTS> inline vf vheld(vf x) {
     return x;
 }
 
-// Returns the horizontal sums of W vectors, by the same tree of additions for each of them.
-inline vf vsums(const vf* a) {
+// Combines the lanes of each of W vectors by f, in the same order for each of them: element e of the result is that of
+// a[e].
+template <class F> inline vf vfolded(const vf* a, F f) {
 #if defined(FLEX_AVX512)
-    auto four = [](const vf* x) {  // element e of every quarter is the sum of this quarter of x[e]
-        vf ab = vadd(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-        vf cd = vadd(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-        return vadd(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    auto four = [&](const vf* x) {  // element e of every quarter is this quarter of x[e], combined
+        vf ab = f(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+        vf cd = f(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+        return f(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     };
-    auto two = [](vf x, vf y) {  // adds neighbouring quarters
-        return vadd(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+    auto two = [&](vf x, vf y) {  // combines neighbouring quarters
+        return f(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
     };
     return two(two(four(a), four(a + 4)), two(four(a + 8), four(a + 12)));
 #elif defined(FLEX_AVX2)
-    auto four = [](const vf* x) {
-        vf ab = vadd(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-        vf cd = vadd(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-        return vadd(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    auto four = [&](const vf* x) {
+        vf ab = f(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+        vf cd = f(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+        return f(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
     };
     vf x = four(a), y = four(a + 4);
-    return vadd(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+    return f(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 #else
-    return vf{vsum(a[0]), vsum(a[1]), vsum(a[2]), vsum(a[3])};
+    vf all[W];
+    for (int e = 0; e < W; e++) {
+        const vf x = f(a[e], vf{a[e][2], a[e][3], a[e][0], a[e][1]});
+        all[e] = f(x, vf{x[1], x[0], x[3], x[2]});
+    }
+    return vf{all[0][0], all[1][0], all[2][0], all[3][0]};
 #endif
 }
+inline vf vsums(const vf* a) { return vfolded(a, [](vf x, vf y) { return vadd(x, y); }); }
+inline vf vtops(const vf* a) { return vfolded(a, [](vf x, vf y) { return vmax(x, y); }); }
 
 // Loads the first n < W numbers; the others are zero.
 template <class T> inline vf vload_part(const T* p, int n) {

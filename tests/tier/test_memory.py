@@ -25,28 +25,18 @@ def flags(tensor: torch.Tensor) -> set[str]:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 @pytest.mark.parametrize("huge", [True, False])
 def test_regions_use_the_pages_that_are_faster(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "huge_pages_are_faster", lambda: huge)
+    monkeypatch.setattr(memory, "reports_free_pages", lambda: not huge)
     region = memory.aligned_buffer(3 * memory.HUGE)
     assert {"hg", "nh"} & flags(region) == {"hg" if huge else "nh"}
     assert region.data_ptr() % mmap.PAGESIZE == 0
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_pages_are_measured(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock shows which kind of pages is written to, and how long that takes."""
-    kinds, now = list[bool](), 0.0
-    make = memory._mapped
-
-    def mapped(nbytes: int, huge: bool) -> torch.Tensor:
-        kinds.append(huge)
-        return make(nbytes, huge)
-
-    def clock() -> float:
-        nonlocal now
-        now += 2.0 if kinds[-1] == slow else 1.0
-        return now
-
-    monkeypatch.setattr(memory, "_mapped", mapped)
-    monkeypatch.setattr(memory.time, "perf_counter", clock)
-    assert memory.huge_pages_are_faster.__wrapped__() is not slow
-    assert sorted(kinds) == [False, True]
+@pytest.mark.parametrize(("order", "reports"), [("9\n", True), ("0\n", True), ("-1\n", False), ("4294967295\n", False),
+                                                ("", False), (None, False)])  # fmt: skip
+def test_a_kernel_that_reports_free_pages_is_known(
+    order: str | None, reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "REPORTED", file := tmp_path / "page_reporting_order")
+    if order is not None:
+        file.write_text(order)
+    assert memory.reports_free_pages.__wrapped__() is reports
