@@ -19,7 +19,10 @@ def generated(model: Any, job: Job) -> list[list[int]]:
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": list(row.prompt_token_ids)} for row in job.requests]
-    settings = [SamplingParams(temperature=0.0, max_tokens=row.max_tokens, ignore_eos=True) for row in job.requests]
+    settings = [
+        SamplingParams(temperature=0.0, max_tokens=row.max_tokens, ignore_eos=True, detokenize=False)
+        for row in job.requests
+    ]
     return [list(result.outputs[0].token_ids) for result in model.generate(prompts, settings, use_tqdm=False)]
 
 
@@ -35,6 +38,7 @@ def main() -> None:
     model = LLM(
         model=job.model, dtype=job.dtype or "float32", enforce_eager=True, max_model_len=longest,
         max_num_seqs=job.batch, max_num_batched_tokens=max(TOKENS, longest), enable_prefix_caching=False,
+        skip_tokenizer_init=True,
     )  # fmt: skip
     if job.warm:
         generated(model, job.first())

@@ -10,6 +10,7 @@
 #include "coded.h"
 #include "parts.h"
 #include "rows.h"
+#include "softmax.h"
 
 namespace {
 
@@ -22,26 +23,14 @@ inline int64_t first_token(const Decode& a, int64_t i) {
     return a.window > 0 && length > a.window ? length - a.window : 0;
 }
 
-// Replaces the scores of one head by exp(score - top); updates the running maximum and sum; returns the factor for the
-// earlier sums.
-inline float soften(float* scores, int64_t n, float softcap, float& top, float& sum) {
-    const int64_t whole = padded(n);
-    for (int64_t s = 0; softcap > 0 && s < whole; s += W)
-        vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
-    for (int64_t s = n; s < whole; s++) scores[s] = -FLT_MAX;
-    vf most = vset(top);
-    for (int64_t s = 0; s < whole; s += W) most = vmax(vload(scores + s), most);
-    const float above = vtop(most);
-    float keep[W];
-    vstore(keep, vexp(vset(top - above)));  // 1 if the maximum stays; a branch would often be mispredicted
-    vf total = vset(0.f);
-    for (int64_t s = 0; s < whole; s += W) {
-        vf e = vexp(vsub(vload(scores + s), vset(above)));
-        vstore(scores + s, e);
-        total = vadd(total, e);
-    }
-    top = above, sum = sum * keep[0] + vsum(total);
-    return keep[0];
+// Replaces n scores of `heads` heads from h on by exp(score - top), and updates the heads' softmax and `keep`. row: numbers
+// from the scores of a head to those of the next.
+inline void soften_heads(const Decode& a, int64_t h, int64_t heads, float* scores, int64_t row, int64_t n, Scratch& my) {
+    Seen seen[W];
+    for (int i = 0; i < W; i++) seen[i] = {0, n};
+    for (const int64_t end = h + heads; h < end; h += W)
+        soften(scores + h * row, row, padded(n), end - h < W ? end - h : W, seen, a.softcap,
+               {my.top + h, my.sum + h, my.keep + h});
 }
 
 // Reads the queries of `heads` heads from h on, times the scale.
@@ -94,11 +83,10 @@ void attend_tokens(const Decode& a, R& rows, int64_t first, int64_t J, int64_t b
             if (panel < 2 * J) return Ahead{0, rows.value + (first + panel - J) * rows.panel, rows.row};
             return Ahead{n, (first + panel - 2 * J) * rows.panel, rows.row};
         };
-        for (int64_t k = first; k < first + J; k++) {
-            rows.score(k, s, int(n), ahead(k - first));
-            for (int64_t h = rows.head(k); h < rows.head(k) + rows.group; h++)
-                my.keep[h] = soften(my.scores + h * CHUNK, n, a.softcap, my.top[h], my.sum[h]);
-        }
+        for (int64_t k = first; k < first + J; k++) rows.score(k, s, int(n), ahead(k - first));
+        const bool together = rows.group == rows.apart;  // the query heads of all J heads are neighbours
+        for (int64_t k = first; k < first + J; k += together ? J : 1)
+            soften_heads(a, rows.head(k), together ? J * rows.group : rows.group, my.scores, CHUNK, n, my);
         for (int64_t k = first; k < first + J; k++) rows.weigh(k, s, int(n), ahead(J + k - first));
     }
 }
@@ -149,8 +137,9 @@ int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t see
     const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), apart = padded(seen);
     const int64_t count = int64_t(a.topk * double(seen - 1));
     memset(my.kept, 0, size_t(seen) * 4);
+    soften_heads(a, k * group, group, my.all, apart, seen, my);
     for (int64_t h = k * group; h < (k + 1) * group; h++) {
-        soften(my.all + h * apart, seen, a.softcap, my.top[h], my.sum[h]);
+        my.keep[h] = 1;  // no values were added before
         keep_largest(my.all + h * apart, seen - 1, count, my.kept);
     }
     my.kept[seen - 1] = 1;

@@ -9,6 +9,7 @@
 
 #include "codes.h"
 #include "shares.h"
+#include "softmax.h"
 #include "transpose.h"
 
 namespace {
@@ -33,8 +34,6 @@ struct Prompt {
 // begin at multiples of KEYS, so that a query's sums take the same steps for any start of a chunk and any grouping of
 // rows. STRIP: rows whose scores are computed before their values are added; PANEL: columns of a tile.
 constexpr int64_t BLOCK = 256, KEYS = 64, STRIP = 4 * ROWS, PANEL = VECS * W;
-
-alignas(64) constexpr float LANE_NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
@@ -159,63 +158,6 @@ void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my
     }
 }
 
-// Keys of a block that a row sees: low .. high - 1.
-struct Seen {
-    int64_t low, high;
-
-    bool any() const { return low < high; }
-    int64_t first() const { return any() ? low / W * W : KEYS; }  // whole vectors that hold the keys
-    int64_t end() const { return any() ? (high + W - 1) / W * W : KEYS; }
-    bool whole() const { return first() == low && end() == high; }
-    // Returns x at the row's keys of the vector from key s on, and `other` elsewhere.
-    vf inside(int64_t s, vf x, float other) const {
-        const vf at = vadd(vload(LANE_NUMBERS), vset(float(s)));
-        return vbelow(at, vset(float(low)), vset(other), vbelow(at, vset(float(high)), x, vset(other)));
-    }
-};
-
-// Replaces the KEYS scores of each of `count` <= W rows by exp(score - top), and by 0 where the row sees no key; updates
-// top and sum; writes the factors for the earlier sums to `keep`.
-void soften(float* scores, int64_t count, const Seen* seen, float softcap, float* top, float* sum, float* keep) {
-    vf most[W], total[W];
-    for (int64_t i = 0; i < W; i++) most[i] = vset(-FLT_MAX), total[i] = vset(0.f);
-    for (int64_t i = 0; i < count; i++) {
-        const Seen row = seen[i];
-        const bool whole = row.whole();
-        float* at = scores + i * KEYS;
-        for (int64_t s = row.first(); s < row.end(); s += W) {
-            vf x = vload(at + s);
-            if (softcap > 0) x = vmul(vtanh(vmul(x, vset(1 / softcap))), vset(softcap));
-            if (!whole) x = row.inside(s, x, -FLT_MAX);
-            if (softcap > 0 || !whole) vstore(at + s, x);
-            most[i] = vmax(x, most[i]);
-        }
-    }
-    float before[W] = {}, sums[W] = {}, above[W], kept[W];
-    memcpy(before, top, size_t(count) * 4);
-    memcpy(sums, sum, size_t(count) * 4);
-    const vf tops = vmax(vtops(most), vload(before)), factors = vexp(vsub(vload(before), tops));
-    vstore(above, tops);
-    for (int64_t i = 0; i < count; i++) {
-        const Seen row = seen[i];
-        const bool whole = row.whole();
-        float* at = scores + i * KEYS;
-        for (int64_t s = row.first(); s < row.end(); s += W) {
-            vf e = vexp(vsub(vload(at + s), vset(above[i])));
-            if (!whole) e = row.inside(s, e, 0.f);
-            vstore(at + s, e);
-            total[i] = vadd(total[i], e);
-        }
-        for (int64_t s = 0; s < row.first(); s += W) vstore(at + s, vset(0.f));
-        for (int64_t s = row.end(); s < KEYS; s += W) vstore(at + s, vset(0.f));
-    }
-    vstore(kept, factors);
-    vstore(sums, vfma(vload(sums), factors, vsums(total)));
-    memcpy(keep, kept, size_t(count) * 4);
-    memcpy(top, above, size_t(count) * 4);
-    memcpy(sum, sums, size_t(count) * 4);
-}
-
 // At most ROWS rows from row `first` of a strip on. last: number of keys of the block up to the last one that a row
 // sees.
 struct Tile { int64_t first, rows, last; };
@@ -269,8 +211,8 @@ void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Bl
             if (tile->last > c)
                 score_tile<ROWS, VECS>(*tile, my.q + (r + tile->first) * a.dim, c, my, my.scores + tile->first * KEYS);
     for (int64_t i = 0; i < rows; i += W)
-        soften(my.scores + i * KEYS, rows - i < W ? rows - i : W, seen + i, a.softcap, my.top + r + i, my.sum + r + i,
-               keep + i);
+        soften(my.scores + i * KEYS, KEYS, KEYS, rows - i < W ? rows - i : W, seen + i, a.softcap,
+               {my.top + r + i, my.sum + r + i, keep + i});
     for (int64_t d = 0; d < my.wide; d += PANEL)
         for (const Tile* tile = tiles; tile < tiles + count; tile++)
             weigh_tile<ROWS>(*tile, keep + tile->first, my.scores + tile->first * KEYS, d, my,
