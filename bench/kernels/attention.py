@@ -7,7 +7,7 @@ of the time of that read and the time of the products at the peak that bench.ker
 Attention of prompts is compared with that peak; products with keys after the query are not counted.
 
 All sides alternate in one process, on threads that share cores with other programs, so the least time of all rounds
-counts. Every side of a decode case uses more memory than the CPU caches hold, in huge pages as in the engine's tiers:
+counts. Every side of a decode case uses more memory than the CPU caches hold, in the pages of the engine's tiers:
 the kernel through pools of shuffled pages, SDPA through contiguous K and V of equal lengths. Prints one JSON line and
 one table per case.
 """

@@ -23,13 +23,14 @@ inline int64_t first_token(const Decode& a, int64_t i) {
     return a.window > 0 && length > a.window ? length - a.window : 0;
 }
 
-// Replaces n scores of `heads` heads from h on by exp(score - top), and updates the heads' softmax and `keep`. row: numbers
-// from the scores of a head to those of the next.
-inline void soften_heads(const Decode& a, int64_t h, int64_t heads, float* scores, int64_t row, int64_t n, Scratch& my) {
+// Replaces n scores of `heads` heads from h on by exp(score - top), and updates the heads' softmax and `keep`. scores:
+// those of head 0; apart: numbers from the scores of a head to those of the next.
+inline void soften_heads(const Decode& a, int64_t h, int64_t heads, float* scores, int64_t apart, int64_t n,
+                         Scratch& my) {
     Seen seen[W];
     for (int i = 0; i < W; i++) seen[i] = {0, n};
     for (const int64_t end = h + heads; h < end; h += W)
-        soften(scores + h * row, row, padded(n), end - h < W ? end - h : W, seen, a.softcap,
+        soften(scores + h * apart, apart, padded(n), end - h < W ? end - h : W, seen, a.softcap,
                {my.top + h, my.sum + h, my.keep + h});
 }
 
@@ -139,7 +140,7 @@ int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t see
     memset(my.kept, 0, size_t(seen) * 4);
     soften_heads(a, k * group, group, my.all, apart, seen, my);
     for (int64_t h = k * group; h < (k + 1) * group; h++) {
-        my.keep[h] = 1;  // no values were added before
+        my.keep[h] = 1;  // all chunks have weights of the same maximum: sums of earlier chunks stay
         keep_largest(my.all + h * apart, seen - 1, count, my.kept);
     }
     my.kept[seen - 1] = 1;

@@ -12,14 +12,14 @@ struct Append {
     int32_t from_dtype, pool_dtype, threads;
 };
 
-// Returns where K of token t goes; V is kv_heads panels behind.
+// Returns where K of head j of token t goes; V is kv_heads panels behind.
 template <class To> To* plain_row(const Append& a, int64_t t, int64_t j) {
     const int64_t head = int64_t(a.pages[t]) * 2 * a.kv_heads + j;
     return (To*)a.pool + (head * a.page_tokens + a.offsets[t]) * a.dim;
 }
 
 template <class From, class To> void append_plain(const Append& a, int64_t t, int64_t j) {
-    constexpr int64_t AHEAD = 2;  // tokens; each row is in another page of memory
+    constexpr int64_t AHEAD = 2;  // tokens; those of different sequences are in different pages
     const int64_t values = a.kv_heads * a.page_tokens * a.dim;
     if (t + AHEAD < a.tokens) {
         const uintptr_t next = uintptr_t(plain_row<To>(a, t + AHEAD, j));

@@ -82,7 +82,6 @@ inline vf vbelow(vf a, vf b, vf yes, vf no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
 inline float vsum(vf a) { return _mm512_reduce_add_ps(a); }
-inline float vtop(vf a) { return _mm512_reduce_max_ps(a); }
 inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
 inline vf vload(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -123,11 +122,6 @@ inline float vsum(vf a) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
-inline float vtop(vf a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
-}
 inline vf vload(const float* p) { return _mm256_loadu_ps(p); }
 inline vf vload(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
@@ -165,7 +159,6 @@ inline vf vand(vf a, uint32_t m) { int32_t x = int32_t(m); return (vf)((vi)a & v
 inline vf vor(vf a, vf b) { return (vf)((vi)a | (vi)b); }
 inline vf vbelow(vf a, vf b, vf yes, vf no) { return vpick((vi)(a < b), yes, no); }
 inline float vsum(vf a) { return (a[0] + a[2]) + (a[1] + a[3]); }
-inline float vtop(vf a) { return fmaxf(fmaxf(a[0], a[2]), fmaxf(a[1], a[3])); }
 template <class T> inline vf vload(const T* p) { return vf{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}; }
 template <class T> inline void vstore(T* p, vf a) { for (int e = 0; e < W; e++) p[e] = narrow<T>(a[e]); }
 template <class T> inline void vstream(T* p, vf a) { vstore(p, a); }

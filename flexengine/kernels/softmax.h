@@ -6,7 +6,7 @@ namespace {
 
 alignas(64) constexpr float LANE_NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// The scores of a row that count: low .. high - 1.
+// The scores that a row sees: low .. high - 1.
 struct Seen {
     int64_t low, high;
 
@@ -16,8 +16,8 @@ struct Seen {
     bool whole() const { return first() == low && end() == high; }
     // Returns x at these scores in the vector from score s on, and `other` elsewhere.
     vf inside(int64_t s, vf x, float other) const {
-        const vf at = vadd(vload(LANE_NUMBERS), vset(float(s)));
-        return vbelow(at, vset(float(low)), vset(other), vbelow(at, vset(float(high)), x, vset(other)));
+        const vf at = vload(LANE_NUMBERS);
+        return vbelow(at, vset(float(low - s)), vset(other), vbelow(at, vset(float(high - s)), x, vset(other)));
     }
 };
 
@@ -25,16 +25,16 @@ struct Seen {
 // made with the maximum before.
 struct Softmax { float *top, *sum, *keep; };
 
-// Replaces the scores of `count` <= W rows by exp(score - top), and by 0 if they do not count; updates the softmax.
-// Rows have `columns` scores, a multiple of W, and are `row` numbers apart. The rows' maxima and sums are made together:
-// one by one, they took a third of the time of attention to 128 keys. A row's result does not depend on other rows.
-inline void soften(float* scores, int64_t row, int64_t columns, int64_t count, const Seen* seen, float softcap,
+// Replaces the scores that `rows` <= W rows see by exp(score - top), and the others by 0; updates the softmax. Rows have
+// `columns` scores, a multiple of W; `apart` numbers are from one row to the next. The maxima and the sums of all rows are
+// made together, with fewer instructions than one by one. A row's result does not depend on other rows.
+inline void soften(float* scores, int64_t apart, int64_t columns, int64_t rows, const Seen* seen, float softcap,
                    const Softmax& to) {
     vf most[W], total[W];
     for (int i = 0; i < W; i++) most[i] = vset(-FLT_MAX), total[i] = vset(0.f);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < rows; i++) {
         const bool whole = seen[i].whole();
-        float* at = scores + i * row;
+        float* at = scores + i * apart;
         for (int64_t s = seen[i].first(); s < seen[i].end(); s += W) {
             vf x = vload(at + s);
             if (softcap > 0) x = vmul(vtanh(vmul(x, vset(1 / softcap))), vset(softcap));
@@ -44,14 +44,14 @@ inline void soften(float* scores, int64_t row, int64_t columns, int64_t count, c
         }
     }
     float tops[W] = {}, sums[W] = {}, factors[W];
-    memcpy(tops, to.top, size_t(count) * 4);
-    memcpy(sums, to.sum, size_t(count) * 4);
+    memcpy(tops, to.top, size_t(rows) * 4);
+    memcpy(sums, to.sum, size_t(rows) * 4);
     const vf above = vmax(vtops(most), vload(tops)), factor = vexp(vsub(vload(tops), above));
     vstore(tops, above);
     vstore(factors, factor);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < rows; i++) {
         const bool whole = seen[i].whole();
-        float* at = scores + i * row;
+        float* at = scores + i * apart;
         for (int64_t s = 0; s < seen[i].first(); s += W) vstore(at + s, vset(0.f));
         for (int64_t s = seen[i].first(); s < seen[i].end(); s += W) {
             vf e = vexp(vsub(vload(at + s), vset(tops[i])));
@@ -62,9 +62,9 @@ inline void soften(float* scores, int64_t row, int64_t columns, int64_t count, c
         for (int64_t s = seen[i].end(); s < columns; s += W) vstore(at + s, vset(0.f));
     }
     vstore(sums, vfma(vload(sums), factor, vsums(total)));
-    memcpy(to.top, tops, size_t(count) * 4);
-    memcpy(to.sum, sums, size_t(count) * 4);
-    memcpy(to.keep, factors, size_t(count) * 4);
+    memcpy(to.top, tops, size_t(rows) * 4);
+    memcpy(to.sum, sums, size_t(rows) * 4);
+    memcpy(to.keep, factors, size_t(rows) * 4);
 }
 
 }  // namespace

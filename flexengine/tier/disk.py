@@ -184,22 +184,40 @@ class DiskTier(Tier):
             return self._ring
 
     def _stream(self, read: "DiskRead", ring: Ring, waiting: list[Future[None]]) -> None:
-        """Do a long read chunk by chunk, and add the conversions, which may still run, to `waiting`."""
+        """Do a long read chunk by chunk. Add the conversions of chunks, which may still run, to `waiting`."""
         low = read.start // ALIGN * ALIGN
         while low < read.end:
-            buffer = ring.get()
             # Chunks start at multiples of CHUNK in the file, so that large folios of the page cache are dropped whole.
             high = min(low // CHUNK * CHUNK + CHUNK, aligned(read.end))
-            try:
-                began = time.perf_counter()
-                self._read(read.file, buffer[: high - low], low, min(high, read.end))
-                if read.file is not self._spill and read.file.direct is not None:  # else `way` has no choice
-                    self.way.note(high - low, began, time.perf_counter())
-            except BaseException:
-                ring.put(buffer)
-                raise
-            waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
+            if read.plain and not self._reads_direct(read.file):
+                self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
+            else:
+                buffer = ring.get()
+                try:
+                    part = buffer[: high - low]
+                    self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
+                except BaseException:
+                    ring.put(buffer)
+                    raise
+                waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
             low = high
+
+    def _noted(self, file: File, nbytes: int, call: Callable[[], None]) -> None:
+        """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read."""
+        began = time.perf_counter()
+        call()
+        if file is not self._spill and file.direct is not None:
+            self.way.note(nbytes, began, time.perf_counter())
+
+    def _read_plain(self, read: "DiskRead", low: int, high: int) -> None:
+        """Read the bytes low .. high through the page cache, straight into the targets: memory for direct reads must
+        begin where a block of the disk does, which targets do not."""
+        for region, flat in read.parts:
+            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
+            if begin < end:
+                target = flat.view(torch.uint8)[begin - region.start : end - region.start]
+                self._fill(read.file, target, begin, end, direct=False)
+        self._drop(read.file, low, high - low)
 
     def _convert_block(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
         try:
@@ -221,21 +239,33 @@ class DiskTier(Tier):
         self._read(read.file, buffer, low, read.end)
         self._deliver(read, buffer, low, high)
 
+    def _reads_direct(self, file: File) -> bool:
+        return file.direct is not None and (file is self._spill or self.way.direct)
+
     def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
         """Fill `buffer` from byte `low` of the file on, and drop the bytes from the page cache.
 
         Raises:
             BadCheckpoint: the file ends before byte `needed`.
         """
-        direct = file.direct is not None and (file is self._spill or self.way.direct)
+        direct = self._reads_direct(file)
+        self._fill(file, buffer, low, needed, direct)
+        if not direct:
+            self._drop(file, low, len(buffer))
+
+    def _fill(self, file: File, buffer: torch.Tensor, low: int, needed: int, direct: bool) -> None:
+        """Do what `_read` does, but leave the bytes in the page cache."""
         got = read_fully(file, memory(buffer), low, direct)
         if got < needed - low:
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; another process may have changed"
                                 " it: restore the file and start again")  # fmt: skip
-        if not direct and file is not self._spill:
+
+    def _drop(self, file: File, low: int, nbytes: int) -> None:
+        """Drop bytes of a file of the user from the page cache. low: first byte."""
+        if file is not self._spill:
             grid = low // CHUNK * CHUNK
-            os.posix_fadvise(file.cached, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.cached, grid, low - grid + nbytes, os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int) -> None:
         """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""
@@ -307,6 +337,11 @@ class DiskRead:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+    @property
+    def plain(self) -> bool:
+        """Whether the targets have the dtypes of the file."""
+        return all(flat.dtype == region.dtype for region, flat in self.parts)
 
 
 def _nameless(directory: Path) -> File:

@@ -2,8 +2,9 @@
 
 A page fault takes as long as computing 4 KiB of activations, so two measures keep page faults rare:
 
-* Regions are mapped in huge pages, except in a virtual machine whose kernel reports free huge pages to the host, which
-  takes them away. First writes to a KV cache of 470 MB took 0.44 s of system time in small pages, 1.28 s in huge ones.
+* Regions are mapped in huge pages, except where the kernel reports free pages to the host of a virtual machine. The
+  host takes these pages away. In such a machine, first writes to a KV cache of 470 MB took 0.44 s of system time in
+  small pages, and 1.28 s in huge ones.
 * Memory that torch frees between layers stays in the heap of the process: tensors of up to 32 MiB, and 64 MiB at the
   heap's end. With larger limits, the gaps between tensors outgrew the memory that plans reserve for them.
 
@@ -25,7 +26,6 @@ from flexengine.tier.ledger import Ledger
 
 HUGE = 2 << 20  # bytes; regions of this size or more are mappings of their own
 REPORTED = Path("/sys/module/page_reporting/parameters/page_reporting_order")
-UNKNOWN = 2**31  # -1 may be written as an unsigned number
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
 
 
@@ -68,12 +68,16 @@ def mapped(nbytes: int) -> torch.Tensor:
 
 @cache
 def reports_free_pages() -> bool:
-    """Return whether the kernel reports free huge pages to a host. Their order is then known: log2 of their number of
-    small pages. Without a host, or before the first report, it is -1."""
+    """Return whether the kernel reports free pages to a host.
+
+    It reports blocks of at least 2^n small pages, and a file holds n, which is 9 for huge pages of 2 MiB. If nothing is
+    reported, n is -1. Linux 5.14 to 6.0 then has 11 or more, the order above the largest block.
+    """
     try:
-        return 0 <= int(REPORTED.read_text()) < UNKNOWN
+        order = int(REPORTED.read_text())
     except (OSError, ValueError):
         return False
+    return order >= 0 and mmap.PAGESIZE << order <= HUGE
 
 
 def aligned_buffer(nbytes: int) -> torch.Tensor:

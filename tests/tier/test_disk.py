@@ -76,6 +76,32 @@ def test_checkpoint_converts_across_chunks(tmp_path: Path, direct: bool) -> None
 
 
 @pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_only_cached_reads_without_conversion_need_no_buffer(
+    direct: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two regions that share a read: chunks begin and end inside of them."""
+    values = [some(CHUNK // 2 + 5001, torch.float16), some(CHUNK, torch.float16)]
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"\x01" * 38 + b"".join(x.numpy().tobytes() for x in values))
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
+    buffered, deliver = list[int](), tier._deliver
+
+    def delivered(read: Any, buffer: torch.Tensor, low: int, high: int) -> None:
+        buffered.append(high - low)
+        deliver(read, buffer, low, high)
+
+    monkeypatch.setattr(tier, "_deliver", delivered)
+    targets = [torch.zeros(len(x), dtype=dtype) for x in values]
+    starts = (38, 38 + values[0].nbytes)
+    homes = [tier.checkpoint(path, start, x.nbytes, x.dtype) for start, x in zip(starts, values, strict=True)]
+    tier.load_all(list(zip(homes, targets, strict=True)))
+    assert all(torch.equal(target, x.to(dtype)) for target, x in zip(targets, values, strict=True))
+    assert bool(buffered) is (direct or dtype != torch.float16)
+    tier.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
 def test_checkpoint_faults(shard: Path, tmp_path: Path, direct: bool) -> None:
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
     size = shard.stat().st_size
@@ -217,7 +243,7 @@ def test_direct_io_that_opens_but_fails(shard: Path, tmp_path: Path, monkeypatch
 
 def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions begun before the error have ended when it is raised, and the buffers serve the next read."""
-    values = some(5 * CHUNK // 4)
+    values = some(5 * CHUNK // 2, torch.float16)
     path = tmp_path / "x"
     path.write_bytes(values.numpy().tobytes())
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(False))
@@ -237,13 +263,13 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(tier, "_read", read)
     monkeypatch.setattr(disk, "load_kernels", lambda: SimpleNamespace(convert=convert))
-    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
     with pytest.raises(OSError, match="bad sector"):
         tier.load(home, torch.zeros(len(values)))
     assert not converting
     target = torch.zeros(len(values))
     tier.load(home, target)
-    assert torch.equal(target, values)
+    assert torch.equal(target, values.float())
     tier.close()
 
 

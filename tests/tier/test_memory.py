@@ -24,15 +24,18 @@ def flags(tensor: torch.Tensor) -> set[str]:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 @pytest.mark.parametrize("huge", [True, False])
-def test_regions_use_the_pages_that_are_faster(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_use_small_pages_if_the_kernel_reports_free_ones(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "reports_free_pages", lambda: not huge)
     region = memory.aligned_buffer(3 * memory.HUGE)
     assert {"hg", "nh"} & flags(region) == {"hg" if huge else "nh"}
     assert region.data_ptr() % mmap.PAGESIZE == 0
 
 
-@pytest.mark.parametrize(("order", "reports"), [("9\n", True), ("0\n", True), ("-1\n", False), ("4294967295\n", False),
-                                                ("", False), (None, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "reports"),
+    [("9\n", True), ("0\n", True), ("-1\n", False), ("11\n", False), ("4294967295\n", False), ("", False),
+     (None, False)],
+)  # fmt: skip
 def test_a_kernel_that_reports_free_pages_is_known(
     order: str | None, reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
