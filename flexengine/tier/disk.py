@@ -212,11 +212,9 @@ class DiskTier(Tier):
     def _read_plain(self, read: "DiskRead", low: int, high: int) -> None:
         """Read the bytes low .. high through the page cache, straight into the targets: memory for direct reads must
         begin where a block of the disk does, which targets do not."""
-        for region, flat in read.parts:
-            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
-            if begin < end:
-                target = flat.view(torch.uint8)[begin - region.start : end - region.start]
-                self._fill(read.file, target, begin, end, direct=False)
+        for region, flat, begin, end in read.between(low, high):
+            target = flat.view(torch.uint8)[begin - region.start : end - region.start]
+            self._fill(read.file, target, begin, end, direct=False)
         self._drop(read.file, low, high - low)
 
     def _convert_block(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
@@ -269,10 +267,7 @@ class DiskTier(Tier):
 
     def _deliver(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int) -> None:
         """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""
-        for region, flat in read.parts:
-            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
-            if begin >= end:
-                continue
+        for region, flat, begin, end in read.between(low, high):
             width = region.dtype.itemsize
             source = buffer[begin - low : end - low]
             if source.data_ptr() % width:
@@ -342,6 +337,13 @@ class DiskRead:
     def plain(self) -> bool:
         """Whether the targets have the dtypes of the file."""
         return all(flat.dtype == region.dtype for region, flat in self.parts)
+
+    def between(self, low: int, high: int) -> Iterator[tuple[Region, torch.Tensor, int, int]]:
+        """Yield each part with bytes in low .. high of the file, and the first of these bytes and the end."""
+        for region, flat in self.parts:
+            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
+            if begin < end:
+                yield region, flat, begin, end
 
 
 def _nameless(directory: Path) -> File:
