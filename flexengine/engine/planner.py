@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +15,7 @@ from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
 from flexengine.measure import store
+from flexengine.measure.quick import quick_rates
 from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
@@ -38,6 +40,7 @@ from flexengine.worker.opened import Opened
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
 MIN_JOB_SECONDS = 60.0  # measure the machine before a job if it is predicted to take at least this long
+MIN_QUICK_SECONDS = 5.0  # the same for the few rates of `quick_rates`
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Planner:
         self.block: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
         self._hardware_override = hardware is not None
+        self._quick: Hardware | None = None  # from `quick_rates`
         self._searched: Search | None = None  # the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
@@ -193,9 +197,21 @@ class Planner:
         with activity("planning", "searching the policy with the shortest predicted time"):
             first = search(facts, known, workload, options)
             complete = self._hardware is not None or store.knows(known, facts)
-            if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
+            if complete or not measure or first.best.seconds < MIN_QUICK_SECONDS:
+                return first
+            if not known.measured and self._quick is None and self._measure_quickly():
+                first = search(facts, self.known(), workload, options)
+            if first.best.seconds < MIN_JOB_SECONDS:
                 return first
             return search(facts, self.hardware(), workload, options)
+
+    def _measure_quickly(self) -> bool:
+        """Set `_quick`, and return whether there is something new: a CPU differs less from what is assumed of it."""
+        if self.machine.capacity.shared:
+            return False
+        with suppress(OutOfMemory):
+            self._quick = quick_rates(self.machine, self.opened.dtype)
+        return self._quick is not None
 
     def choose(
         self,
@@ -284,9 +300,10 @@ class Planner:
                 self._hardware = corrected.with_capacity(self.machine.capacity)
 
     def known(self) -> Hardware:
-        """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
+        """Return this machine's stored rates. If none are stored, return those of `quick_rates`, or assumed ones."""
         known = self._hardware or store.obtain(self.machine, self.opened)
-        known = known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
+        quick = self._quick and self._quick.with_capacity(self.machine.capacity)
+        known = known or quick or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
         if not self.machine.workers:
             return known
         if not known.worker_attention:

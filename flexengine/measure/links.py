@@ -76,7 +76,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
         touch, busy = _touch(room(machine, "device", "host"))
-        links = _copies(machine)
+        links = copies(machine)
         for place in filter(is_disk, machine.tiers):
             usable = not (place == DISK and machine.no_offload)
             links |= _spills(machine, place) if usable else _assumed_spills(machine)
@@ -156,8 +156,8 @@ def _faults(fresh: torch.Tensor) -> float:
     return len(fresh) / (time.perf_counter() - began)
 
 
-def _copies(machine: Machine) -> dict[str, Table]:
-    """Return the rates of h2d and, if the device has its own memory, of d2h."""
+def copies(machine: Machine, seconds: float = COPY_SECONDS) -> dict[str, Table]:
+    """Return the rates of h2d and, if the device has its own memory, of d2h. seconds: time for each size."""
     most = min(COPIED, room(machine, "device", "host"))
     sizes = _sizes(COPIES, most // 2)
     total = max(sizes[-1], most // sizes[-1] * sizes[-1])
@@ -175,9 +175,9 @@ def _copies(machine: Machine) -> dict[str, Table]:
             part, first = _part(host, size, i), _offset(total, size, i) // DTYPE.itemsize
             machine.host.store(target[first : first + size // DTYPE.itemsize], part)
 
-        tables = {"h2d": _table(sizes, COPY_SECONDS, load, machine)}
+        tables = {"h2d": _table(sizes, seconds, load, machine)}
         if not machine.capacity.shared:
-            tables["d2h"] = _table(sizes, COPY_SECONDS, store, machine)
+            tables["d2h"] = _table(sizes, seconds, store, machine)
     finally:
         regions.free()
     return tables

@@ -37,6 +37,8 @@ class PinnedTier(MemoryTier):
         if not nbytes:  # a mapping cannot be empty
             return super()._buffer(nbytes, what)
         room = mapped(nbytes)
+        if nbytes < usable_memory():
+            room.fill_(0)  # page faults of all of torch's threads at once; locking the pages would make one thread wait
         if error := register(room):
             self._refused(nbytes, what, error)
         else:

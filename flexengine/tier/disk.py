@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Region, Tier, aligned
+from flexengine.tier.disk_reads import Chunk, DiskRead, Shared, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
@@ -32,6 +32,7 @@ CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time
 GAP = 64 << 10  # bytes; rows at most this far apart share one read: reading the gap is faster than a second read
 HELPERS = 2  # threads that convert chunks, do short reads, and write
+READERS, CORES = 8, 4  # most threads that do long reads; cores for each
 _NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # errors of file systems and kernels without O_TMPFILE
 
 Ring = queue.SimpleQueue[torch.Tensor]
@@ -46,10 +47,15 @@ class DiskTier(Tier):
     Attributes:
         directory: directory of the spill file; it is made if it is missing.
         way: selects direct or cached reads for checkpoint files.
+        readers: threads that do long reads at the same time. With few cores one sequential reader is fastest, as the
+            kernel reads ahead for it; with many, one thread cannot take what a fast disk or the page cache gives.
     """
 
-    def __init__(self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None) -> None:
+    def __init__(
+        self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None, readers: int | None = None
+    ) -> None:
         self.name, self.ledger, self.directory, self.way = name, ledger, directory, way or FasterWay()
+        self.readers = readers or max(1, min(READERS, len(os.sched_getaffinity(0)) // CORES))
         self._files: dict[Path, File] = {}
         self._spill: File | None = None
         self._end = 0
@@ -59,6 +65,7 @@ class DiskTier(Tier):
         self._local = threading.local()
         self._ring: Ring | None = None
         self._helpers: ThreadPoolExecutor | None = None
+        self._others: ThreadPoolExecutor | None = None
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         size = aligned(nbytes)
@@ -121,22 +128,23 @@ class DiskTier(Tier):
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
 
-        The calling thread does the long reads alone, as the kernel's readahead is fastest with one sequential reader.
-        The helper threads do the short reads (single embedding rows) at the same time, since each of these waits for
-        the disk.
+        The calling thread does the long reads, with `readers` - 1 more threads. The helper threads do the short reads
+        (single embedding rows) at the same time, since each of these waits for the disk.
         """
-        reads = _disk_reads([(region, target.view(-1)) for region, target in pairs])
+        reads = disk_reads([(region, target.view(-1)) for region, target in pairs])
         short = [read for read in reads if read.nbytes < SHORT]
-        long = [read for read in reads if read.nbytes >= SHORT]
+        long = [chunk for read in reads if read.nbytes >= SHORT for chunk in read.chunks(CHUNK)]
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
         waiting = [self._pool().submit(self._read_short, read) for read in short]
+        chunks, others = Shared(long), min(self.readers, len(long)) - 1
+        streams = [self._streamers().submit(self._stream, chunks, waiting) for _ in range(others)]
         try:
-            for read in long:
-                self._stream(read, self._buffers(), waiting)
-        finally:
-            wait(waiting)  # for all reads even on error: helper threads still write to the targets
-        for done in waiting:
+            self._stream(chunks, waiting)
+        finally:  # wait for all reads even on error: other threads still write to the targets
+            wait(streams)
+            wait(waiting)
+        for done in (*streams, *waiting):
             done.result()
         self.count(read=sum(region.nbytes for region, _ in pairs))
 
@@ -174,6 +182,12 @@ class DiskTier(Tier):
             self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
             return self._helpers
 
+    def _streamers(self) -> ThreadPoolExecutor:
+        """Return the threads that do long reads beside the calling one."""
+        with self._lock:
+            self._others = self._others or ThreadPoolExecutor(self.readers - 1, "flexengine-reads")
+            return self._others
+
     def _buffers(self) -> Ring:
         """Return the queue of chunk buffers for long reads: one chunk is read while others are converted."""
         with self._lock:
@@ -183,33 +197,40 @@ class DiskTier(Tier):
                     self._ring.put(aligned_buffer(CHUNK))
             return self._ring
 
-    def _stream(self, read: "DiskRead", ring: Ring, waiting: list[Future[None]]) -> None:
-        """Do a long read chunk by chunk. Add the conversions of chunks, which may still run, to `waiting`."""
-        low = read.start // ALIGN * ALIGN
-        while low < read.end:
-            # Chunks start at multiples of CHUNK in the file, so that large folios of the page cache are dropped whole.
-            high = min(low // CHUNK * CHUNK + CHUNK, aligned(read.end))
-            if read.plain and not self._reads_direct(read.file):
-                self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
-            else:
-                buffer = ring.get()
-                try:
-                    part = buffer[: high - low]
-                    self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
-                except BaseException:
-                    ring.put(buffer)
-                    raise
-                waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
-            low = high
+    def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]]) -> None:
+        """Read chunks until none is left, or a read of any thread fails."""
+        try:
+            for chunk in chunks:
+                self._read_chunk(*chunk, waiting)
+        except BaseException:
+            chunks.end()
+            raise
+
+    def _read_chunk(self, read: DiskRead, low: int, high: int, waiting: list[Future[None]]) -> None:
+        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`."""
+        if read.plain and not self._reads_direct(read.file):
+            self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
+            return
+        ring = self._buffers()
+        buffer = ring.get()
+        try:
+            part = buffer[: high - low]
+            self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
+        except BaseException:
+            ring.put(buffer)
+            raise
+        waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
 
     def _noted(self, file: File, nbytes: int, call: Callable[[], None]) -> None:
         """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read."""
         began = time.perf_counter()
         call()
         if file is not self._spill and file.direct is not None:
-            self.way.note(nbytes, began, time.perf_counter())
+            ended = time.perf_counter()
+            with self._lock:  # readers share the disk's rate
+                self.way.note(nbytes, ended - (ended - began) / self.readers, ended)
 
-    def _read_plain(self, read: "DiskRead", low: int, high: int) -> None:
+    def _read_plain(self, read: DiskRead, low: int, high: int) -> None:
         """Read the bytes low .. high through the page cache, straight into the targets: memory for direct reads must
         begin where a block of the disk does, which targets do not."""
         for region, flat, begin, end in read.between(low, high):
@@ -217,7 +238,7 @@ class DiskTier(Tier):
             self._fill(read.file, target, begin, end, direct=False)
         self._drop(read.file, low, high - low)
 
-    def _convert_block(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
+    def _convert_block(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
         try:
             self._deliver(read, buffer, low, high)
         finally:
@@ -230,7 +251,7 @@ class DiskTier(Tier):
         buffer: torch.Tensor = self._local.short
         return buffer
 
-    def _read_short(self, read: "DiskRead") -> None:
+    def _read_short(self, read: DiskRead) -> None:
         """Do a short read and its conversion in this thread."""
         low, high = read.start // ALIGN * ALIGN, aligned(read.end)
         buffer = self._short()[: high - low]
@@ -265,7 +286,7 @@ class DiskTier(Tier):
             grid = low // CHUNK * CHUNK
             os.posix_fadvise(file.cached, grid, low - grid + nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _deliver(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int) -> None:
+    def _deliver(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int) -> None:
         """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""
         for region, flat, begin, end in read.between(low, high):
             width = region.dtype.itemsize
@@ -301,9 +322,10 @@ class DiskTier(Tier):
         write_fully(file, memory(flat), region.start)
 
     def close(self) -> None:
-        if self._helpers:
-            self._helpers.shutdown()
-            self._helpers = None
+        for pool in (self._others, self._helpers):
+            if pool:
+                pool.shutdown()
+        self._others = self._helpers = None
         for file in (*self._files.values(), *([self._spill] if self._spill else [])):
             with contextlib.suppress(OSError):
                 file.close()
@@ -311,39 +333,6 @@ class DiskTier(Tier):
         for folder in self._made:  # rmdir fails, as it should, if another process or disk has files there
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-@dataclass
-class DiskRead:
-    """One read of neighbouring regions of a file.
-
-    Attributes:
-        file: to read from.
-        start: first byte in the file.
-        end: byte after the last one.
-        parts: (region, flat target) pairs, in file order.
-    """
-
-    file: File
-    start: int
-    end: int
-    parts: list[tuple[Region, torch.Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-    @property
-    def plain(self) -> bool:
-        """Whether the targets have the dtypes of the file."""
-        return all(flat.dtype == region.dtype for region, flat in self.parts)
-
-    def between(self, low: int, high: int) -> Iterator[tuple[Region, torch.Tensor, int, int]]:
-        """Yield each part with bytes in low .. high of the file, and the first of these bytes and the end."""
-        for region, flat in self.parts:
-            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
-            if begin < end:
-                yield region, flat, begin, end
 
 
 def _nameless(directory: Path) -> File:
@@ -375,26 +364,3 @@ def _row_ranges(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
             within = int(torch.searchsorted(starts[a:b], starts[a] + SHORT - width, right=True))
             yield a, a + within
             a += within
-
-
-def _disk_reads(pairs: Sequence[tuple[Region, torch.Tensor]]) -> list[DiskRead]:
-    """Return one read per group of neighbouring regions.
-
-    A region whose start is no multiple of its itemsize is read alone, in short pieces: its elements straddle chunks.
-    """
-    reads: list[DiskRead] = []
-    for region, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        end = region.start + region.nbytes
-        if region.start % region.dtype.itemsize:
-            step = CHUNK // 8
-            for offset in range(0, region.nbytes, step):
-                part = region.part(offset, min(step, region.nbytes - offset))
-                width = region.dtype.itemsize
-                target = flat[offset // width : (offset + part.nbytes) // width]
-                reads.append(DiskRead(region.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif reads and reads[-1].file is region.place and reads[-1].end == region.start:
-            reads[-1].end = end
-            reads[-1].parts.append((region, flat))
-        else:
-            reads.append(DiskRead(region.place, region.start, end, [(region, flat)]))
-    return reads
