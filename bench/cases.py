@@ -119,7 +119,7 @@ OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
 OFFLOAD_LLAMA = Case("d", 16, fixed(128), fixed(8))
 RESIDENT_LLAMA = Case("e", 16, fixed(128), fixed(16))
-GPU_OFFLOAD = Case("g", 64, fixed(512), fixed(32))
+GPU_OFFLOAD = Case("g", 32, fixed(256), fixed(16), peer_batches=(32,))
 
 COMPARISONS = {
     comparison.case.name: comparison

@@ -29,7 +29,7 @@ fi
 "$python" -m bench.gpu "$dir" --make-only &
 maker=$!
 # Only files that have such tests are collected; they are dealt out one by one, as few files have most of them.
-timeout 270 "$python" -m pytest -m cuda -n 8 --dist load $(grep -rl "mark\.cuda" tests --include="test_*.py")
+timeout 270 "$python" -m pytest -m cuda -n 10 --dist load $(grep -rl "mark\.cuda" tests --include="test_*.py")
 tests=$?
 wait "$maker" || exit 4
 "$python" -m bench.gpu "$dir" --out "$out" --seconds $((460 - (SECONDS - started)))

@@ -25,6 +25,9 @@ class PinnedTier(MemoryTier):
     Every region is one mapping of exactly the bytes that the ledger books. torch's own pinned memory is rounded up to
     powers of two: a matrix of 129 MiB would take 256 MiB.
 
+    Pages are huge and written before they are locked. On a machine with 16 cores and an H200 this took 0.05 s per GB;
+    locking new small pages took 0.43 s, and new huge ones 0.2 s.
+
     Memory that cannot be locked is used unlocked, after one message: copies are then slower and block their lane.
     """
 
@@ -36,9 +39,9 @@ class PinnedTier(MemoryTier):
     def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
         if not nbytes:  # a mapping cannot be empty
             return super()._buffer(nbytes, what)
-        room = mapped(nbytes)
+        room = mapped(nbytes, huge=True)
         if nbytes < usable_memory():
-            room.fill_(0)  # page faults of all of torch's threads at once; locking the pages would make one thread wait
+            room.fill_(0)  # the page faults, by all of torch's threads: locking makes them one by one
         if error := register(room):
             self._refused(nbytes, what, error)
         else:

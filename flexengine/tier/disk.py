@@ -64,6 +64,7 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._local = threading.local()
         self._ring: Ring | None = None
+        self._reading, self._counted = 0, 0.0  # threads that read chunks; end of the time that `way` has measured
         self._helpers: ThreadPoolExecutor | None = None
         self._others: ThreadPoolExecutor | None = None
 
@@ -207,34 +208,50 @@ class DiskTier(Tier):
             raise
 
     def _read_chunk(self, read: DiskRead, low: int, high: int, waiting: list[Future[None]]) -> None:
-        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`."""
-        if read.plain and not self._reads_direct(read.file):
-            self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
-            return
+        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`.
+
+        Direct reads are only for bytes that the page cache does not hold: it is faster than any disk.
+        """
+        file, end, direct = read.file, min(high, read.end), self._reads_direct(read.file)
+        held = direct and file is not self._spill  # perhaps
+        if read.plain:
+            if not direct:
+                self._noted(file, high - low, partial(self._read_plain, read, low, high))
+                return
+            held = held and all(file.read_held(memory(to), begin) for to, begin, _ in read.targets(low, high))
+            if held:
+                return
         ring = self._buffers()
         buffer = ring.get()
         try:
             part = buffer[: high - low]
-            self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
+            if not (held and file.read_held(memory(part)[: end - low], low)):
+                self._noted(file, high - low, partial(self._read, file, part, low, end))
         except BaseException:
             ring.put(buffer)
             raise
         waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
 
     def _noted(self, file: File, nbytes: int, call: Callable[[], None]) -> None:
-        """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read."""
-        began = time.perf_counter()
-        call()
-        if file is not self._spill and file.direct is not None:
-            ended = time.perf_counter()
-            with self._lock:  # readers share the disk's rate
-                self.way.note(nbytes, ended - (ended - began) / self.readers, ended)
+        """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time in
+        which several threads read counts once."""
+        with self._lock:
+            if not self._reading:
+                self._counted = time.perf_counter()
+            self._reading += 1
+        try:
+            call()
+        finally:
+            with self._lock:
+                self._reading -= 1
+                began, self._counted = self._counted, time.perf_counter()
+                if file is not self._spill and file.direct is not None:
+                    self.way.note(nbytes, began, self._counted)
 
     def _read_plain(self, read: DiskRead, low: int, high: int) -> None:
         """Read the bytes low .. high through the page cache, straight into the targets: memory for direct reads must
         begin where a block of the disk does, which targets do not."""
-        for region, flat, begin, end in read.between(low, high):
-            target = flat.view(torch.uint8)[begin - region.start : end - region.start]
+        for target, begin, end in read.targets(low, high):
             self._fill(read.file, target, begin, end, direct=False)
         self._drop(read.file, low, high - low)
 

@@ -55,6 +55,12 @@ class DiskRead:
             if begin < end:
                 yield region, flat, begin, end
 
+    def targets(self, low: int, high: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield the memory of each part's bytes in low .. high of the file, uint8, and the first of these bytes and the
+        end. The read must be plain."""
+        for region, flat, begin, end in self.between(low, high):
+            yield flat.view(torch.uint8)[begin - region.start : end - region.start], begin, end
+
 
 Chunk = tuple[DiskRead, int, int]  # a read, and the first byte and the end of a part of it, in the file
 

@@ -57,12 +57,17 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def mapped(nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] in a mapping of its own, in small pages if `reports_free_pages`; nbytes is not 0."""
+def mapped(nbytes: int, huge: bool | None = None) -> torch.Tensor:
+    """Return uint8 [nbytes] in a mapping of its own; nbytes is not 0.
+
+    Args:
+        huge: use huge pages; None uses them unless `reports_free_pages`.
+    """
+    huge = not reports_free_pages() if huge is None else huge
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without huge pages
-            pages.madvise(mmap.MADV_NOHUGEPAGE if reports_free_pages() else mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
 
 
