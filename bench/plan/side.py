@@ -70,7 +70,7 @@ def rates(asked: Asked) -> Record:
     with engine_of(asked) as engine:
         began = time.perf_counter()
         if asked.task == MEASURE:
-            hardware = engine.planner.hardware()
+            hardware = engine.planner.rates.measured()
         else:
             hardware = assumed(engine.core.machine.kind, engine.core.machine.capacity)
         seconds = time.perf_counter() - began

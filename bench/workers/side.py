@@ -60,7 +60,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         policy=Policy(**policy) if policy else None, lossy=Lossy(**job.get("lossy", {})), progress=False, **options,
     ) as engine:  # fmt: skip
         if job.get("measure"):
-            engine.planner.hardware()  # so that predictions use this machine's rates
+            engine.planner.rates.measured()  # so that predictions use this machine's rates
         if job.get("force"):
             engine.planner.policy = _with_workers(engine, job)
         if job.get("kills"):

@@ -45,10 +45,10 @@ def measure(args: argparse.Namespace) -> None:
         if args.model is None and getattr(args, option):
             raise InvalidInput(f"--{option.replace('_', '-')} has no effect without a model; remove it")
     load_libraries()
-    from flexengine.engine import planner as planners
+    from flexengine.engine import rates
 
     opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None
-    hardware = planners.this_machine(machine_options(args), opened, args.again, args.dtype)
+    hardware = rates.this_machine(machine_options(args), opened, args.again, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         write(args.save, text)

@@ -312,7 +312,7 @@ def _measured(
 ) -> Hardware:  # fmt: skip
     """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
     InvalidInput if it lacks a place of the given policy."""
-    from flexengine.engine import planner as planners
+    from flexengine.engine.rates import Rates
 
     options = machine_options(args)
     with closing(options.machine()) as machine:
@@ -320,7 +320,7 @@ def _measured(
             check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         machine.say_no_offload()
-        return planners.Planner(machine, opened).hardware()
+        return Rates(machine, opened).measured()
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:

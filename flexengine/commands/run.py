@@ -170,7 +170,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits
-        hardware = planner.hardware()
+        hardware = planner.rates.measured()
         plan = planner.plan(workload)
         assert plan.layout is not None
         if message := left_out(workload, plan.largest, plan.refusal):

@@ -61,7 +61,7 @@ class Engine(BaseEngine):
         super().__init__(EngineOptions(*args, **options))
 
     def _exact(self, progress: Listener) -> "Engine":
-        return Engine(**vars(self.options.exact(self.planner.known(), progress)))
+        return Engine(**vars(self.options.exact(self.planner.rates.known(), progress)))
 
     @overload
     def generate(self, prompts: Row, params: SamplingParams | None = None) -> Result: ...

@@ -169,7 +169,7 @@ class Job:
             self.summary = self._summarise(state, self.watch)
             self._write_trace()
         if lack is None:
-            self.planner.learn(self.watch)
+            self.planner.rates.learn(self.watch)
         return lack
 
     def _sweeps(self, resources: JobResources, generation: Generation, state: JobState) -> Iterator[Result]:

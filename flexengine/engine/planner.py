@@ -2,25 +2,18 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
-from flexengine.engine.options import MachineOptions
+from flexengine.engine.rates import Rates
 from flexengine.engine.survey import Reader, Refused
-from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
+from flexengine.errors import OutOfMemory
 from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
-from flexengine.measure import store
-from flexengine.measure.quick import quick_rates
-from flexengine.measure.workers import measure_workers
-from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import is_worker
-from flexengine.plan.assumed import assumed
 from flexengine.plan.attended import unused
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import Watch
@@ -64,6 +57,7 @@ class Planner:
     """Plans the jobs of one model on one machine.
 
     Attributes:
+        rates: rates of the machine and of the model on it.
         policy: the policy that the user gave; None lets the planner choose.
         prefill_tokens: most tokens of a prefill chunk in every policy that the planner chooses; None lets the planner
             choose.
@@ -95,9 +89,7 @@ class Planner:
         self.policy = policy
         self.prefill_tokens: int | None = None
         self.block: int | None = None
-        self._hardware = fitted(hardware, machine) if hardware is not None else None
-        self._hardware_override = hardware is not None
-        self._quick: Hardware | None = None  # from `quick_rates`
+        self.rates = Rates(machine, opened, hardware)
         self._searched: Search | None = None  # the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
@@ -106,8 +98,7 @@ class Planner:
     def use(self, lossy: Lossy) -> None:
         """Plan with these switches from now on."""
         self.opened.use(lossy)
-        if not self._hardware_override:
-            self._hardware = None
+        self.rates.forget()
 
     def keep_prefill(self, tokens: int | None) -> bool:
         """Cut all prompts as an earlier run of the job cut them, as the last bits of results depend on it.
@@ -189,29 +180,18 @@ class Planner:
 
         Args:
             options: limits of the search.
-            measure: measure the machine if the job is predicted to take MIN_JOB_SECONDS or more. Must be False while
-                weights are loaded, as measuring needs their memory and modules.
+            measure: measure the machine if the job is predicted to take MIN_JOB_SECONDS or more, and a few rates from
+                MIN_QUICK_SECONDS on. Must be False while weights are loaded, as measuring needs their memory.
         """
-        facts, known = self.opened.facts, self.known()
+        facts, rates, known = self.opened.facts, self.rates, self.rates.known()
         options = replace(options or Options(), overlap=self.overlap)
         with activity("planning", "searching the policy with the shortest predicted time"):
             first = search(facts, known, workload, options)
-            complete = self._hardware is not None or store.knows(known, facts)
-            if complete or not measure or first.best.seconds < MIN_QUICK_SECONDS:
+            if not measure or rates.complete(known) or first.best.seconds < MIN_QUICK_SECONDS:
                 return first
-            if not known.measured and self._quick is None and self._measure_quickly():
-                first = search(facts, self.known(), workload, options)
-            if first.best.seconds < MIN_JOB_SECONDS:
-                return first
-            return search(facts, self.hardware(), workload, options)
-
-    def _measure_quickly(self) -> bool:
-        """Set `_quick`, and return whether there is something new: a CPU differs less from what is assumed of it."""
-        if self.machine.capacity.shared:
-            return False
-        with suppress(OutOfMemory):
-            self._quick = quick_rates(self.machine, self.opened.dtype)
-        return self._quick is not None
+            if rates.measure_quickly():
+                first = search(facts, rates.known(), workload, options)
+            return first if first.best.seconds < MIN_JOB_SECONDS else search(facts, rates.measured(), workload, options)
 
     def choose(
         self,
@@ -268,71 +248,17 @@ class Planner:
         if in_ram and capacity.device is not None:
             aside = capacity.device - max(planned(capacity).device or 0, booked)
         self.machine.capacity = capacity.limited({tier: booked - lost + aside})
-        if self._hardware is not None:
-            self._hardware = self._hardware.with_capacity(self.machine.capacity)
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)
         return self.choose(workload, resident, half, policy.prefill_tokens).layout
 
     def cost(self, workload: Workload) -> Cost:
         """Return the cost model of a workload, with the rates known so far. Measure nothing."""
-        return Cost(self.opened.facts, self.known(), workload, self.overlap)
+        return Cost(self.opened.facts, self.rates.known(), workload, self.overlap)
 
     def watch(self, workload: Workload, layout: Layout) -> Watch:
         """Return what compares a job's sweeps with their prediction under a layout."""
         return Watch(self.cost(workload), layout)
-
-    def learn(self, watch: Watch) -> None:
-        """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
-
-        Args:
-            watch: the finished job's predicted and measured seconds.
-        """
-        if not self._hardware_override and watch.cost.hardware.measured and (factors := watch.factors()):
-            opened = self.opened
-            key = store.key_of(self.machine, opened.dtype, opened.files)
-            planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
-                              worker_seconds=0.0, worker_cores={})  # fmt: skip
-            latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
-            corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
-            store.save_rates(key, corrected)
-            if self._hardware is not None:  # else the rates are read from the store when needed
-                self._hardware = corrected.with_capacity(self.machine.capacity)
-
-    def known(self) -> Hardware:
-        """Return this machine's stored rates. If none are stored, return those of `quick_rates`, or assumed ones."""
-        known = self._hardware or store.obtain(self.machine, self.opened)
-        quick = self._quick and self._quick.with_capacity(self.machine.capacity)
-        known = known or quick or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
-        if not self.machine.workers:
-            return known
-        if not known.worker_attention:
-            known = replace(known, **self._workers)
-        return known.with_capacity(self.machine.capacity)  # a new worker may have other memory than the lost one
-
-    @cached_property
-    def _workers(self) -> dict[str, Any]:
-        """Fields of `Hardware` about attention workers, which are measured once, before the first job takes their
-        memory. Empty if a worker is lost meanwhile, which the job will replace, or has no room for a page, which other
-        engines may hold."""
-        try:
-            return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
-        except (WorkerLost, OutOfMemory) as error:
-            message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
-                    " the device", logging.WARNING)  # fmt: skip
-            return {}
-
-    def hardware(self) -> Hardware:
-        """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring
-        fails, report the reason and return `known()`."""
-        if self._hardware is None:
-            try:
-                self._hardware = store.obtain(self.machine, self.opened, measure=True)
-            except (FlexError, OSError) as error:
-                message(f"not measured: {error}", logging.WARNING)
-        self._hardware = self._hardware or self.known()
-        return self.known()
-
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
     """Return the switches with the fewest seconds. Choose a lossier choice only if it takes less than SAVING times the
@@ -357,43 +283,6 @@ def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lo
     if best_seconds == float("inf"):
         raise min(refused, key=lambda error: error.needed)
     return best
-
-
-def fitted(hardware: Hardware, machine: Machine) -> Hardware:
-    """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind or has
-    another number of disks."""
-    if hardware.kind != machine.kind:
-        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
-                           " give hardware of that kind, or another device")  # fmt: skip
-    disks = len(hardware.more_disks) + 1
-    if disks != len(machine.disks):
-        raise InvalidInput(f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
-                           " directories; give --offload-dir as often as the hardware has disks")  # fmt: skip
-    return hardware.with_capacity(machine.capacity)
-
-
-def this_machine(
-    options: MachineOptions,
-    opened: Opened | None,
-    again: bool = False,
-    dtype: str | None = None,
-) -> Hardware:
-    """Return this machine's rates and, with a model, the rates of the model on it. Measure rates that are not stored.
-
-    Args:
-        opened: the model; None measures the machine alone.
-        again: measure stored rates again, too.
-        dtype: dtype of activations if there is no model; None takes the machine's default.
-    """
-    computing = named_dtype(dtype)
-    machine = options.machine()
-    machine.say_no_offload()
-    try:
-        hardware = store.obtain(machine, opened, True, again, computing)
-        assert hardware is not None
-        return hardware
-    finally:
-        machine.close()
 
 
 def workload(

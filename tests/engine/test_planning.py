@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from flexengine.engine import planner as planning
 from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import Rows
+from flexengine.measure.quick import quick_rates
 from flexengine.plan.assumed import assumed
 from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity
@@ -24,6 +26,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.least import smallest
 from flexengine.plan.workload import Workload
+from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened, open_model
 from tests.helpers.families import NEW
 from tests.helpers.plans import machine_of
@@ -127,6 +130,37 @@ def test_a_machine_is_measured_before_long_jobs_only(
         assert recorder.asked.count(True) == int(worth)
 
 
+@pytest.mark.parametrize(("rows", "device", "quick"), [(8, "sim", 0), (100_000, "sim", 1), (100_000, "cpu", 0)])
+def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
+    families: Any, monkeypatch: pytest.MonkeyPatch, rows: int, device: str, quick: int
+) -> None:
+    """A job of about 10 seconds: measuring all rates would take longer. The rates of the device's links are then
+    known."""
+    recorder = Recorder(None, machine_of(random.Random(1), device))
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    calls = list[Hardware]()
+
+    def rates(machine: Machine, dtype: torch.dtype) -> Hardware:
+        calls.append(quick_rates(machine, dtype))
+        return calls[-1]
+
+    monkeypatch.setattr("flexengine.engine.rates.quick_rates", rates)
+    with Engine(families("llama").directory, device=device, device_mem="64M") as engine:
+        before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
+        for _ in range(2):
+            engine.plan(Workload({(8, 8): rows}))
+        assert len(calls) == quick
+        assert not any(recorder.asked)
+        assert {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()} == before
+        known = engine.planner.rates.known()
+        assert not known.measured
+        assert known.device_bytes == 64 * 10**6
+        other = assumed(device, engine.core.machine.capacity)
+        for measured, rate in ((known.links["h2d"], other.links["h2d"]), (known.products, other.products)):
+            assert (measured != rate) == bool(quick)
+        assert known.links["disk_read"] == other.links["disk_read"]
+
+
 def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring binds the modules to other weights, so loaded weights would be lost to the next job."""
     known = families("llama")
@@ -169,8 +203,8 @@ def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypa
 def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) -> None:
     hardware = replace(machine_of(random.Random(7), "cpu"), device_bytes=1 << 50)
     with Engine(families("llama").directory, device="cpu", device_mem="1G", hardware=hardware) as engine:
-        assert engine.planner.hardware().device_bytes == 10**9
-        assert engine.planner.hardware().links == hardware.links
+        assert engine.planner.rates.measured().device_bytes == 10**9
+        assert engine.planner.rates.measured().links == hardware.links
     with pytest.raises(InvalidInput, match="of kind sim, but this job runs on cpu"):
         Engine(families("llama").directory, device="cpu", hardware=machine_of(random.Random(7), "sim"))
 

@@ -11,7 +11,7 @@ import pytest
 from flexengine import activity
 from flexengine.commands import measure, run
 from flexengine.commands import plan as command
-from flexengine.engine import planner as planning
+from flexengine.engine import rates
 from flexengine.engine.options import MachineOptions
 from flexengine.plan import whatif
 from flexengine.plan.hardware import Hardware
@@ -230,7 +230,7 @@ def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine
         assert (options.device, options.offload_dir, opened, again, dtype) == ("cpu", ["d"], None, True, "auto")
         return machine
 
-    monkeypatch.setattr(planning, "this_machine", this_machine)
+    monkeypatch.setattr(rates, "this_machine", this_machine)
     file = line.folder / "machine.json"
     arguments = ["--device", "cpu", "--offload-dir", "d", "--again", "--save", str(file)]
     assert measure.main(arguments) == 0

@@ -1,0 +1,144 @@
+"""The rates that plans use: given ones, measured ones that are stored, or assumed ones."""
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from flexengine.activity import message
+from flexengine.engine.options import MachineOptions
+from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
+from flexengine.measure import store
+from flexengine.measure.quick import quick_rates
+from flexengine.measure.workers import measure_workers
+from flexengine.model.dtypes import named_dtype
+from flexengine.plan.assumed import assumed
+from flexengine.plan.feedback import Watch
+from flexengine.plan.hardware import Hardware
+from flexengine.tier.machine import Machine
+from flexengine.worker.opened import Opened
+
+
+class Rates:
+    """Rates of a machine and of a model on it.
+
+    Args:
+        machine: its capacities replace those of all rates.
+        opened: the model.
+        given: rates to use instead of this machine's; None uses the stored ones.
+
+    Raises:
+        InvalidInput: the given rates are of another kind of machine.
+    """
+
+    def __init__(self, machine: Machine, opened: Opened, given: Hardware | None = None) -> None:
+        self.machine, self.opened = machine, opened
+        self._hardware = fitted(given, machine) if given is not None else None
+        self._given = given is not None
+        self._quick: Hardware | None = None  # from `quick_rates`
+
+    def forget(self) -> None:
+        """Read the stored rates again when they are needed: the model's formats have changed."""
+        if not self._given:
+            self._hardware = None
+
+    def known(self) -> Hardware:
+        """Return this machine's stored rates. If none are stored, return those of `measure_quickly`, or assumed ones.
+        Measure nothing but attention workers."""
+        machine = self.machine
+        known = self._hardware or store.obtain(machine, self.opened) or self._quick
+        known = known or assumed(machine.kind, machine.capacity, machine.same_device)
+        if machine.workers and not known.worker_attention:
+            known = replace(known, **self._workers)
+        return known.with_capacity(machine.capacity)  # it may have changed since
+
+    def complete(self, known: Hardware) -> bool:
+        """Return whether no rate in `known()` is assumed that could be measured."""
+        return self._hardware is not None or store.knows(known, self.opened.facts)
+
+    def measure_quickly(self) -> bool:
+        """Measure a few rates if none are stored, and return whether `known()` has changed. A CPU is not measured:
+        what is assumed of it is less often wrong."""
+        if self._quick is not None or self.machine.capacity.shared or self.known().measured:
+            return False
+        with suppress(OutOfMemory):
+            self._quick = quick_rates(self.machine, self.opened.dtype)
+        return self._quick is not None
+
+    def measured(self) -> Hardware:
+        """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring
+        fails, report the reason and return `known()`."""
+        if self._hardware is None:
+            try:
+                self._hardware = store.obtain(self.machine, self.opened, measure=True)
+            except (FlexError, OSError) as error:
+                message(f"not measured: {error}", logging.WARNING)
+        self._hardware = self.known()
+        return self._hardware
+
+    def learn(self, watch: Watch) -> None:
+        """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
+
+        Args:
+            watch: the finished job's predicted and measured seconds.
+        """
+        if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
+            opened = self.opened
+            key = store.key_of(self.machine, opened.dtype, opened.files)
+            planned = replace(watch.cost.hardware, workers=(), filed=0, worker_attention={}, worker_links={},
+                              worker_seconds=0.0, worker_cores={})  # fmt: skip
+            latest = store.cached(key) or planned  # other jobs may have stored their corrections meanwhile
+            corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
+            store.save_rates(key, corrected)
+            if self._hardware is not None:  # else the rates are read from the store when needed
+                self._hardware = corrected
+
+    @cached_property
+    def _workers(self) -> dict[str, Any]:
+        """Fields of `Hardware` about attention workers, which are measured once, before the first job takes their
+        memory. Empty if a worker is lost meanwhile, which the job will replace, or has no room for a page, which other
+        engines may hold."""
+        try:
+            return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
+        except (WorkerLost, OutOfMemory) as error:
+            message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
+                    " the device", logging.WARNING)  # fmt: skip
+            return {}
+
+
+def fitted(hardware: Hardware, machine: Machine) -> Hardware:
+    """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind or has
+    another number of disks."""
+    if hardware.kind != machine.kind:
+        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
+                           " give hardware of that kind, or another device")  # fmt: skip
+    disks = len(hardware.more_disks) + 1
+    if disks != len(machine.disks):
+        raise InvalidInput(f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
+                           " directories; give --offload-dir as often as the hardware has disks")  # fmt: skip
+    return hardware.with_capacity(machine.capacity)
+
+
+def this_machine(
+    options: MachineOptions,
+    opened: Opened | None,
+    again: bool = False,
+    dtype: str | None = None,
+) -> Hardware:
+    """Return this machine's rates and, with a model, the rates of the model on it. Measure rates that are not stored.
+
+    Args:
+        opened: the model; None measures the machine alone.
+        again: measure stored rates again, too.
+        dtype: dtype of activations if there is no model; None takes the machine's default.
+    """
+    computing = named_dtype(dtype)
+    machine = options.machine()
+    machine.say_no_offload()
+    try:
+        hardware = store.obtain(machine, opened, True, again, computing)
+        assert hardware is not None
+        return hardware
+    finally:
+        machine.close()
