@@ -208,25 +208,15 @@ class DiskTier(Tier):
             raise
 
     def _read_chunk(self, read: DiskRead, low: int, high: int, waiting: list[Future[None]]) -> None:
-        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`.
-
-        Direct reads are only for bytes that the page cache does not hold: it is faster than any disk.
-        """
-        file, end, direct = read.file, min(high, read.end), self._reads_direct(read.file)
-        held = direct and file is not self._spill  # perhaps
-        if read.plain:
-            if not direct:
-                self._noted(file, high - low, partial(self._read_plain, read, low, high))
-                return
-            held = held and all(file.read_held(memory(to), begin) for to, begin, _ in read.targets(low, high))
-            if held:
-                return
+        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`."""
+        if read.plain and not self._reads_direct(read.file):
+            self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
+            return
         ring = self._buffers()
         buffer = ring.get()
         try:
             part = buffer[: high - low]
-            if not (held and file.read_held(memory(part)[: end - low], low)):
-                self._noted(file, high - low, partial(self._read, file, part, low, end))
+            self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
         except BaseException:
             ring.put(buffer)
             raise

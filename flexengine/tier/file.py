@@ -35,26 +35,10 @@ class File:
                 os.close(self.cached)
                 raise
         self._open = [fd for fd in (self.cached, self.direct) if fd is not None]
-        self._tells = True  # whether the file system can say that the page cache lacks bytes
 
     def close(self) -> None:
         for fd in self._open:
             os.close(fd)
-
-    def read_held(self, target: memoryview, offset: int) -> bool:
-        """Fill `target` if the page cache holds all of these bytes, and return whether it does. The disk is not read.
-
-        Args:
-            target: if the result is False, its contents are undefined.
-            offset: in the file, in bytes.
-        """
-        try:
-            return self._tells and os.preadv(self.cached, [target], offset, os.RWF_NOWAIT) == len(target)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._tells = False
-            return False
 
     def transfer(self, call: Callable[..., int], part: memoryview, offset: int, direct: bool) -> int:
         """Call os.preadv or os.pwritev for one buffer and return the number of bytes moved.

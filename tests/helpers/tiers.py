@@ -40,14 +40,6 @@ def some(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch
     return torch.randn(count, generator=generator).to(dtype)
 
 
-def uncached(path: Path) -> Path:
-    """Drop a file from the page cache, and return its path."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return path
-
-
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without O_DIRECT, as tmpfs was for long."""
     real = os.open

@@ -20,7 +20,7 @@ from flexengine.tier.file import FasterWay
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
-from tests.helpers.tiers import OneWay, pattern, some, uncached
+from tests.helpers.tiers import OneWay, pattern, some
 
 # Disk beyond the conformance class.
 
@@ -94,7 +94,7 @@ def test_only_cached_reads_without_conversion_need_no_buffer(
     monkeypatch.setattr(tier, "_deliver", delivered)
     targets = [torch.zeros(len(x), dtype=dtype) for x in values]
     starts = (38, 38 + values[0].nbytes)
-    homes = [tier.checkpoint(uncached(path), start, x.nbytes, x.dtype) for start, x in zip(starts, values, strict=True)]
+    homes = [tier.checkpoint(path, start, x.nbytes, x.dtype) for start, x in zip(starts, values, strict=True)]
     tier.load_all(list(zip(homes, targets, strict=True)))
     assert all(torch.equal(target, x.to(dtype)) for target, x in zip(targets, values, strict=True))
     assert bool(buffered) is (direct or dtype != torch.float16)
@@ -197,7 +197,7 @@ def test_both_ways_are_used_for_a_long_checkpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tier.way, "note", note)
     for _ in range(3):
         target = torch.zeros(len(values))
-        tier.load(tier.checkpoint(uncached(path), 0, values.nbytes, torch.float32), target)
+        tier.load(tier.checkpoint(path, 0, values.nbytes, torch.float32), target)
         assert torch.equal(target, values)
     assert seen == {True, False}
     tier.close()
