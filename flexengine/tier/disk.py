@@ -209,8 +209,8 @@ class DiskTier(Tier):
 
     def _read_chunk(self, read: DiskRead, low: int, high: int, waiting: list[Future[None]]) -> None:
         """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`."""
-        if read.plain and not self._reads_direct(read.file):
-            self._noted(read.file, high - low, partial(self._read_plain, read, low, high))
+        if not self._reads_direct(read.file) and read.converted(low, high) <= SHORT:
+            self._noted(read.file, high - low, partial(self._read_straight, read, low, high))
             return
         ring = self._buffers()
         buffer = ring.get()
@@ -238,11 +238,18 @@ class DiskTier(Tier):
                 if file is not self._spill and file.direct is not None:
                     self.way.note(nbytes, began, self._counted)
 
-    def _read_plain(self, read: DiskRead, low: int, high: int) -> None:
-        """Read the bytes low .. high through the page cache, straight into the targets: memory for direct reads must
-        begin where a block of the disk does, which targets do not."""
-        for target, begin, end in read.targets(low, high):
-            self._fill(read.file, target, begin, end, direct=False)
+    def _read_straight(self, read: DiskRead, low: int, high: int) -> None:
+        """Read the bytes low .. high through the page cache, straight into the targets, or through this thread's buffer
+        if the few bytes of a part must be converted. Memory for direct reads must begin where a block of the disk does,
+        which targets do not."""
+        for region, flat, begin, end in read.between(low, high):
+            if flat.dtype == region.dtype:
+                target = flat.view(torch.uint8)[begin - region.start : end - region.start]
+                self._fill(read.file, target, begin, end, direct=False)
+            else:
+                buffer = self._short()[: end - begin]
+                self._fill(read.file, buffer, begin, end, direct=False)
+                self._deliver(read, buffer, begin, end)
         self._drop(read.file, low, high - low)
 
     def _convert_block(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:

@@ -34,11 +34,6 @@ class DiskRead:
     def nbytes(self) -> int:
         return self.end - self.start
 
-    @property
-    def plain(self) -> bool:
-        """Whether the targets have the dtypes of the file."""
-        return all(flat.dtype == region.dtype for region, flat in self.parts)
-
     def chunks(self, size: int) -> "Iterator[Chunk]":
         """Yield the read in chunks. They start at multiples of `size` in the file, but for the first, so that large
         folios of the page cache are dropped whole."""
@@ -55,11 +50,10 @@ class DiskRead:
             if begin < end:
                 yield region, flat, begin, end
 
-    def targets(self, low: int, high: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield the memory of each part's bytes in low .. high of the file, uint8, and the first of these bytes and the
-        end. The read must be plain."""
-        for region, flat, begin, end in self.between(low, high):
-            yield flat.view(torch.uint8)[begin - region.start : end - region.start], begin, end
+    def converted(self, low: int, high: int) -> int:
+        """Return how many of the bytes low .. high of the file have another dtype than their targets."""
+        parts = self.between(low, high)
+        return sum(end - begin for region, flat, begin, end in parts if flat.dtype != region.dtype)
 
 
 Chunk = tuple[DiskRead, int, int]  # a read, and the first byte and the end of a part of it, in the file

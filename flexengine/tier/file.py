@@ -119,8 +119,8 @@ class FasterWay:
 
     A probe before the job cannot find the faster way. On one virtual disk, direct reads gave 0.9 to 2.7 GB/s with idle
     cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
-    So each way gets LEARN turns of TURN bytes, then the faster way is used, and every REVIEW turns the slower way gets
-    one turn.
+    So each way gets LEARN turns of TURN bytes, then the faster way is used. After REVIEW turns the slower way gets one
+    turn, and if it is still slower, again after twice as many, up to SELDOM.
 
     Attributes:
         direct: whether the next reads are direct.
@@ -128,7 +128,7 @@ class FasterWay:
     """
 
     TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB
-    LEARN, REVIEW = 3, 16  # turns
+    LEARN, REVIEW, SELDOM = 3, 16, 128  # turns
     BUSY = 0.8  # share of the elapsed time
 
     def __init__(self) -> None:
@@ -136,6 +136,7 @@ class FasterWay:
         self._rates: dict[bool, float] = {}
         self._turns: defaultdict[bool, int] = defaultdict(int)
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0
+        self._pause, self._left, self._reviewing = self.REVIEW, self.REVIEW, False  # turns between reviews, and left
 
     def note(self, nbytes: int, began: float, ended: float) -> None:
         """Add one read, made as `direct` says, to the measurement; at the end of a turn this may change `direct`.
@@ -156,14 +157,22 @@ class FasterWay:
         self._turns[self.direct] += 1
         direct = self._seconds if self.direct else self._bytes / self._rates[True]
         self._bytes, self._seconds, self._since = 0, 0.0, ended
-        if self.held:
-            return
-        if direct < self.BUSY * elapsed:
-            self.direct = True
-            return
+        if self._reviewing:
+            slower = self.direct is not self._best
+            self._pause = min(2 * self._pause, self.SELDOM) if slower else self.REVIEW
+            self._left, self._reviewing = self._pause, False
+        if not self.held:
+            self.direct = direct < self.BUSY * elapsed or self._next()
+
+    @property
+    def _best(self) -> bool:
+        """Whether direct reads are the faster ones. Both ways must have been measured."""
+        return self._rates[True] >= self._rates[False]
+
+    def _next(self) -> bool:
+        """Return whether the reads of the next turn are direct, if the disk is busy."""
         if self._turns[False] < self.LEARN or self._turns[True] < self.LEARN:
-            self.direct = not self.direct
-            return
-        best = self._rates[True] >= self._rates[False]
-        review = sum(self._turns.values()) % self.REVIEW == 0
-        self.direct = best is not review
+            return not self.direct
+        self._left -= 1
+        self._reviewing = self._left < 0
+        return self._best is not self._reviewing

@@ -144,9 +144,11 @@ def learned(rates: dict[bool, float], turns: int, computing: float = 0.0) -> lis
 
 @pytest.mark.parametrize("best", [True, False])
 def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
-    used = learned({best: 2e9, not best: 1e9}, 64)
+    used = learned({best: 2e9, not best: 1e9}, 80)
     assert used[:6].count(best) == 3
-    assert used[6:].count(not best) == 3  # the turns after the 16th, 32nd and 48th
+    first, second = (i for i, way in enumerate(used[6:]) if way is not best)
+    assert first == 16
+    assert second - first - 1 in (32, 33)  # twice as many turns later, as nothing changed
     assert used[-10:] == [best] * 10
 
 
@@ -156,7 +158,7 @@ def test_reads_that_nobody_waits_for_are_direct() -> None:
     assert all(learned({True: 1e9, False: 2e9}, 40, computing=1.5 * direct))
     used = learned({True: 1e9, False: 2e9}, 40, computing=1.1 * direct)  # nearly as long as reading
     assert used[:6].count(False) == 3
-    assert used[6:].count(True) == 2  # the reviews; cached reads leave the reader idle half of the time
+    assert used[6:].count(True) == 1  # the review; cached reads leave the reader idle half of the time
 
 
 def test_reads_turn_direct_when_computing_takes_longer() -> None:

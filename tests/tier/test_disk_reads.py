@@ -1,4 +1,4 @@
-"""Long reads from disk by several threads."""
+"""Long reads from disk: several threads, and which bytes pass through a buffer."""
 
 import threading
 import time
@@ -38,4 +38,34 @@ def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, 
     assert calls.made < 16  # chunks
     tier.load(home, target.zero_())
     assert torch.equal(target, values)
+    tier.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_few_converted_bytes_do_not_make_the_rest_of_a_cached_read_pass_through_a_buffer(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights with biases between them, as in OPT: the biases alone are widened to fp32."""
+    counts = [CHUNK, 5001, CHUNK // 2 + 77, 5000, 3]
+    dtypes = [torch.float16, torch.float32, torch.float16, torch.float32, torch.float32]
+    values = [some(count, torch.float16, seed) for seed, count in enumerate(counts)]
+    path = tmp_path / "x"
+    path.write_bytes(b"\x01" * 38 + b"".join(x.numpy().tobytes() for x in values))
+    tier, buffered = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct)), 0
+    deliver = tier._deliver
+
+    def delivered(read: Any, buffer: torch.Tensor, low: int, high: int) -> None:
+        nonlocal buffered
+        buffered += high - low
+        deliver(read, buffer, low, high)
+
+    monkeypatch.setattr(tier, "_deliver", delivered)
+    pairs, start = [], 38
+    for x, dtype in zip(values, dtypes, strict=True):
+        pairs.append((tier.checkpoint(path, start, x.nbytes, x.dtype), torch.zeros(len(x), dtype=dtype)))
+        start += x.nbytes
+    tier.load_all(pairs)
+    assert all(torch.equal(target, x.to(target.dtype)) for (_, target), x in zip(pairs, values, strict=True))
+    narrow = sum(2 * count for count, dtype in zip(counts, dtypes, strict=True) if dtype == torch.float32)
+    assert buffered >= start - 38 if direct else buffered == narrow
     tier.close()
