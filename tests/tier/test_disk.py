@@ -147,7 +147,7 @@ def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
     used = learned({best: 2e9, not best: 1e9}, 80)
     assert used[:6].count(best) == 3
     first, second = (i for i, way in enumerate(used[6:]) if way is not best)
-    assert first == 16
+    assert first in (16, 17)
     assert second - first - 1 in (32, 33)  # twice as many turns later, as nothing changed
     assert used[-10:] == [best] * 10
 
