@@ -2,9 +2,9 @@
 
 FlexGen takes prompts of one length, blocks of equal batches, and weights as one numpy file per tensor, which are made
 in job.scratch. options: gpu_batch_size, num_gpu_batches, percent (six numbers, as FlexGen's --percent: weights, cache,
-activations on GPU and CPU). By default the output projection of attention is on the GPU, all other weights are in host
-RAM: FlexGen places whole tensors, and the next larger share would put half of the MLP on the GPU. Cache and activations
-are on the GPU.
+activations on GPU and CPU). By default the output projections of attention are on the GPU, nearly all other weights in
+host RAM: FlexGen places whole tensors, and the next larger share would put half of the MLP on the GPU. Cache and
+activations are on the GPU.
 """
 
 import contextlib

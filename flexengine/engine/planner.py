@@ -181,7 +181,8 @@ class Planner:
         Args:
             options: limits of the search.
             measure: measure the machine if the job is predicted to take MIN_JOB_SECONDS or more, and a few rates from
-                MIN_QUICK_SECONDS on. Must be False while weights are loaded, as measuring needs their memory.
+                MIN_QUICK_SECONDS on. Must be False while weights are loaded, as measuring needs their memory and
+                modules.
         """
         facts, rates, known = self.opened.facts, self.rates, self.rates.known()
         options = replace(options or Options(), overlap=self.overlap)

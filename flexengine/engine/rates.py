@@ -1,10 +1,11 @@
 """The rates that plans use: given ones, measured ones that are stored, or assumed ones."""
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from flexengine.activity import message
 from flexengine.engine.options import MachineOptions
@@ -37,6 +38,7 @@ class Rates:
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
         self._quick: Hardware | None = None  # from `quick_rates`
+        self._tried = False  # whether `quick_rates` was called
 
     def forget(self) -> None:
         """Read the stored rates again when they are needed: the model's formats have changed."""
@@ -58,12 +60,15 @@ class Rates:
         return self._hardware is not None or store.knows(known, self.opened.facts)
 
     def measure_quickly(self) -> bool:
-        """Measure a few rates if none are stored, and return whether `known()` has changed. A CPU is not measured:
+        """Measure a few rates once, if none are stored. Return whether `known()` has changed. A CPU is not measured:
         what is assumed of it is less often wrong."""
-        if self._quick is not None or self.machine.capacity.shared or self.known().measured:
+        if self._tried or self.machine.capacity.shared or self.known().measured:
             return False
-        with suppress(OutOfMemory):
+        self._tried = True
+        try:
             self._quick = quick_rates(self.machine, self.opened.dtype)
+        except (FlexError, torch.OutOfMemoryError) as error:
+            message(f"not measured: {error}", logging.WARNING)
         return self._quick is not None
 
     def measured(self) -> Hardware:

@@ -45,7 +45,7 @@ def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
             table = tuple((float(rows), w.flop / seconds_per_call(w.call, SECONDS, machine)) for rows, w in works)
     return replace(
         known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
-        products={**known.products, name: table}, decode_attention=((1.0, ATTENDED * copied),),
+        products={name: table}, decode_attention=((1.0, ATTENDED * copied),),
     )  # fmt: skip
 
 

@@ -39,18 +39,22 @@ class PinnedTier(MemoryTier):
     def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
         if not nbytes:  # a mapping cannot be empty
             return super()._buffer(nbytes, what)
-        room = mapped(nbytes, huge=True)
-        if nbytes < usable_memory():
+        room, usable = mapped(nbytes, huge=True), usable_memory()
+        if nbytes < usable:
             room.fill_(0)  # the page faults, by all of torch's threads: locking makes them one by one
         if error := register(room):
-            self._refused(nbytes, what, error)
+            self._refused(nbytes, usable, what, error)
         else:
             self._locked.add(room.data_ptr())
         return room
 
-    def _refused(self, nbytes: int, what: str, error: str) -> None:
-        """Raise OutOfMemory if RAM is short; else say once that the limit of locked memory was reached."""
-        if usable_memory() < nbytes:
+    def _refused(self, nbytes: int, usable: int, what: str, error: str) -> None:
+        """Raise OutOfMemory if RAM was short; else say once that the limit of locked memory was reached.
+
+        Args:
+            usable: bytes of RAM that could be used before.
+        """
+        if usable < nbytes:
             raise OutOfMemory(self.name, what, nbytes, remedy="lower --host-mem, or end what else takes memory")
         if not self._warned:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -26,13 +26,14 @@ from flexengine.tier.base import ALIGN, Region, Tier, aligned
 from flexengine.tier.disk_reads import Chunk, DiskRead, Shared, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
+from flexengine.tier.limits import usable_cores
 from flexengine.tier.memory import aligned_buffer
 
 CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time
 GAP = 64 << 10  # bytes; rows at most this far apart share one read: reading the gap is faster than a second read
 HELPERS = 2  # threads that convert chunks, do short reads, and write
-READERS, CORES = 8, 4  # most threads that do long reads; cores for each
+READERS, CORES = HELPERS + 1, 4  # most threads that do long reads, each with a buffer; cores for each
 _NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # errors of file systems and kernels without O_TMPFILE
 
 Ring = queue.SimpleQueue[torch.Tensor]
@@ -55,7 +56,7 @@ class DiskTier(Tier):
         self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None, readers: int | None = None
     ) -> None:
         self.name, self.ledger, self.directory, self.way = name, ledger, directory, way or FasterWay()
-        self.readers = readers or max(1, min(READERS, len(os.sched_getaffinity(0)) // CORES))
+        self.readers = readers or max(1, min(READERS, int(usable_cores()) // CORES))
         self._files: dict[Path, File] = {}
         self._spill: File | None = None
         self._end = 0
@@ -137,12 +138,14 @@ class DiskTier(Tier):
         long = [chunk for read in reads if read.nbytes >= SHORT for chunk in read.chunks(CHUNK)]
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
-        waiting = [self._pool().submit(self._read_short, read) for read in short]
-        chunks, others = Shared(long), min(self.readers, len(long)) - 1
-        streams = [self._streamers().submit(self._stream, chunks, waiting) for _ in range(others)]
+        chunks, waiting, streams = Shared(long), list[Future[None]](), list[Future[None]]()
         try:
+            waiting += (self._pool().submit(self._read_short, read) for read in short)
+            for _ in range(min(self.readers, len(long)) - 1):
+                streams.append(self._streamers().submit(self._stream, chunks, waiting))
             self._stream(chunks, waiting)
         finally:  # wait for all reads even on error: other threads still write to the targets
+            streams = [each for each in streams if not each.cancel()]  # threads may be busy with other loads
             wait(streams)
             wait(waiting)
         for done in (*streams, *waiting):
@@ -225,31 +228,41 @@ class DiskTier(Tier):
     def _noted(self, file: File, nbytes: int, call: Callable[[], None]) -> None:
         """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time in
         which several threads read counts once."""
+        if file is self._spill or file.direct is None:
+            call()
+            return
+        direct, ended = self.way.direct, False
         with self._lock:
             if not self._reading:
                 self._counted = time.perf_counter()
             self._reading += 1
         try:
             call()
+            ended = True
         finally:
             with self._lock:
                 self._reading -= 1
                 began, self._counted = self._counted, time.perf_counter()
-                if file is not self._spill and file.direct is not None:
+                if ended and direct is self.way.direct:  # else another thread has changed it meanwhile
                     self.way.note(nbytes, began, self._counted)
 
     def _read_straight(self, read: DiskRead, low: int, high: int) -> None:
-        """Read the bytes low .. high through the page cache, straight into the targets, or through this thread's buffer
-        if the few bytes of a part must be converted. Memory for direct reads must begin where a block of the disk does,
-        which targets do not."""
+        """Read the bytes low .. high through the page cache, straight into the targets, or through a buffer if the few
+        bytes of a part must be converted. Memory for direct reads must begin where a block of the disk does, which
+        targets do not."""
         for region, flat, begin, end in read.between(low, high):
             if flat.dtype == region.dtype:
                 target = flat.view(torch.uint8)[begin - region.start : end - region.start]
                 self._fill(read.file, target, begin, end, direct=False)
-            else:
-                buffer = self._short()[: end - begin]
-                self._fill(read.file, buffer, begin, end, direct=False)
-                self._deliver(read, buffer, begin, end)
+                continue
+            ring = self._buffers()
+            buffer = ring.get()
+            try:
+                part = buffer[: end - begin]
+                self._fill(read.file, part, begin, end, direct=False)
+                self._deliver(read, part, begin, end)
+            finally:
+                ring.put(buffer)
         self._drop(read.file, low, high - low)
 
     def _convert_block(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:

@@ -34,6 +34,12 @@ class DiskRead:
     def nbytes(self) -> int:
         return self.end - self.start
 
+    @property
+    def straddling(self) -> bool:
+        """Whether elements of its last part may straddle chunks."""
+        region, _ = self.parts[-1]
+        return region.start % region.dtype.itemsize != 0
+
     def chunks(self, size: int) -> "Iterator[Chunk]":
         """Yield the read in chunks. They start at multiples of `size` in the file, but for the first, so that large
         folios of the page cache are dropped whole."""
@@ -96,7 +102,7 @@ def disk_reads(pairs: Sequence[tuple[Region, torch.Tensor]]) -> list[DiskRead]:
                 width = region.dtype.itemsize
                 target = flat[offset // width : (offset + part.nbytes) // width]
                 reads.append(DiskRead(region.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif reads and reads[-1].file is region.place and reads[-1].end == region.start:
+        elif reads and reads[-1].file is region.place and reads[-1].end == region.start and not reads[-1].straddling:
             reads[-1].end = end
             reads[-1].parts.append((region, flat))
         else:

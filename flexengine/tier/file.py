@@ -136,7 +136,9 @@ class FasterWay:
         self._rates: dict[bool, float] = {}
         self._turns: defaultdict[bool, int] = defaultdict(int)
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0
-        self._pause, self._left, self._reviewing = self.REVIEW, self.REVIEW, False  # turns between reviews, and left
+        self._best: bool | None = None  # whether direct reads were the faster ones after the last turn
+        self._pause = self._left = self.REVIEW  # turns from one review to the next, and turns left until then
+        self._reviewing = False
 
     def note(self, nbytes: int, began: float, ended: float) -> None:
         """Add one read, made as `direct` says, to the measurement; at the end of a turn this may change `direct`.
@@ -152,27 +154,24 @@ class FasterWay:
         if self._bytes < self.TURN:
             return
         rate, elapsed = self._bytes / max(self._seconds, 1e-9), ended - self._since
-        old = self._rates.get(self.direct, rate)
+        old = rate if self._reviewing else self._rates.get(self.direct, rate)  # rates of long ago do not count
         self._rates[self.direct] = old + (rate - old) / 3
         self._turns[self.direct] += 1
         direct = self._seconds if self.direct else self._bytes / self._rates[True]
         self._bytes, self._seconds, self._since = 0, 0.0, ended
         if self._reviewing:
-            slower = self.direct is not self._best
-            self._pause = min(2 * self._pause, self.SELDOM) if slower else self.REVIEW
-            self._left, self._reviewing = self._pause, False
+            self._left = self._pause = min(2 * self._pause, self.SELDOM)
+            self._reviewing = False
         if not self.held:
             self.direct = direct < self.BUSY * elapsed or self._next()
-
-    @property
-    def _best(self) -> bool:
-        """Whether direct reads are the faster ones. Both ways must have been measured."""
-        return self._rates[True] >= self._rates[False]
 
     def _next(self) -> bool:
         """Return whether the reads of the next turn are direct, if the disk is busy."""
         if self._turns[False] < self.LEARN or self._turns[True] < self.LEARN:
             return not self.direct
+        best = self._rates[True] >= self._rates[False]
+        if best is not self._best:
+            self._best, self._left, self._pause = best, self.REVIEW, self.REVIEW
         self._left -= 1
         self._reviewing = self._left < 0
-        return self._best is not self._reviewing
+        return best is not self._reviewing

@@ -1,6 +1,7 @@
 """Memory, cores and disk space that this process may use: free RAM, limits of cgroup v1 and v2, free disk space."""
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -47,6 +48,11 @@ def cgroup_cores(root: Path = Path("/")) -> float | None:
     """Return the cores that this process's cgroups let it use, as CPU seconds per second; None if there is no limit."""
     quotas = [_quota(version, folder) for version, folder in _cgroups(root, "cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def usable_cores() -> float:
+    """Return the cores that this process may use, as CPU seconds per second."""
+    return min(float(len(os.sched_getaffinity(0))), cgroup_cores() or math.inf)
 
 
 def _quota(version: int, folder: Path) -> float | None:

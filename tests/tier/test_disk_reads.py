@@ -32,7 +32,7 @@ def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, 
     tier.load(home, target := torch.zeros_like(values))
     assert torch.equal(target, values)
     assert len(threads) == readers
-    fault = Fault(("read",), 3, "EINTR", lasting=True)
+    fault = Fault(("read",), 3, "EINTR")
     with Failing([tmp_path], fault) as calls, pytest.raises(OSError, match="reading byte"):
         tier.load(home, torch.zeros_like(values))
     assert calls.made < 16  # chunks
@@ -68,4 +68,35 @@ def test_a_few_converted_bytes_do_not_make_the_rest_of_a_cached_read_pass_throug
     assert all(torch.equal(target, x.to(target.dtype)) for (_, target), x in zip(pairs, values, strict=True))
     narrow = sum(2 * count for count, dtype in zip(counts, dtypes, strict=True) if dtype == torch.float32)
     assert buffered >= start - 38 if direct else buffered == narrow
+    tier.close()
+
+
+def test_a_load_does_not_wait_for_the_threads_of_another_one(tmp_path: Path) -> None:
+    """A lane reads a layer with all threads; meanwhile a computing thread needs an expert."""
+    path, values = tmp_path / "x", some(4 * CHUNK)
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True), readers=3)
+    go, begun = threading.Event(), threading.Barrier(4)
+    fill = tier._fill
+
+    def filled(file: Any, buffer: torch.Tensor, low: int, *how: Any, **more: Any) -> None:
+        if low < 8 * CHUNK and not go.is_set():
+            begun.wait(10)
+            go.wait(10)
+        fill(file, buffer, low, *how, **more)
+
+    tier._fill = filled  # type: ignore[method-assign]
+    first, second = values[: 2 * CHUNK], values[2 * CHUNK :]
+    homes = [tier.checkpoint(path, start, 8 * CHUNK, torch.float32) for start in (0, 8 * CHUNK)]
+    targets = [torch.zeros_like(first), torch.zeros_like(second)]
+    lane = threading.Thread(target=tier.load, args=(homes[0], targets[0]))
+    lane.start()
+    begun.wait(10)
+    tier._ring = None  # the first load has all buffers
+    tier.load(homes[1], targets[1])
+    assert torch.equal(targets[1], second)
+    assert lane.is_alive()
+    go.set()
+    lane.join()
+    assert torch.equal(targets[0], first)
     tier.close()
