@@ -261,6 +261,7 @@ class Planner:
         """Return what compares a job's sweeps with their prediction under a layout."""
         return Watch(self.cost(workload), layout)
 
+
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
     """Return the switches with the fewest seconds. Choose a lossier choice only if it takes less than SAVING times the
     seconds of the best choice before it.

@@ -34,12 +34,6 @@ class DiskRead:
     def nbytes(self) -> int:
         return self.end - self.start
 
-    @property
-    def straddling(self) -> bool:
-        """Whether elements of its last part may straddle chunks."""
-        region, _ = self.parts[-1]
-        return region.start % region.dtype.itemsize != 0
-
     def chunks(self, size: int) -> "Iterator[Chunk]":
         """Yield the read in chunks. They start at multiples of `size` in the file, but for the first, so that large
         folios of the page cache are dropped whole."""
@@ -94,17 +88,21 @@ def disk_reads(pairs: Sequence[tuple[Region, torch.Tensor]]) -> list[DiskRead]:
     """
     reads: list[DiskRead] = []
     for region, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        end = region.start + region.nbytes
-        if region.start % region.dtype.itemsize:
-            step = STRADDLING
-            for offset in range(0, region.nbytes, step):
-                part = region.part(offset, min(step, region.nbytes - offset))
+        end, last = region.start + region.nbytes, reads[-1] if reads else None
+        if _straddles(region):
+            for offset in range(0, region.nbytes, STRADDLING):
+                part = region.part(offset, min(STRADDLING, region.nbytes - offset))
                 width = region.dtype.itemsize
                 target = flat[offset // width : (offset + part.nbytes) // width]
                 reads.append(DiskRead(region.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif reads and reads[-1].file is region.place and reads[-1].end == region.start and not reads[-1].straddling:
-            reads[-1].end = end
-            reads[-1].parts.append((region, flat))
+        elif last and (last.file, last.end) == (region.place, region.start) and not _straddles(last.parts[-1][0]):
+            last.end = end
+            last.parts.append((region, flat))
         else:
             reads.append(DiskRead(region.place, region.start, end, [(region, flat)]))
     return reads
+
+
+def _straddles(region: Region) -> bool:
+    """Return whether elements of a region may straddle chunks, which start at multiples of every itemsize."""
+    return region.start % region.dtype.itemsize != 0
