@@ -226,7 +226,7 @@ class _BundleFile:
         numbers, nbytes = records.numbers[low:high], records.rows.shape[1]
         start, end = int(numbers[0]) * nbytes, (int(numbers[-1]) + 1) * nbytes
         begin, direct = start // ALIGN * ALIGN, self._file.direct is not None
-        got = read_fully(self._file, memory(buffer[: aligned(end - begin)]), begin, direct)
+        got = read_fully(self._file, [memory(buffer[: aligned(end - begin)])], begin, direct)
         if got < end - begin:
             raise self._bundle.fault(f"ends before byte {end:,}")
         if not direct:

@@ -278,7 +278,7 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
     regions = Regions(machine)
     try:
         tier = "host" if staged else "device"
-        target = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16)))
+        target = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16, reads=True)))
         if lane == "disk_read":
             stream = stretches(machine, files, size)
             yield lambda i: machine.disk.load_all([(next(stream), target)])

@@ -237,7 +237,7 @@ def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     try:
         with readable(machine, checkpoint) as files:
             sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
-            target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE)))
+            target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE, reads=True)))
             streams = {size: stretches(machine, files, size) for size in sizes}
 
             def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either

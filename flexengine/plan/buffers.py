@@ -11,6 +11,7 @@ from flexengine.policy import Policy
 
 DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
+HUGE = 2 << 20  # bytes of a huge page
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 
 
@@ -64,11 +65,11 @@ def read_buffers(model: ModelFacts, layout: Booked) -> int:
     """Return the bytes of RAM buffers of all disks in use. Data is read into these buffers, then converted.
 
     A disk has buffers for short reads and, if any read is long, for long reads. Consecutive weights are one read. Only
-    the part of a buffer that the longest read fills takes RAM.
+    the part of a buffer that the longest read fills takes RAM, in huge pages if the read is long.
     """
     expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
-    long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
+    long = min(READ_BUFFERS * READ, aligned(longest, HUGE) + HUGE) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
     used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
     used |= layout.pools.keys() | layout.hidden_home.keys()

@@ -18,7 +18,6 @@ from flexengine.plan.neuron_memory import book_neurons
 from flexengine.plan.pools import check_partition, empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
-    TENSOR_ALIGN,
     aligned,
     hidden_tokens,
     kernel_buffers,
@@ -231,11 +230,12 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     together = ENCODED_ROWS if head.encoded else 1  # rows of one encoded block
     blocks = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
+    room -= slot_bytes([room]) - room  # the bytes that `slot_bytes` adds to large tensors
     taken = min(blocks, max(1, room // (head.held_bytes // blocks)))
     layout.head_rows = min(model.vocabulary, taken * together)
-    layout.slot = max(layout.slot, aligned(taken * (head.held_bytes // blocks), TENSOR_ALIGN))
+    layout.slot = max(layout.slot, slot_bytes([taken * (head.held_bytes // blocks)]))
     if is_disk(home):
-        _grow_stage(layout, home, aligned(taken * (head.stored_bytes // blocks), TENSOR_ALIGN))
+        _grow_stage(layout, home, slot_bytes([taken * (head.stored_bytes // blocks)]))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:

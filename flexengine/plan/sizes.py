@@ -4,7 +4,7 @@ All sizes are in bytes unless a name has another unit.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flexengine.plan import gpu
 from flexengine.plan.facts import ModelFacts
@@ -15,6 +15,8 @@ from flexengine.schedule.place import cache_homes
 
 ALIGN = 4096  # bytes
 TENSOR_ALIGN = 64  # bytes, for tensors within a slot
+TORCH_ALIGN = 8  # bytes; the address of a tensor is a multiple of this, which is enough for every dtype
+STRAIGHT = 256 << 10  # bytes; direct reads go straight into tensors of this size or more within a slot
 PASS = 192 << 10  # bytes of a paused forward pass without tensors: stack, frames and page tables
 
 
@@ -23,13 +25,28 @@ def aligned(nbytes: int, to: int = ALIGN) -> int:
     return -(-nbytes // to) * to
 
 
-def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return the byte offset of each tensor in a slot, by name. tensors: (name, bytes) pairs."""
+def slot_offsets(tensors: Sequence[tuple[str, int]], starts: Mapping[str, int]) -> dict[str, int]:
+    """Return the byte offset of each tensor in a slot, by name.
+
+    A disk can write straight into memory that begins where a block of the disk does. So a tensor of STRAIGHT bytes or
+    more lies as many bytes after a multiple of ALIGN as it does in its file.
+
+    Args:
+        tensors: (name, bytes) pairs.
+        starts: first byte in the file of the tensors that can be read so.
+    """
     offsets, offset = {}, 0
     for name, nbytes in tensors:
         offsets[name] = offset
-        offset += aligned(nbytes, TENSOR_ALIGN)
+        if nbytes >= STRAIGHT and name in starts and starts[name] % TORCH_ALIGN == 0:
+            offsets[name] += (starts[name] - offset) % ALIGN
+        offset += room(nbytes)
     return offsets
+
+
+def room(nbytes: int) -> int:
+    """Return the bytes that a tensor takes in a slot."""
+    return aligned(nbytes, TENSOR_ALIGN) + (ALIGN if nbytes >= STRAIGHT else 0)
 
 
 SCORED_ROWS = 64  # most scored tokens whose logits are in memory at once; enough for the full speed of kernels
@@ -37,7 +54,7 @@ SCORED_ROWS = 64  # most scored tokens whose logits are in memory at once; enoug
 
 def slot_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of a slot for tensors of these sizes."""
-    return sum(aligned(n, TENSOR_ALIGN) for n in sizes)
+    return sum(map(room, sizes))
 
 
 def batch_tokens(policy: Policy, workload: Workload) -> int:

@@ -82,6 +82,9 @@ class Tier(ABC):
     def free(self, region: Region, what: str) -> None:
         """Free a region that `allocate` returned for the same `what`."""
 
+    def receive_reads(self, region: Region) -> None:  # noqa: B027 - most tiers have nothing to do
+        """Prepare a new region, not used yet, for many reads from disks: they are faster into some kinds of memory."""
+
     @abstractmethod
     def load(self, region: Region, target: torch.Tensor) -> None:
         """Copy the region's elements into `target` (contiguous, same number of elements) and convert the dtype."""

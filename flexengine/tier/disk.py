@@ -3,6 +3,9 @@
 The page cache is not a tier: no ledger books it. Checkpoint shards are read with direct I/O, without the page cache. If
 the disk limits the job, reads through the page cache are tried, and used if they are faster; each chunk is then dropped
 from the page cache after its read. The spill file uses direct I/O if its file system supports direct I/O.
+
+A direct read goes straight into a weight slot where the slot's layout lets it (`plan.sizes.slot_offsets`), so one
+system call reads 64 MiB, and no thread has to wake in between. Everything else passes through buffers of 4 MiB.
 """
 
 import contextlib
@@ -23,13 +26,12 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Region, Tier, aligned
-from flexengine.tier.disk_reads import Chunk, DiskRead, Shared, disk_reads
+from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, Shared, chunks, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_cores
-from flexengine.tier.memory import aligned_buffer
+from flexengine.tier.memory import HUGE, aligned_buffer, mapped
 
-CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time
 GAP = 64 << 10  # bytes; rows at most this far apart share one read: reading the gap is faster than a second read
 HELPERS = 2  # threads that convert chunks, do short reads, and write
@@ -135,15 +137,15 @@ class DiskTier(Tier):
         """
         reads = disk_reads([(region, target.view(-1)) for region, target in pairs])
         short = [read for read in reads if read.nbytes < SHORT]
-        long = [chunk for read in reads if read.nbytes >= SHORT for chunk in read.chunks(CHUNK)]
+        long = [read for read in reads if read.nbytes >= SHORT]
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
-        chunks, waiting, streams = Shared(long), list[Future[None]](), list[Future[None]]()
+        shared, waiting, streams = Shared(chunks(long, self._reads_direct)), list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._pool().submit(self._read_short, read) for read in short)
-            for _ in range(min(self.readers, len(long)) - 1):
-                streams.append(self._streamers().submit(self._stream, chunks, waiting))
-            self._stream(chunks, waiting)
+            for _ in range(min(self.readers, -(-sum(read.nbytes for read in long) // CHUNK)) - 1):
+                streams.append(self._streamers().submit(self._stream, shared, waiting))
+            self._stream(shared, waiting)
         finally:  # wait for all reads even on error: other threads still write to the targets
             streams = [each for each in streams if not each.cancel()]  # threads may be busy with other loads
             wait(streams)
@@ -196,42 +198,49 @@ class DiskTier(Tier):
         """Return the queue of chunk buffers for long reads: one chunk is read while others are converted."""
         with self._lock:
             if self._ring is None:
-                self._ring = queue.SimpleQueue()
-                for _ in range(HELPERS + 1):
-                    self._ring.put(aligned_buffer(CHUNK))
+                self._ring, count = queue.SimpleQueue(), HELPERS + 1
+                room = mapped(HUGE + count * CHUNK, huge=True)
+                for buffer in room[-room.data_ptr() % HUGE :][: count * CHUNK].view(count, CHUNK):
+                    self._ring.put(buffer)
             return self._ring
 
     def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]]) -> None:
         """Read chunks until none is left, or a read of any thread fails."""
         try:
             for chunk in chunks:
-                self._read_chunk(*chunk, waiting)
+                self._read_chunk(chunk, waiting)
         except BaseException:
             chunks.end()
             raise
 
-    def _read_chunk(self, read: DiskRead, low: int, high: int, waiting: list[Future[None]]) -> None:
-        """Read the bytes low .. high of the file. Add their conversion, which may still run, to `waiting`."""
-        if not self._reads_direct(read.file) and read.converted(low, high) <= SHORT:
-            self._noted(read.file, high - low, partial(self._read_straight, read, low, high))
-            return
-        ring = self._buffers()
-        buffer = ring.get()
+    def _read_chunk(self, chunk: Chunk, waiting: list[Future[None]]) -> None:
+        """Read a chunk. Add the conversion of a large buffer, which may still run, to `waiting`."""
+        ring = self._buffers() if chunk.others else None
+        buffer = ring.get() if ring else None
         try:
-            part = buffer[: high - low]
-            self._noted(read.file, high - low, partial(self._read, read.file, part, low, min(high, read.end)))
+            read, targets = chunk.read, chunk.targets(buffer)
+            fill = partial(self._fill, read.file, targets, chunk.low, min(chunk.high, read.end), chunk.direct)
+            self._noted(chunk, fill)
+            if not chunk.direct:
+                self._drop(read.file, chunk.low, chunk.high - chunk.low)
         except BaseException:
-            ring.put(buffer)
+            if ring and buffer is not None:
+                ring.put(buffer)
             raise
-        waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
+        if ring and buffer is not None:
+            convert = partial(self._convert, chunk, buffer, ring)
+            if chunk.buffered > SHORT:
+                waiting.append(self._pool().submit(convert))
+            else:
+                convert()
 
-    def _noted(self, file: File, nbytes: int, call: Callable[[], None]) -> None:
-        """Call a read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time in
-        which several threads read counts once."""
+    def _noted(self, chunk: Chunk, call: Callable[[], None]) -> None:
+        """Call the read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time
+        in which several threads read counts once."""
+        file, ended = chunk.read.file, False
         if file is self._spill or file.direct is None:
             call()
             return
-        direct, ended = self.way.direct, False
         with self._lock:
             if not self._reading:
                 self._counted = time.perf_counter()
@@ -243,31 +252,16 @@ class DiskTier(Tier):
             with self._lock:
                 self._reading -= 1
                 began, self._counted = self._counted, time.perf_counter()
-                if ended and direct is self.way.direct:  # else another thread has changed it meanwhile
-                    self.way.note(nbytes, began, self._counted)
+                if ended and chunk.direct is self.way.direct:  # else another thread has changed it meanwhile
+                    self.way.note(chunk.high - chunk.low, began, self._counted)
 
-    def _read_straight(self, read: DiskRead, low: int, high: int) -> None:
-        """Read the bytes low .. high through the page cache, straight into the targets, or through a buffer if the few
-        bytes of a part must be converted. Memory for direct reads must begin where a block of the disk does, which
-        targets do not."""
-        for region, flat, begin, end in read.between(low, high):
-            if flat.dtype == region.dtype:
-                target = flat.view(torch.uint8)[begin - region.start : end - region.start]
-                self._fill(read.file, target, begin, end, direct=False)
-                continue
-            ring = self._buffers()
-            buffer = ring.get()
-            try:
-                part = buffer[: end - begin]
-                self._fill(read.file, part, begin, end, direct=False)
-                self._deliver(read, part, begin, end)
-            finally:
-                ring.put(buffer)
-        self._drop(read.file, low, high - low)
-
-    def _convert_block(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
+    def _convert(self, chunk: Chunk, buffer: torch.Tensor, ring: Ring) -> None:
+        """Copy what the buffer holds of a chunk to the targets, and put the buffer back."""
         try:
-            self._deliver(read, buffer, low, high)
+            start = 0
+            for low, high in chunk.others:
+                self._deliver(chunk.read, buffer[start : start + high - low], low, high)
+                start += high - low
         finally:
             ring.put(buffer)
 
@@ -295,13 +289,13 @@ class DiskTier(Tier):
             BadCheckpoint: the file ends before byte `needed`.
         """
         direct = self._reads_direct(file)
-        self._fill(file, buffer, low, needed, direct)
+        self._fill(file, [memory(buffer)], low, needed, direct)
         if not direct:
             self._drop(file, low, len(buffer))
 
-    def _fill(self, file: File, buffer: torch.Tensor, low: int, needed: int, direct: bool) -> None:
-        """Do what `_read` does, but leave the bytes in the page cache."""
-        got = read_fully(file, memory(buffer), low, direct)
+    def _fill(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
+        """Do what `_read` does, into several buffers, but leave the bytes in the page cache."""
+        got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; another process may have changed"

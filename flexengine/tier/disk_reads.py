@@ -1,15 +1,20 @@
 """The reads of a load from disk: neighbouring regions share one, long ones are made in chunks by several threads."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 import torch
 
 from flexengine.tier.base import ALIGN, Region, aligned
-from flexengine.tier.file import File
+from flexengine.tier.file import File, memory
+from flexengine.tier.memory import in_huge_pages
 
+CHUNK = 4 << 20  # bytes of a buffer for long reads, and of a read through the page cache
+LONG = 16 * CHUNK  # bytes; longest direct read, almost all of it straight into the targets
+WORTHWHILE = 64 << 10  # bytes; shorter spans are read into a buffer, even if they could be read straight
 STRADDLING = 512 << 10  # bytes; reads of a region whose elements may straddle chunks
 T = TypeVar("T")
 
@@ -34,14 +39,12 @@ class DiskRead:
     def nbytes(self) -> int:
         return self.end - self.start
 
-    def chunks(self, size: int) -> "Iterator[Chunk]":
-        """Yield the read in chunks. They start at multiples of `size` in the file, but for the first, so that large
-        folios of the page cache are dropped whole."""
-        low = self.start // ALIGN * ALIGN
-        while low < self.end:
-            high = min(low // size * size + size, aligned(self.end))
-            yield self, low, high
-            low = high
+    def chunk(self, low: int, size: int, direct: bool) -> "Chunk":
+        """Return the part of the read from byte `low` of the file to the next multiple of `size`."""
+        high = min(low // size * size + size, aligned(self.end))
+        if not direct:
+            low, high = max(low, self.start), min(high, self.end)
+        return Chunk(self, low, high, direct, list(self._straight(low, high, direct)))
 
     def between(self, low: int, high: int) -> Iterator[tuple[Region, torch.Tensor, int, int]]:
         """Yield each part with bytes in low .. high of the file, and the first of these bytes and the end."""
@@ -50,13 +53,80 @@ class DiskRead:
             if begin < end:
                 yield region, flat, begin, end
 
-    def converted(self, low: int, high: int) -> int:
-        """Return how many of the bytes low .. high of the file have another dtype than their targets."""
-        parts = self.between(low, high)
-        return sum(end - begin for region, flat, begin, end in parts if flat.dtype != region.dtype)
+    def _straight(self, low: int, high: int, direct: bool) -> "Iterator[Span]":
+        """Yield what can be read straight into the targets: bytes that need no conversion, and for direct I/O whole
+        blocks that begin in memory where blocks of the disk do."""
+        for region, flat, begin, end in self.between(low, high):
+            if flat.dtype != region.dtype:
+                continue
+            target = flat.view(torch.uint8)
+            if direct:
+                begin, end = aligned(begin), end // ALIGN * ALIGN
+                in_step = (target.data_ptr() + begin - region.start) % ALIGN == 0
+                if end - begin < WORTHWHILE or not in_step or not in_huge_pages(target):
+                    continue
+            yield begin, end, target[begin - region.start : end - region.start]
 
 
-Chunk = tuple[DiskRead, int, int]  # a read, and the first byte and the end of a part of it, in the file
+Span = tuple[int, int, torch.Tensor]  # first byte and end in the file, and uint8 memory for these bytes
+
+
+@dataclass
+class Chunk:
+    """A part of a read that one system call reads.
+
+    Attributes:
+        low: first byte in the file.
+        high: end in the file.
+        direct: whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie after the
+            end of the file.
+        straight: spans that are read straight into the targets, in file order.
+    """
+
+    read: DiskRead
+    low: int
+    high: int
+    direct: bool
+    straight: list[Span]
+
+    @property
+    def others(self) -> list[tuple[int, int]]:
+        """First byte and end of each span that is read into a buffer, and from there copied to the targets."""
+        bounds = [self.low, *chain.from_iterable(span[:2] for span in self.straight), self.high]
+        return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that need a buffer."""
+        return sum(end - begin for begin, end in self.others)
+
+    def targets(self, buffer: torch.Tensor | None) -> list[memoryview]:
+        """Return the memory for all bytes, in file order. The buffer (uint8) receives `others` one after the other."""
+        spans, start = [(begin, target) for begin, _, target in self.straight], 0
+        if buffer is not None:
+            for begin, end in self.others:
+                spans.append((begin, buffer[start : start + end - begin]))
+                start += end - begin
+        return [memory(target) for _, target in sorted(spans, key=lambda span: span[0])]
+
+
+def chunks(reads: Iterable[DiskRead], direct: Callable[[File], bool]) -> Iterator[Chunk]:
+    """Yield long reads in chunks, in file order. They end at multiples of their size in the file, so that large folios
+    of the page cache are dropped whole.
+
+    Args:
+        reads: see `disk_reads`.
+        direct: returns whether a file is read by direct I/O now. This is asked for each chunk.
+    """
+    for read in reads:
+        low = read.start // ALIGN * ALIGN
+        while low < read.end:
+            way = direct(read.file)
+            chunk = read.chunk(low, LONG if way else CHUNK, way)
+            if chunk.buffered > CHUNK:
+                chunk = read.chunk(low, CHUNK, way)
+            yield chunk
+            low = chunk.high
 
 
 class Shared(Generic[T]):

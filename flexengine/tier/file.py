@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,23 +40,23 @@ class File:
         for fd in self._open:
             os.close(fd)
 
-    def transfer(self, call: Callable[..., int], part: memoryview, offset: int, direct: bool) -> int:
-        """Call os.preadv or os.pwritev for one buffer and return the number of bytes moved.
+    def transfer(self, call: Callable[..., int], parts: Sequence[memoryview], offset: int, direct: bool) -> int:
+        """Call os.preadv or os.pwritev and return the number of bytes moved.
 
         Args:
             call: os.preadv or os.pwritev.
-            part: the buffer.
+            parts: buffers of consecutive bytes of the file.
             offset: in the file, in bytes.
             direct: use direct I/O if the file system supports it.
         """
         if direct and (fd := self.direct) is not None:
             try:
-                return call(fd, [part], offset)
+                return call(fd, parts, offset)
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
                 self.direct = None  # some file systems accept O_DIRECT in open, but fail each transfer
-        return call(self.cached, [part], offset)
+        return call(self.cached, parts, offset)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -65,33 +65,43 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int:
-    """Read until `target` is full or the file ends, and return the number of bytes read.
+def read_fully(file: File, targets: Sequence[memoryview], offset: int, direct: bool) -> int:
+    """Read until all targets are full or the file ends, and return the number of bytes read.
 
     A read that fails with EIO is retried.
 
     Args:
         file: to read from.
-        target: receives the bytes.
+        targets: receive consecutive bytes of the file.
         offset: in the file, in bytes.
         direct: use direct I/O if the file system supports it.
 
     Raises:
         OSError: a read failed; the message names the file and the byte.
     """
-    got = 0
-    while got < len(target):
-        n = _read(file, target[got:], offset + got, direct)
+    got, left = 0, list(targets)
+    while left:
+        n = _read(file, left, offset + got, direct)
         if n == 0:
             break
-        got += n
+        got, left = got + n, _after(left, n)
         if direct and n % ALIGN:
             direct = False  # the end of the file or a short read: the remaining bytes are not aligned
     return got
 
 
-def _read(file: File, target: memoryview, offset: int, direct: bool) -> int:
-    return patiently(lambda: file.transfer(os.preadv, target, offset, direct), file.path, offset)
+def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return what is left of the parts after their first `nbytes` bytes."""
+    left = list[memoryview]()
+    for part in parts:
+        if nbytes < len(part):
+            left.append(part[nbytes:])
+        nbytes = max(0, nbytes - len(part))
+    return left
+
+
+def _read(file: File, targets: Sequence[memoryview], offset: int, direct: bool) -> int:
+    return patiently(lambda: file.transfer(os.preadv, targets, offset, direct), file.path, offset)
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:
@@ -105,7 +115,7 @@ def write_fully(file: File, source: memoryview, offset: int) -> None:
     done = 0
     while done < len(source):
         try:
-            done += file.transfer(os.pwritev, source[done:], offset + done, direct=done % ALIGN == 0)
+            done += file.transfer(os.pwritev, [source[done:]], offset + done, direct=done % ALIGN == 0)
         except OSError as error:
             raise located(error, "writing", file.path, offset + done) from error
 

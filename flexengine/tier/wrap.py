@@ -66,6 +66,9 @@ class Throttled(Tier):
     def free(self, region: Region, what: str) -> None:
         self.inner.free(region, what)
 
+    def receive_reads(self, region: Region) -> None:
+        self.inner.receive_reads(region)
+
     def view(self, region: Region) -> torch.Tensor:
         return self.inner.view(region)
 

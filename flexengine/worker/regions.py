@@ -15,8 +15,13 @@ class Regions:
         self._machine = machine
         self._held = ExitStack()
 
-    def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
+    def take(
+        self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False
+    ) -> Region:
         """Return a new region of `nbytes` bytes, booked as `what`.
+
+        Args:
+            reads: whether disks will often write to it; see `Tier.receive_reads`.
 
         Raises:
             OutOfMemory: the tier has too little memory.
@@ -28,6 +33,8 @@ class Regions:
             self.free()
             raise
         self._held.callback(self._machine.tier(tier).free, region, what)
+        if reads:
+            self._machine.tier(tier).receive_reads(region)
         return region
 
     def keep_room(self, tier: str, nbytes: int, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Weights:
         skeleton.head_module.chunks = len(self._chunks)
         self.units: list[Parts] = [self._streamed(layer) for layer in skeleton.layers]
         self.units += [self._head_unit(*rows) for rows in self._chunks]
-        take, slots = self._regions.take, layout.policy.slots
+        take, slots = partial(self._regions.take, reads=True), layout.policy.slots
         self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
         stages = layout.stages.items() if machine.capacity.staged else ()
         self._stages = {disk: [take("host", size, "weight staging") for _ in range(slots)] for disk, size in stages}
@@ -219,7 +220,8 @@ class Weights:
         if home not in self._stages:
             return {}
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == home}
-        offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
+        starts = {n: pieces[0].start for n, pieces in parts.items()}
+        offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()], starts)
         stage = self._stages[home][slot]
         return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
@@ -229,7 +231,8 @@ class Weights:
         if key not in self._in_slot:
             parts, held, place = self.units[unit], self._held, self._slots[slot].place
             sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
-            offsets = slot_offsets(list(sizes.items()))
+            straight = (n for n in parts if is_disk(self._tier(n)) and not self.machine.capacity.staged)
+            offsets = slot_offsets(list(sizes.items()), {n: parts[n][0][0].start for n in straight})
             self._in_slot[key] = {n: Region(place, offsets[n], sizes[n], held[n]) for n in parts}
         return self._in_slot[key]
 

@@ -13,7 +13,7 @@ from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.sizes import slot_bytes, slot_offsets, workspace
+from flexengine.plan.sizes import STRAIGHT, slot_bytes, slot_offsets, workspace
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import assign_tiers, place_groups
@@ -71,7 +71,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     cache_account(account, model, policy, work, staged)
     away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // buffers
     longest = max(sum(t.stored_bytes for t in model.tensors), away)
-    ring = up(min(12 << 20, longest), 4096) if longest >= 1 << 20 else 0
+    ring = min(12 << 20, up(longest, 2 << 20) + (2 << 20)) if longest >= 1 << 20 else 0
     account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
@@ -88,16 +88,21 @@ def streamed_unit(model: ModelFacts, policy: Policy) -> tuple[int, int]:
     slot = stage = 0
     units = placed(model, policy)
     for pairs in units[: len(model.layers)]:
-        slot = max(slot, sum(up(t.held_bytes, 64) for t, home in pairs if home != "device"))
-        stage = max(stage, sum(up(t.stored_bytes, 64) for t, home in pairs if home == "disk"))
+        slot = max(slot, sum(in_slot(t.held_bytes) for t, home in pairs if home != "device"))
+        stage = max(stage, sum(in_slot(t.stored_bytes) for t, home in pairs if home == "disk"))
     head, home = units[len(model.layers)][0]
     if home != "device":
         row = model.hidden * head.held
-        rows = min(model.vocabulary, max(1, (slot or 64 << 20) // row))
-        slot = max(slot, up(rows * row, 64))
+        room = slot or 64 << 20
+        rows = min(model.vocabulary, max(1, (room - 4096 * (room >= STRAIGHT)) // row))
+        slot = max(slot, in_slot(rows * row))
         if home == "disk":
-            stage = max(stage, up(rows * model.hidden * head.stored, 64))
+            stage = max(stage, in_slot(rows * model.hidden * head.stored))
     return slot, stage
+
+
+def in_slot(nbytes: int) -> int:
+    return up(nbytes, 64) + 4096 * (nbytes >= STRAIGHT)
 
 
 def cache_account(
@@ -176,16 +181,28 @@ def test_head_chunks_cover_the_vocabulary(rng: random.Random) -> None:
 
 
 def test_slot_offsets() -> None:
-    assert slot_offsets([("a", 1), ("b", 64), ("c", 65), ("d", 3)]) == {"a": 0, "b": 64, "c": 128, "d": 256}
-    assert slot_offsets([]) == {}
+    assert slot_offsets([("a", 1), ("b", 64), ("c", 65), ("d", 3)], {"a": 7}) == {"a": 0, "b": 64, "c": 128, "d": 256}
+    assert slot_offsets([], {}) == {}
     assert slot_bytes([]) == 0
+
+
+def test_a_large_tensor_lies_in_a_slot_as_in_its_file() -> None:
+    """As many bytes after a multiple of 4096, unless its elements would lie across multiples of their size."""
+    sizes = [("a", 100), ("b", STRAIGHT), ("c", STRAIGHT + 3), ("d", STRAIGHT), ("e", STRAIGHT - 1)]
+    starts = {"a": 8, "b": 3 * 4096 + 112, "c": 8, "d": 8 * 4096 + 4, "e": 16}
+    found = slot_offsets(sizes, starts)
+    assert (found["b"] % 4096, found["c"] % 4096) == (112, 8)
+    assert found["d"] % 64 == found["e"] % 64 == 0
+    rising = [found[name] for name, _ in sizes]
+    ends = [start + nbytes for start, (_, nbytes) in zip(rising, sizes, strict=True)]
+    assert all(end <= start for end, start in zip(ends, [*rising[1:], slot_bytes(n for _, n in sizes)], strict=True))
 
 
 @given(rng=RANDOMS)
 @settings(max_examples=100)
 def test_a_slot_ends_where_its_last_tensor_does(rng: random.Random) -> None:
     sizes = [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
-    last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)])[str(len(sizes) - 1)]
+    last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)], {})[str(len(sizes) - 1)]
     assert last + up(sizes[-1], 64) == slot_bytes(sizes)
 
 

@@ -1,5 +1,6 @@
 """Long reads from disk: several threads, and which bytes pass through a buffer."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,8 +10,12 @@ import pytest
 import torch
 
 from bench.faults.failing import Failing, Fault
-from flexengine.tier.disk import CHUNK, DiskTier
+from flexengine.tier.base import ALIGN
+from flexengine.tier.disk import DiskTier
+from flexengine.tier.disk_reads import CHUNK
+from flexengine.tier.file import File, read_fully
 from flexengine.tier.ledger import Ledger
+from flexengine.tier.memory import mapped
 from tests.helpers.tiers import OneWay, some
 
 
@@ -69,6 +74,55 @@ def test_a_few_converted_bytes_do_not_make_the_rest_of_a_cached_read_pass_throug
     narrow = sum(2 * count for count, dtype in zip(counts, dtypes, strict=True) if dtype == torch.float32)
     assert buffered >= start - 38 if direct else buffered == narrow
     tier.close()
+
+
+def test_direct_reads_go_straight_to_targets_that_lie_as_the_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three weights with a bias between them, of which the second lies elsewhere in memory: it needs a buffer."""
+    counts = [5 * CHUNK, 77, CHUNK, 2 * CHUNK + 13]
+    dtypes = [torch.float16, torch.float32, torch.float16, torch.float16]
+    values = [some(count, torch.float16, seed) for seed, count in enumerate(counts)]
+    path = tmp_path / "x"
+    path.write_bytes(b"\x01" * 112 + b"".join(x.numpy().tobytes() for x in values))
+    tier, buffered = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True), readers=1), 0
+    if File(path, os.O_RDONLY).direct is None:
+        pytest.skip("no direct I/O here")
+    deliver = tier._deliver
+
+    def delivered(read: Any, buffer: torch.Tensor, low: int, high: int) -> None:
+        nonlocal buffered
+        buffered += high - low
+        deliver(read, buffer, low, high)
+
+    monkeypatch.setattr(tier, "_deliver", delivered)
+    room, pairs, start, used = mapped(2 * sum(counts) + 64 * ALIGN, huge=True).fill_(7), [], 112, 0
+    for i, (x, dtype) in enumerate(zip(values, dtypes, strict=True)):
+        used += (start - used) % ALIGN + (64 if i == 2 else 0)
+        target = torch.zeros(len(x)) if dtype != x.dtype else room[used : used + x.nbytes].view(dtype)
+        pairs.append((tier.checkpoint(path, start, x.nbytes, x.dtype), target))
+        start, used = start + x.nbytes, used + x.nbytes + 2 * ALIGN
+    tier.load_all(pairs)
+    assert all(torch.equal(target, x.to(target.dtype)) for (_, target), x in zip(pairs, values, strict=True))
+    assert values[2].nbytes <= buffered < values[2].nbytes + 8 * ALIGN
+    assert int((room == 7).sum()) >= room.nbytes - sum(x.nbytes for x in values)  # nothing else was written
+    tier.close()
+
+
+def test_a_short_read_goes_on_in_the_middle_of_several_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, data = tmp_path / "x", bytes(some(5000).view(torch.uint8).tolist())
+    path.write_bytes(data)
+    real, file = os.preadv, File(path, os.O_RDONLY)
+
+    def short(fd: int, parts: list[memoryview], offset: int) -> int:
+        first = next(part for part in parts if len(part))
+        return real(fd, [first[: min(len(first), 700)]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    targets = [bytearray(n) for n in (1000, 1, 8192, 0, 9000, 5000)]
+    assert read_fully(file, [memoryview(target) for target in targets], 10, direct=False) == len(data) - 10
+    assert b"".join(targets)[: len(data) - 10] == data[10:]
+    file.close()
 
 
 def test_a_load_does_not_wait_for_the_threads_of_another_one(tmp_path: Path) -> None:

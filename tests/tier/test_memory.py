@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexengine.tier import memory
+from flexengine.tier.ledger import Ledger
 
 
 def flags(tensor: torch.Tensor) -> set[str]:
@@ -29,6 +30,19 @@ def test_regions_use_small_pages_if_the_kernel_reports_free_ones(huge: bool, mon
     region = memory.aligned_buffer(3 * memory.HUGE)
     assert {"hg", "nh"} & flags(region) == {"hg" if huge else "nh"}
     assert region.data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_memory_in_huge_pages_is_known_as_long_as_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "reports_free_pages", lambda: True)
+    tier = memory.MemoryTier("ram", Ledger("ram"))
+    region = tier.allocate(3 * memory.HUGE, "weight slots")
+    view = tier.view(region)[memory.HUGE :]
+    assert not memory.in_huge_pages(view)
+    tier.receive_reads(region)
+    assert memory.in_huge_pages(view) is ("hg" in flags(view))
+    start = region.place.data_ptr()
+    del region
+    assert start not in memory._huge
 
 
 @pytest.mark.parametrize(
