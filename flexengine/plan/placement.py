@@ -168,7 +168,7 @@ class Placement:
         shared = self.tried.cost.hardware.shared
         places = tuple(place for place in self.places if place != "host" or not shared)
         by_kind = {
-            WEIGHTS: self.places if self._weights_on_host else places,
+            WEIGHTS: self.places if self.weights_on_host else places,
             CACHE: places if choice.cache else ("device",),
             HIDDEN: places if choice.hidden else ("device",),
         }
@@ -185,7 +185,7 @@ class Placement:
         return tuple(replace(row, used=row.used.fixed(held)) for row in rows)
 
     @cached_property
-    def _weights_on_host(self) -> bool:
+    def weights_on_host(self) -> bool:
         """Whether weights may be on the host: it is another memory, or holds weights in fewer bytes than the device."""
         tensors = self.tried.cost.model.tensors
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))

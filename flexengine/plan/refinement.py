@@ -18,6 +18,7 @@ WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one ste
 MAX_STEPS_WITHOUT_GAIN = 2
 FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved at the end
 MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
+HOST = TIERS.index("host")
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
@@ -69,9 +70,11 @@ class Refinement:
 
     @property
     def _moves(self) -> tuple[tuple[int, int], ...]:
-        """Return MOVES and, with further disks, moves between each of them and the device or the first disk."""
+        """Return the MOVES that can pay and, with further disks, moves between each of them and the device or the first
+        disk."""
         further = range(len(TIERS), len(self.placement.places))
-        return MOVES + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
+        moves = MOVES if self.placement.weights_on_host else tuple(move for move in MOVES if HOST not in move)
+        return moves + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
 
     def _best(self) -> list[Prediction]:
         """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
