@@ -12,7 +12,7 @@ from flexengine.policy import Policy
 DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 HUGE = 2 << 20  # bytes of a huge page
-SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
+SHORT_READ, SHORT_READERS = READ // 4, 6  # bytes of a short read, and threads with one buffer each
 
 
 class Booked(Protocol):
@@ -69,7 +69,7 @@ def read_buffers(model: ModelFacts, layout: Booked) -> int:
     """
     expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
-    long = min(READ_BUFFERS * READ, aligned(longest, HUGE) + HUGE) if longest >= SHORT_READ else 0
+    long = READ_BUFFERS * min(READ, aligned(longest, HUGE)) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
     used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
     used |= layout.pools.keys() | layout.hidden_home.keys()

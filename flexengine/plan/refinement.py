@@ -70,8 +70,8 @@ class Refinement:
 
     @property
     def _moves(self) -> tuple[tuple[int, int], ...]:
-        """Return the MOVES that can pay and, with further disks, moves between each of them and the device or the first
-        disk."""
+        """Return the MOVES, without those of a host that is the device and, with further disks, moves between each of
+        them and the device or the first disk."""
         further = range(len(TIERS), len(self.placement.places))
         moves = MOVES if self.placement.weights_on_host else tuple(move for move in MOVES if HOST not in move)
         return moves + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))

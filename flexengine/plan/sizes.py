@@ -33,7 +33,7 @@ def slot_offsets(tensors: Sequence[tuple[str, int]], starts: Mapping[str, int]) 
 
     Args:
         tensors: (name, bytes) pairs.
-        starts: first byte in the file of the tensors that can be read so.
+        starts: by name, the first byte in the file of each tensor that is read from a disk into the slot.
     """
     offsets, offset = {}, 0
     for name, nbytes in tensors:

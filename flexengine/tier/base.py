@@ -83,7 +83,7 @@ class Tier(ABC):
         """Free a region that `allocate` returned for the same `what`."""
 
     def receive_reads(self, region: Region) -> None:  # noqa: B027 - most tiers have nothing to do
-        """Prepare a new region, not used yet, for many reads from disks: they are faster into some kinds of memory."""
+        """Prepare a new region, not used yet, for many reads from disks, which are faster into huge pages."""
 
     @abstractmethod
     def load(self, region: Region, target: torch.Tensor) -> None:

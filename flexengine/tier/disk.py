@@ -140,7 +140,8 @@ class DiskTier(Tier):
         long = [read for read in reads if read.nbytes >= SHORT]
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
-        shared, waiting, streams = Shared(chunks(long, self._reads_direct)), list[Future[None]](), list[Future[None]]()
+        shared = Shared(chunks(long, self._reads_direct, self.readers))
+        waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._pool().submit(self._read_short, read) for read in short)
             for _ in range(min(self.readers, -(-sum(read.nbytes for read in long) // CHUNK)) - 1):
@@ -198,10 +199,11 @@ class DiskTier(Tier):
         """Return the queue of chunk buffers for long reads: one chunk is read while others are converted."""
         with self._lock:
             if self._ring is None:
-                self._ring, count = queue.SimpleQueue(), HELPERS + 1
+                ring, count = Ring(), HELPERS + 1
                 room = mapped(HUGE + count * CHUNK, huge=True)
                 for buffer in room[-room.data_ptr() % HUGE :][: count * CHUNK].view(count, CHUNK):
-                    self._ring.put(buffer)
+                    ring.put(buffer)
+                self._ring = ring
             return self._ring
 
     def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]]) -> None:
@@ -215,24 +217,28 @@ class DiskTier(Tier):
 
     def _read_chunk(self, chunk: Chunk, waiting: list[Future[None]]) -> None:
         """Read a chunk. Add the conversion of a large buffer, which may still run, to `waiting`."""
-        ring = self._buffers() if chunk.others else None
-        buffer = ring.get() if ring else None
+        nbytes = chunk.buffered
+        if nbytes <= SHORT:
+            buffer = self._short() if nbytes else None
+            self._noted(chunk, partial(self._read_pieces, chunk, buffer))
+            if buffer is not None:
+                self._convert(chunk, buffer)
+            return
+        ring = self._buffers()
+        buffer = ring.get()
         try:
-            read, targets = chunk.read, chunk.targets(buffer)
-            fill = partial(self._fill, read.file, targets, chunk.low, min(chunk.high, read.end), chunk.direct)
-            self._noted(chunk, fill)
-            if not chunk.direct:
-                self._drop(read.file, chunk.low, chunk.high - chunk.low)
+            self._noted(chunk, partial(self._read_pieces, chunk, buffer))
         except BaseException:
-            if ring and buffer is not None:
-                ring.put(buffer)
+            ring.put(buffer)
             raise
-        if ring and buffer is not None:
-            convert = partial(self._convert, chunk, buffer, ring)
-            if chunk.buffered > SHORT:
-                waiting.append(self._pool().submit(convert))
-            else:
-                convert()
+        waiting.append(self._pool().submit(self._convert, chunk, buffer, ring))
+
+    def _read_pieces(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
+        """Read a chunk into the targets and the buffer, and drop its bytes from the page cache."""
+        file, needed = chunk.read.file, min(chunk.high, chunk.read.end)
+        self._fill(file, chunk.targets(buffer), chunk.low, needed, chunk.direct)
+        if not chunk.direct or file.direct is None:  # None: the file system has refused direct I/O just now
+            self._drop(file, chunk.low, aligned(chunk.high) - chunk.low)
 
     def _noted(self, chunk: Chunk, call: Callable[[], None]) -> None:
         """Call the read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time
@@ -255,18 +261,17 @@ class DiskTier(Tier):
                 if ended and chunk.direct is self.way.direct:  # else another thread has changed it meanwhile
                     self.way.note(chunk.high - chunk.low, began, self._counted)
 
-    def _convert(self, chunk: Chunk, buffer: torch.Tensor, ring: Ring) -> None:
-        """Copy what the buffer holds of a chunk to the targets, and put the buffer back."""
+    def _convert(self, chunk: Chunk, buffer: torch.Tensor, ring: Ring | None = None) -> None:
+        """Copy what the buffer holds of a chunk to the targets, and put the buffer back into the ring it is from."""
         try:
-            start = 0
-            for low, high in chunk.others:
-                self._deliver(chunk.read, buffer[start : start + high - low], low, high)
-                start += high - low
+            for low, high, part in chunk.in_buffer(buffer):
+                self._deliver(chunk.read, part, low, high)
         finally:
-            ring.put(buffer)
+            if ring is not None:
+                ring.put(buffer)
 
     def _short(self) -> torch.Tensor:
-        """Return the buffer of this thread for short reads."""
+        """Return the buffer of this thread for short reads, and for short pieces of long ones."""
         if not hasattr(self._local, "short"):
             self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
         buffer: torch.Tensor = self._local.short

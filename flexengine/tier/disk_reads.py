@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +13,7 @@ from flexengine.tier.memory import in_huge_pages
 
 CHUNK = 4 << 20  # bytes of a buffer for long reads, and of a read through the page cache
 LONG = 16 * CHUNK  # bytes; longest direct read, almost all of it straight into the targets
-WORTHWHILE = 64 << 10  # bytes; shorter spans are read into a buffer, even if they could be read straight
+WORTHWHILE = 64 << 10  # bytes; direct reads put shorter pieces into a buffer, even if they could go straight
 STRADDLING = 512 << 10  # bytes; reads of a region whose elements may straddle chunks
 T = TypeVar("T")
 
@@ -44,7 +43,12 @@ class DiskRead:
         high = min(low // size * size + size, aligned(self.end))
         if not direct:
             low, high = max(low, self.start), min(high, self.end)
-        return Chunk(self, low, high, direct, list(self._straight(low, high, direct)))
+        pieces, at = list[Piece](), low
+        for piece in self._straight(low, high, direct):
+            pieces += [Piece(at, piece.begin, None), piece]
+            at = piece.end
+        pieces.append(Piece(at, high, None))
+        return Chunk(self, low, high, direct, [piece for piece in pieces if piece.begin < piece.end])
 
     def between(self, low: int, high: int) -> Iterator[tuple[Region, torch.Tensor, int, int]]:
         """Yield each part with bytes in low .. high of the file, and the first of these bytes and the end."""
@@ -53,7 +57,7 @@ class DiskRead:
             if begin < end:
                 yield region, flat, begin, end
 
-    def _straight(self, low: int, high: int, direct: bool) -> "Iterator[Span]":
+    def _straight(self, low: int, high: int, direct: bool) -> "Iterator[Piece]":
         """Yield what can be read straight into the targets: bytes that need no conversion, and for direct I/O whole
         blocks that begin in memory where blocks of the disk do."""
         for region, flat, begin, end in self.between(low, high):
@@ -65,64 +69,71 @@ class DiskRead:
                 in_step = (target.data_ptr() + begin - region.start) % ALIGN == 0
                 if end - begin < WORTHWHILE or not in_step or not in_huge_pages(target):
                     continue
-            yield begin, end, target[begin - region.start : end - region.start]
+            yield Piece(begin, end, target[begin - region.start : end - region.start])
 
 
-Span = tuple[int, int, torch.Tensor]  # first byte and end in the file, and uint8 memory for these bytes
+class Piece(NamedTuple):
+    """Bytes begin .. end of a file. target: uint8 memory that receives them; None for a part of a buffer, from which
+    they are copied to their targets."""
+
+    begin: int
+    end: int
+    target: torch.Tensor | None
 
 
 @dataclass
 class Chunk:
-    """A part of a read that one system call reads.
+    """A part of a read that is read at once.
 
     Attributes:
         low: first byte in the file.
         high: end in the file.
         direct: whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie after the
             end of the file.
-        straight: spans that are read straight into the targets, in file order.
+        pieces: its bytes, in order.
     """
 
     read: DiskRead
     low: int
     high: int
     direct: bool
-    straight: list[Span]
-
-    @property
-    def others(self) -> list[tuple[int, int]]:
-        """First byte and end of each span that is read into a buffer, and from there copied to the targets."""
-        bounds = [self.low, *chain.from_iterable(span[:2] for span in self.straight), self.high]
-        return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+    pieces: list[Piece]
 
     @property
     def buffered(self) -> int:
         """Bytes that need a buffer."""
-        return sum(end - begin for begin, end in self.others)
+        return sum(end - begin for begin, end, target in self.pieces if target is None)
+
+    def in_buffer(self, buffer: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield first byte and end of each piece that needs the buffer (uint8), and its part of the buffer."""
+        start = 0
+        for begin, end, target in self.pieces:
+            if target is None:
+                yield begin, end, buffer[start : start + end - begin]
+                start += end - begin
 
     def targets(self, buffer: torch.Tensor | None) -> list[memoryview]:
-        """Return the memory for all bytes, in file order. The buffer (uint8) receives `others` one after the other."""
-        spans, start = [(begin, target) for begin, _, target in self.straight], 0
-        if buffer is not None:
-            for begin, end in self.others:
-                spans.append((begin, buffer[start : start + end - begin]))
-                start += end - begin
-        return [memory(target) for _, target in sorted(spans, key=lambda span: span[0])]
+        """Return the memory for all bytes, in order. buffer: uint8, of at least `buffered` bytes; None if these are
+        0."""
+        parts = (part for *_, part in self.in_buffer(buffer)) if buffer is not None else iter(())
+        return [memory(next(parts) if piece.target is None else piece.target) for piece in self.pieces]
 
 
-def chunks(reads: Iterable[DiskRead], direct: Callable[[File], bool]) -> Iterator[Chunk]:
-    """Yield long reads in chunks, in file order. They end at multiples of their size in the file, so that large folios
-    of the page cache are dropped whole.
+def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: int) -> Iterator[Chunk]:
+    """Yield long reads in chunks, in order of the reads. Cached ones end at multiples of CHUNK in the file, so that
+    large folios of the page cache are dropped whole.
 
     Args:
         reads: see `disk_reads`.
         direct: returns whether a file is read by direct I/O now. This is asked for each chunk.
+        readers: threads that share the chunks.
     """
+    long = min(LONG, CHUNK * -(-sum(read.nbytes for read in reads) // (readers * CHUNK)))
     for read in reads:
         low = read.start // ALIGN * ALIGN
         while low < read.end:
             way = direct(read.file)
-            chunk = read.chunk(low, LONG if way else CHUNK, way)
+            chunk = read.chunk(low, long if way else CHUNK, way)
             if chunk.buffered > CHUNK:
                 chunk = read.chunk(low, CHUNK, way)
             yield chunk

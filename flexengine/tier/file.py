@@ -12,6 +12,7 @@ import torch
 from flexengine.read_retries import located, patiently
 from flexengine.tier.base import ALIGN
 
+MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers that one system call can fill
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without direct I/O (tmpfs, some network ones)
 
 
@@ -101,7 +102,7 @@ def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _read(file: File, targets: Sequence[memoryview], offset: int, direct: bool) -> int:
-    return patiently(lambda: file.transfer(os.preadv, targets, offset, direct), file.path, offset)
+    return patiently(lambda: file.transfer(os.preadv, targets[:MOST_PARTS], offset, direct), file.path, offset)
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:

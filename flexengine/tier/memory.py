@@ -95,7 +95,7 @@ def in_huge_pages(tensor: torch.Tensor) -> bool:
     makes 8 requests of 128 pages, which took 2.5 times as long on a virtual disk (1.0 and 2.5 GB/s).
     """
     address = tensor.data_ptr()
-    return any(start <= address < end for start, end in list(_huge.items()))
+    return any(start <= address < end for start, end in _huge.copy().items())  # other threads change it
 
 
 @cache

@@ -71,8 +71,8 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     cache_account(account, model, policy, work, staged)
     away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // buffers
     longest = max(sum(t.stored_bytes for t in model.tensors), away)
-    ring = min(12 << 20, up(longest, 2 << 20) + (2 << 20)) if longest >= 1 << 20 else 0
-    account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
+    ring = 3 * min(4 << 20, up(longest, 2 << 20)) if longest >= 1 << 20 else 0  # each buffer in huge pages
+    account["host"]["read buffers"] = ring + 6 * up(min(1 << 20, longest) + 8192, 4096)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
 
@@ -201,9 +201,18 @@ def test_a_large_tensor_lies_in_a_slot_as_in_its_file() -> None:
 @given(rng=RANDOMS)
 @settings(max_examples=100)
 def test_a_slot_ends_where_its_last_tensor_does(rng: random.Random) -> None:
-    sizes = [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
-    last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)], {})[str(len(sizes) - 1)]
-    assert last + up(sizes[-1], 64) == slot_bytes(sizes)
+    sizes = [rng.choice((300, 3 * STRAIGHT)) * rng.randint(1, 300) // 300 for _ in range(rng.randint(1, 8))]
+    starts = {str(i): rng.randrange(10**9) for i in range(len(sizes)) if rng.random() < 0.8}
+    tensors = [(str(i), n) for i, n in enumerate(sizes)]
+    last = slot_offsets(tensors, {})[str(len(sizes) - 1)]
+    assert last + in_slot(sizes[-1]) == slot_bytes(sizes)
+    offsets = slot_offsets(tensors, starts)
+    ends = [offsets[name] + nbytes for name, nbytes in tensors]
+    assert all(end <= start for end, start in zip(ends, [*offsets.values()][1:], strict=False))
+    assert ends[-1] <= slot_bytes(sizes)
+    for name, nbytes in tensors:
+        step = 4096 if nbytes >= STRAIGHT and starts.get(name, 1) % 8 == 0 else 64
+        assert (offsets[name] - (starts[name] if step == 4096 else 0)) % step == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,5 +1,6 @@
 """Long reads from disk: several threads, and which bytes pass through a buffer."""
 
+import errno
 import os
 import threading
 import time
@@ -123,6 +124,43 @@ def test_a_short_read_goes_on_in_the_middle_of_several_targets(tmp_path: Path, m
     assert read_fully(file, [memoryview(target) for target in targets], 10, direct=False) == len(data) - 10
     assert b"".join(targets)[: len(data) - 10] == data[10:]
     file.close()
+
+
+def test_more_regions_than_one_system_call_can_fill(tmp_path: Path) -> None:
+    values = some(1500 * 300, torch.float16).view(1500, 300)
+    path = tmp_path / "x"
+    path.write_bytes(values.numpy().tobytes() * 2)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(False))
+    rows, order = torch.zeros(3000, 300, dtype=torch.float16), torch.randperm(3000).tolist()
+    tier.load_all([(tier.checkpoint(path, i * 600, 600, torch.float16), rows[row]) for i, row in enumerate(order)])
+    assert torch.equal(rows[order], torch.cat([values, values]))
+    tier.close()
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_direct_reads_that_the_file_system_refuses_go_through_the_page_cache(
+    readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values, real = tmp_path / "x", some(5 * CHUNK, torch.float16), os.preadv
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True), readers)
+    home, refused = tier.checkpoint(path, 0, values.nbytes, torch.float16), list[int]()
+
+    def preadv(fd: int, parts: list[memoryview], offset: int) -> int:
+        if fd == home.place.direct:
+            refused.append(sum(map(len, parts)))
+            raise OSError(errno.EINVAL, "refused")
+        return real(fd, parts, offset)
+
+    if home.place.direct is None:
+        pytest.skip("no direct I/O here")
+    monkeypatch.setattr(os, "preadv", preadv)
+    room = mapped(values.nbytes, huge=True)
+    tier.load(home, target := room.view(torch.float16))
+    assert torch.equal(target, values)
+    assert 1 <= len(refused) <= readers
+    assert refused[0] == {1: 10, 3: 4}[readers] * CHUNK  # straight to the target, shared evenly
+    tier.close()
 
 
 def test_a_load_does_not_wait_for_the_threads_of_another_one(tmp_path: Path) -> None:
