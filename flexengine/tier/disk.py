@@ -220,30 +220,25 @@ class DiskTier(Tier):
         nbytes = chunk.buffered
         if nbytes <= SHORT:
             buffer = self._short() if nbytes else None
-            self._noted(chunk, partial(self._read_pieces, chunk, buffer))
+            self._noted(chunk, buffer)
             if buffer is not None:
                 self._convert(chunk, buffer)
             return
         ring = self._buffers()
         buffer = ring.get()
         try:
-            self._noted(chunk, partial(self._read_pieces, chunk, buffer))
+            self._noted(chunk, buffer)
         except BaseException:
             ring.put(buffer)
             raise
         waiting.append(self._pool().submit(self._convert, chunk, buffer, ring))
 
-    def _read_pieces(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
-        """Read a chunk into the targets and the buffer, and drop its bytes from the page cache."""
-        file, needed = chunk.read.file, min(chunk.high, chunk.read.end)
-        self._fill(file, chunk.targets(buffer), chunk.low, needed, chunk.direct)
-        if not chunk.direct or file.direct is None:  # None: the file system has refused direct I/O just now
-            self._drop(file, chunk.low, aligned(chunk.high) - chunk.low)
-
-    def _noted(self, chunk: Chunk, call: Callable[[], None]) -> None:
-        """Call the read of a chunk, and add its time to the measurement of `way` if that can choose how to read. Time
-        in which several threads read counts once."""
+    def _noted(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
+        """Read a chunk into the targets and the buffer. Add the time to the measurement of `way` if that can choose how
+        to read. Time in which several threads read counts once."""
         file, ended = chunk.read.file, False
+        needed, targets = min(chunk.high, chunk.read.end), chunk.targets(buffer)
+        call = partial(self._fill, file, targets, chunk.low, needed, chunk.direct)
         if file is self._spill or file.direct is None:
             call()
             return
@@ -293,18 +288,17 @@ class DiskTier(Tier):
         Raises:
             BadCheckpoint: the file ends before byte `needed`.
         """
-        direct = self._reads_direct(file)
-        self._fill(file, [memory(buffer)], low, needed, direct)
-        if not direct:
-            self._drop(file, low, len(buffer))
+        self._fill(file, [memory(buffer)], low, needed, self._reads_direct(file))
 
     def _fill(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
-        """Do what `_read` does, into several buffers, but leave the bytes in the page cache."""
+        """Do what `_read` does, into several buffers, directly or through the page cache."""
         got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; another process may have changed"
                                 " it: restore the file and start again")  # fmt: skip
+        if not direct or file.direct is None:  # None: the file system has refused direct I/O just now
+            self._drop(file, low, aligned(low + sum(map(len, targets))) - low)
 
     def _drop(self, file: File, low: int, nbytes: int) -> None:
         """Drop bytes of a file of the user from the page cache. low: first byte."""

@@ -33,6 +33,18 @@ class OneWay(FasterWay):
         pass
 
 
+def watch_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the bytes of each piece of a disk read that is copied from a buffer."""
+    copied, deliver = list[int](), DiskTier._deliver
+
+    def delivered(disk: DiskTier, read: Any, buffer: torch.Tensor, low: int, high: int) -> None:
+        copied.append(high - low)
+        deliver(disk, read, buffer, low, high)
+
+    monkeypatch.setattr(DiskTier, "_deliver", delivered)
+    return copied
+
+
 def some(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.uint8:

@@ -20,7 +20,7 @@ from flexengine.tier.file import FasterWay
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
-from tests.helpers.tiers import OneWay, pattern, some
+from tests.helpers.tiers import OneWay, pattern, some, watch_buffers
 
 # Disk beyond the conformance class.
 
@@ -85,13 +85,7 @@ def test_only_cached_reads_without_conversion_need_no_buffer(
     path = tmp_path / "x.bin"
     path.write_bytes(b"\x01" * 38 + b"".join(x.numpy().tobytes() for x in values))
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
-    buffered, deliver = list[int](), tier._deliver
-
-    def delivered(read: Any, buffer: torch.Tensor, low: int, high: int) -> None:
-        buffered.append(high - low)
-        deliver(read, buffer, low, high)
-
-    monkeypatch.setattr(tier, "_deliver", delivered)
+    buffered = watch_buffers(monkeypatch)
     targets = [torch.zeros(len(x), dtype=dtype) for x in values]
     starts = (38, 38 + values[0].nbytes)
     homes = [tier.checkpoint(path, start, x.nbytes, x.dtype) for start, x in zip(starts, values, strict=True)]
