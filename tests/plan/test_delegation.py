@@ -113,7 +113,7 @@ def test_a_layout_is_refused_where_there_is_no_host_apart() -> None:
         lay_out(model, policy, work, Capacity(None, None, None, shared=True, staged=False))
     lay_out(model, policy, work, Capacity(None, None, None, shared=False, staged=True))
     cpu = replace(machine_of(random.Random(0), "cpu"), host_attention=1e10)
-    found = search(model, replace(cpu, device_bytes=1 << 24, disk_bytes=1 << 30), work)
+    found = search(model, replace(cpu, device_bytes=1 << 25, disk_bytes=1 << 30), work)
     assert not any(p.policy.delegate for p in found.tried)
 
 
