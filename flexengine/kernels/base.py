@@ -18,7 +18,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.codec.records import RecordForm
 
-ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
+ACTS = ("silu", "gelu_tanh", "relu")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
 
 

@@ -19,11 +19,13 @@ template <class Call> struct RowTasks {
     void run(int64_t i) const { a.run(i * each, (i + 1) * each < rows ? (i + 1) * each : rows); }
 };
 
-// out[m, :] = weight * (x[m, :] / sqrt(mean of squares + eps)), with weight + shift in weight's place.
+// out[m, :] = weight * (x[m, :] / sqrt(mean of squares + eps)) + bias, with weight + shift in weight's place.
+// bias: null for none; centred: subtract the mean of x[m, :] first.
 struct Norm {
-    const float *x, *weight; float* out;
+    const float *x, *weight, *bias; float* out;
     int64_t rows, n, x_row;
     float eps, shift;
+    int32_t centred;
 
     int64_t rows_of_tasks() const { return rows; }
     int64_t row_elements() const { return n; }
@@ -35,17 +37,32 @@ void norm_row(const Norm& a, int64_t m) {
     float* out = a.out + m * a.n;
     const int64_t whole = a.n / W * W;
     const int rest = int(a.n - whole);
+    auto total = [](const vf* sum) { return vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3]))); };
+    float middle = 0.f;
+    if (a.centred) {
+        vf sum[4] = {vset(0.f), vset(0.f), vset(0.f), vset(0.f)};
+        for (int64_t d = 0; d < whole; d += W) sum[d / W % 4] = vadd(vload(x + d), sum[d / W % 4]);
+        if (rest) sum[0] = vadd(vload_part(x + whole, rest), sum[0]);
+        middle = total(sum) / float(a.n);
+    }
+    const vf mean = vset(middle);
     vf sum[4] = {vset(0.f), vset(0.f), vset(0.f), vset(0.f)};
-    for (int64_t d = 0; d < whole; d += W) sum[d / W % 4] = vfma(vload(x + d), vload(x + d), sum[d / W % 4]);
-    const vf last = rest ? vload_part(x + whole, rest) : vset(0.f);
+    for (int64_t d = 0; d < whole; d += W) {
+        const vf y = vsub(vload(x + d), mean);
+        sum[d / W % 4] = vfma(y, y, sum[d / W % 4]);
+    }
+    float part[W] = {};
+    for (int e = 0; e < rest; e++) part[e] = x[whole + e] - middle;
+    const vf last = vload(part);
     sum[0] = vfma(last, last, sum[0]);
-    const float square = vsum(vadd(vadd(sum[0], sum[1]), vadd(sum[2], sum[3])));
-    const vf factor = vset(1.f / sqrtf(square / float(a.n) + a.eps)), shift = vset(a.shift);
-    for (int64_t d = 0; d < whole; d += W)
-        vstore(out + d, vmul(vadd(vload(a.weight + d), shift), vmul(vload(x + d), factor)));
+    const vf factor = vset(1.f / sqrtf(total(sum) / float(a.n) + a.eps)), shift = vset(a.shift);
+    for (int64_t d = 0; d < whole; d += W) {
+        const vf y = vmul(vadd(vload(a.weight + d), shift), vmul(vsub(vload(x + d), mean), factor));
+        vstore(out + d, a.bias ? vadd(y, vload(a.bias + d)) : y);
+    }
     if (!rest) return;
-    float part[W];
-    vstore(part, vmul(vadd(vload_part(a.weight + whole, rest), shift), vmul(last, factor)));
+    const vf y = vmul(vadd(vload_part(a.weight + whole, rest), shift), vmul(last, factor));
+    vstore(part, a.bias ? vadd(y, vload_part(a.bias + whole, rest)) : y);
     memcpy(out + whole, part, size_t(rest) * 4);
 }
 
@@ -78,8 +95,8 @@ void Rotate::run(int64_t low, int64_t high) const {
     for (int64_t t = low; t < high; t++) rotate_token(*this, t);
 }
 
-// gate = act(gate) * up, n numbers
-enum Act : int32_t { SILU = 0, GELU_TANH = 1 };
+// gate = act(gate) * up, n numbers; up: null for 1
+enum Act : int32_t { SILU = 0, GELU_TANH = 1, RELU = 2 };
 struct Gate {
     float* gate; const float* up;
     int64_t n;
@@ -100,15 +117,21 @@ inline vf gelu_tanh(vf x) {
     return vmul(vmul(vset(0.5f), x), vadd(vset(1.f), vtanh(inner)));
 }
 
-inline vf activated(int32_t act, vf x) { return act == SILU ? silu(x) : gelu_tanh(x); }
+inline vf relu(vf x) { return vbelow(x, vset(0.f), vset(0.f), x); }  // NaN stays NaN
+
+inline vf activated(int32_t act, vf x) { return act == SILU ? silu(x) : act == RELU ? relu(x) : gelu_tanh(x); }
 
 void gate_span(const Gate& a, int64_t from, int64_t end) {
     int64_t i = from;
-    for (; i + W <= end; i += W) vstore(a.gate + i, vmul(activated(a.act, vload(a.gate + i)), vload(a.up + i)));
+    for (; i + W <= end; i += W) {
+        const vf x = activated(a.act, vload(a.gate + i));
+        vstore(a.gate + i, a.up ? vmul(x, vload(a.up + i)) : x);
+    }
     if (i == end) return;
     float part[W];
     const int rest = int(end - i);
-    vstore(part, vmul(activated(a.act, vload_part(a.gate + i, rest)), vload_part(a.up + i, rest)));
+    const vf x = activated(a.act, vload_part(a.gate + i, rest));
+    vstore(part, a.up ? vmul(x, vload_part(a.up + i, rest)) : x);
     memcpy(a.gate + i, part, size_t(rest) * 4);
 }
 

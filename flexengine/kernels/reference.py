@@ -1,11 +1,12 @@
 """The kernels in plain torch, for any device: the fallback if the native ones cannot be built, and their reference."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import ROWS, Packed
@@ -200,7 +201,9 @@ class ReferenceKernels(base.Kernels):
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         checks.check_gate(gate, up, act)
-        return (silu(gate) if act == "silu" else gelu(gate, approximate="tanh")) * up
+        known: dict[str, Callable[[Tensor], Tensor]]
+        known = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu": relu}
+        return known[act](gate) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         checks.check_convert(source, target)

@@ -133,9 +133,21 @@ class Steps:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False) -> Tensor:
         """Add an RMS norm of x [rows, n]; see base.Kernels.rms_norm."""
+        return self._norm(x, weight, None, eps, shift, False, beside)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Add a layer norm of x [rows, n], as torch.nn.functional.layer_norm."""
+        return self._norm(x, weight, bias, eps, 0.0, True, False)
+
+    def _norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shift: float, centred: bool, beside: bool
+    ) -> Tensor:
         out = self._new(x.shape)
-        call = structs.Norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), eps, shift)
-        self._add("norm", call, (x, weight, out), beside)
+        call = structs.Norm(
+            *(x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr()),
+            *(*x.shape, x.stride(0), eps, shift, centred),
+        )
+        self._add("norm", call, (x, weight, bias, out), beside)
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False) -> Tensor:
@@ -147,9 +159,9 @@ class Steps:
         self._add("rotate", call, (x, cos, sin, out), beside)
         return out
 
-    def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous."""
-        call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act))
+    def gate(self, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+        """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous. None stands for ones."""
+        call = structs.Gate(gate.data_ptr(), _address(up), gate.numel(), base.ACTS.index(act))
         self._add("gate", call, (gate, up))
         return gate
 

@@ -69,9 +69,10 @@ class Norm(ctypes.Structure):
     """struct Norm of elementwise.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "weight", "out")),
+        *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, c_int64) for name in ("rows", "n", "x_row")),
         *((name, c_float) for name in ("eps", "shift")),
+        ("centred", c_int32),
     ]
 
 

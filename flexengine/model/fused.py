@@ -71,7 +71,7 @@ def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
     return {"forward": forward}
 
 
-ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}
 
 
 def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,7 +1,7 @@
 """Decoder layers as two calls of native kernels: all before attention in one, all after it in the other.
 
-    before   norm, queries | keys | values, rotary positions
-    after    output projection + residual, norm, gate | up, activation, down projection + residual
+    before   norm, queries | keys | values, rotary positions if there are any
+    after    output projection + residual, norm, gate | up or up alone, activation, down projection + residual
 
 If all tokens are the next ones of their sequences, one call computes the whole layer, attention too, and the layers
 after it whose weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs,
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import greenlet
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.kernels.base import Decoding
@@ -23,9 +23,9 @@ from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.fused import ACTS
+from flexengine.model.layer_parts import HEAD_NORMS, Parts
 from flexengine.model.linear import FastLinear, unwatched
 
-HEAD_NORMS = {"q_norm", "k_norm"}
 PART = 512  # rows that a call computes, so that what it writes stays in the CPU's caches
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 
@@ -139,14 +139,14 @@ class Halves:
         last: whether only a norm and the output projection follow, so that only rows with logits are needed.
     """
 
-    def __init__(self, layer: Any, options: dict[str, Any], kind: Kind) -> None:
-        self.attention, self.mlp, self.options, self.kind = layer.self_attn, layer.mlp, options, kind
-        self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
+    def __init__(self, layer: Any, parts: Parts, options: dict[str, Any], kind: Kind) -> None:
+        self.parts, self.attention, self.options, self.kind = parts, parts.attention, options, kind
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
         self._head_norms = self.attention._modules.keys() >= HEAD_NORMS
         self._linear: list[FastLinear] = [m for m in modules if isinstance(m, FastLinear)]
+        self._layer_norms = [m for m in modules if isinstance(m, nn.LayerNorm)]
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
         self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
         self._bound: Bound | None = None
@@ -163,7 +163,7 @@ class Halves:
         with unwatched():
             if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
                 return False
-            if self.kind.angles(positions, (1, hidden.shape[1], self.attention.head_dim)) is None:
+            if self._angles(positions, hidden.shape[1]) is None:
                 return False
         if getattr(greenlet.getcurrent(), "queries_first", False) or not self._unchanged:
             return False
@@ -178,7 +178,11 @@ class Halves:
 
     @property
     def _act_name(self) -> str:
-        return type(self.mlp.act_fn).__name__
+        return type(getattr(*self.parts.act)).__name__
+
+    def _angles(self, positions: Any, rows: int) -> list[Tensor] | None:
+        """Return what `Kind.angles` returns, or nothing for positions that are not rotary."""
+        return self.kind.angles(positions, (1, rows, self.attention.head_dim)) if self.parts.rotary else []
 
     def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
         """Compute the layer, and layers after it if this can be done in the same call.
@@ -191,7 +195,7 @@ class Halves:
         """
         with unwatched():
             x = hidden[0]
-            angles = self.kind.angles(positions, (1, len(x), self.attention.head_dim))
+            angles = self._angles(positions, len(x))
             assert angles is not None
             if decodings := self._decodings(len(x)):
                 return len(decodings), self._decode(x, angles, decodings)[None]
@@ -215,8 +219,8 @@ class Halves:
     def _decodings(self, rows: int) -> list[tuple["Halves", Decoding]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
         given: Sequence[Decoding] = getattr(greenlet.getcurrent(), "decodings", ())
-        dim, attention = self.attention.head_dim, self.attention
-        sizes = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim, dim
+        dim, parts = self.attention.head_dim, self.parts
+        sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
         if not given or rows > PART or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
         found, format = [(self, given[0])], self._bind().format
@@ -321,35 +325,41 @@ class Halves:
         biases = {m: None if m.bias is None else m.bias.float() for m in self._linear}
         given = [holder[name] for holder, name in self._parameters if name == "weight"]
         given += [bias for bias in biases.values() if bias is not None]
+        given += [norm.bias for norm in self._layer_norms if norm.bias is not None]
         formats = [(m.forms.get("weight"), biases[m] is None, *item) for m, item in zip(self._linear, how, strict=True)]
-        key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats)
+        plain = [norm.bias is None for norm in self._layer_norms]
+        key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats, *plain)
         number = self.kind.formats.setdefault(key, len(self.kind.formats))
         self._bound = Bound(parameters, how, biases, given, [x.data_ptr() for x in given], number)
         return self._bound
 
-    def _before(self, steps: Steps, bound: Bound, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        attention = self.attention
-        normed = _norm(steps, x, self.before)
+    def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+        attention, parts = self.attention, self.parts
+        normed = _norm(steps, x, parts.before)
         q, k, v = (self._product(steps, bound, normed, module, beside=i > 0).view(x.shape[0], -1, attention.head_dim)
-                   for i, module in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)))  # fmt: skip
+                   for i, module in enumerate((parts.q, parts.k, parts.v)))  # fmt: skip
         if self._head_norms:
             q, k = (_norm(steps, y.flatten(0, 1), module, beside).view(y.shape)
                     for y, module, beside in ((q, attention.q_norm, False), (k, attention.k_norm, True)))  # fmt: skip
+        if not angles:
+            return [q, k, v]
+        cos, sin = angles
         return [steps.rotate(q, cos, sin), steps.rotate(k, cos, sin, beside=True), v]
 
     def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:
-        mlp = self.mlp
-        x = self._product(steps, bound, attended, self.attention.o_proj, residual=x)
-        normed = _norm(steps, x, self.after)
-        gate = self._product(steps, bound, normed, mlp.gate_proj)
-        up = self._product(steps, bound, normed, mlp.up_proj, beside=True)
-        steps.gate(gate, up, ACTS[self._act_name])
-        return [self._product(steps, bound, gate, mlp.down_proj, residual=x)]
+        parts, act = self.parts, ACTS[self._act_name]
+        x = self._product(steps, bound, attended, parts.out, residual=x)
+        normed = _norm(steps, x, parts.after)
+        if parts.gate is None:
+            inner = steps.gate(self._product(steps, bound, normed, parts.up), None, act)
+        else:
+            gate = self._product(steps, bound, normed, parts.gate)
+            inner = steps.gate(gate, self._product(steps, bound, normed, parts.up, beside=True), act)
+        return [self._product(steps, bound, inner, parts.down, residual=x)]
 
-    def _whole(
-        self, steps: Steps, bound: Bound, x: Tensor, cos: Tensor, sin: Tensor, decoding: Decoding
-    ) -> list[Tensor]:
-        q, k, v = self._before(steps, bound, x, cos, sin)
+    def _whole(self, steps: Steps, bound: Bound, x: Tensor, *rest: Any) -> list[Tensor]:
+        *angles, decoding = rest
+        q, k, v = self._before(steps, bound, x, *angles)
         attended = steps.append_and_attend(q, k, v, decoding, self.options["scaling"], self.options["softcap"])
         return self._after(steps, bound, x, attended.flatten(1))
 
@@ -370,6 +380,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return steps.layer_norm(x, module.weight, module.bias, module.eps)
     eps, shift = module.rms
     return steps.norm(x, module.weight, getattr(module, eps), shift, beside)
 

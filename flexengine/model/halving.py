@@ -1,7 +1,7 @@
 """Which decoder layers compute by the calls of halves.py.
 
-A layer is recognised by the names and classes of its modules. A trial with small random weights then compares the calls
-with transformers' own modules, which shows that the layer connects its modules in this way.
+A layer is recognised by the names and classes of its modules (layer_parts.py). A trial with small random weights then
+compares the calls with transformers' own modules, which shows that the layer connects its modules in this way.
 """
 
 import copy
@@ -16,15 +16,14 @@ from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
-from flexengine.model.fused import ACTS, use_fused
-from flexengine.model.halves import HEAD_NORMS, Halves, Kind, Scratch
-from flexengine.model.linear import FastLinear, Product, use_fast_linear
+from flexengine.model.fused import use_fused
+from flexengine.model.halves import Halves, Kind, Scratch
+from flexengine.model.layer_parts import Parts, is_norm, parts_of
+from flexengine.model.linear import Product, use_fast_linear
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
 # Sizes of a trial, by the names of a config's fields.
-_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+          "ffn_dim": 24, "word_embed_proj_dim": 32}  # fmt: skip
 _TOKENS = 3  # of a trial
 _CLOSE = 1e-4  # largest relative difference in a trial; two orders of summation differ by less
 
@@ -42,11 +41,11 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
     for module in pausing_layers(model):
         layer: Any = module.layer
         event = attends[module.index]
-        if _recognised(layer) and event.sinks is None:
+        if (parts := parts_of(layer)) is not None and event.sinks is None:
             norms = tuple(m.rms for m in layer.modules() if hasattr(m, "rms"))
             key = type(layer), _settings(layer), norms, event.scale, event.softcap
             kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx), scratch))
-            module.halves = Halves(layer, _options(event), kind)
+            module.halves = Halves(layer, parts, _options(event, parts), kind)
             if before is not None and before.halves is not None:
                 before.halves.following = module.halves
         before = module
@@ -55,34 +54,18 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
 
 
 def _ends(model: Any) -> bool:
-    """Return whether nothing but a norm of each token, and the output projection, follows the last layer."""
+    """Return whether nothing but a norm of each token, and the output projection, follows the last layer.
+
+    Embeddings of ids and of positions come before the first layer.
+    """
     inside = {m for layer in model.modules() if isinstance(layer, PausingLayer) for m in layer.modules()}
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
     embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
-    return len(embeddings) == 1 and len(outside) == 2 and sum(hasattr(m, "rms") for m in outside) == 1
+    return 1 <= len(embeddings) == len(outside) - 1 and sum(is_norm(m) for m in outside) == 1
 
 
-def _options(event: Attend) -> dict[str, Any]:
-    return {"scaling": event.scale, "sliding_window": event.window, "softcap": event.softcap}
-
-
-def _recognised(layer: Any) -> bool:
-    """Return whether a layer has the modules that the calls compute, and no other ones."""
-
-    def names(module: nn.Module) -> set[str]:
-        return {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-
-    if names(layer) != _LAYER or names(layer.mlp) != _MLP or names(layer.self_attn) - HEAD_NORMS != _ATTENTION:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if len(names(attention) & HEAD_NORMS) == 1 or any(True for _ in layer.buffers()):
-        return False
-    linear = [getattr(attention, name) for name in _ATTENTION] + [getattr(mlp, name) for name in _MLP]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in names(attention) & HEAD_NORMS]
-    own = {name for part in (layer, attention, mlp) for name, _ in part.named_parameters(recurse=False)}
-    return not own and all(type(m) is FastLinear for m in linear) and all(hasattr(m, "rms") for m in norms) and (
-        type(getattr(mlp, "act_fn", None)).__name__ in ACTS and hasattr(attention, "head_dim"))  # fmt: skip
+def _options(event: Attend, parts: Parts) -> dict[str, Any]:
+    return {"scaling": event.scale * parts.factor, "sliding_window": event.window, "softcap": event.softcap}
 
 
 def _settings(layer: Any) -> tuple[Any, ...]:
@@ -119,13 +102,15 @@ class Trial:
         ours = copy.deepcopy(own)
         use_fast_linear(ours, Product(torch.float32))
         use_fused(ours)
-        if not _recognised(ours):
+        if (parts := parts_of(ours)) is None:
             return False
         x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
-        event, theirs = _run(lambda: own(x.clone(), position_embeddings=(cos, sin)))
-        halves = Halves(ours, _options(event), Kind(None, Scratch()))
-        found, result = _run(lambda: halves(x.clone(), (cos, sin))[1])
-        pairs = [*zip(event[1:4], found[1:4], strict=True), (theirs, result)]
+        positions = {"position_embeddings": (cos, sin)} if parts.rotary else {}
+        event, theirs = _run(lambda: own(x.clone(), **positions))
+        halves = Halves(ours, parts, _options(event, parts), Kind(None, Scratch()))
+        found, result = _run(lambda: halves(x.clone(), positions.get("position_embeddings"))[1])
+        pairs = [(event.q * event.scale, found.q * found.scale), (event.k, found.k), (event.v, found.v)]
+        pairs.append((theirs, result))
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
 
     def _small(self, rng: torch.Generator) -> tuple[Any, int]:

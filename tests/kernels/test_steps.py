@@ -9,7 +9,7 @@ from torch import Tensor
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
-from flexengine.kernels.base import Compute
+from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.steps import Steps
 from tests.helpers.builds import NATIVE, kernels_named
@@ -72,6 +72,31 @@ def test_a_chain_of_steps(
     assert torch.equal(c, second)
     assert torch.equal(kept, gated)
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (70, 64), (2, 2048), (1, 16385)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_layer_norm(kernel: NativeKernels, threads: int, shape: tuple[int, int], with_bias: bool) -> None:
+    """Also of numbers far from 0, and of a view with longer rows."""
+    torch.manual_seed(0)
+    wide = torch.randn(shape[0], shape[1] + 3) * 3 + torch.tensor([[100.0], [0.0]]).repeat(35, 1)[: shape[0]]
+    x, weight, bias = wide[:, 1:-2], torch.randn(shape[1]), torch.randn(shape[1]) if with_bias else None
+    steps = kernel.steps()
+    ours = steps.layer_norm(x, weight, bias, 1e-5)
+    steps.run()
+    doubles = None if bias is None else bias.double()
+    expected = torch.nn.functional.layer_norm(x.double(), shape[1:], weight.double(), doubles, 1e-5)
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [1, 15, 17, 1003])
+def test_an_activation_without_a_gate(kernel: NativeKernels, threads: int, count: int) -> None:
+    x = torch.randn(1, count) * 4
+    for act in ACTS:
+        steps = kernel.steps()
+        ours = steps.gate(x.clone(), None, act)
+        steps.run()
+        assert torch.equal(ours, kernel.gate(x.clone(), torch.ones_like(x), act))
 
 
 @pytest.mark.parametrize("rows", [1, 70])

@@ -1,7 +1,7 @@
 """Norms, rotary positions and gates in one pass: against the formulas in fp64 and against transformers' own modules."""
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +19,12 @@ from flexengine.kernels import Kernels
 from flexengine.model import fused
 from flexengine.model.fused import use_fused
 from tests.helpers.builds import NATIVE, kernels_named
+
+KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
 
 
 @pytest.fixture(scope="module", params=["reference", *NATIVE])
@@ -50,13 +56,11 @@ class TestKernels:
         assert torch.equal(kernel.rotate(x, cos, sin), expected)
 
     @pytest.mark.parametrize("count", [1, 15, 17, 100_003])
-    @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("act", KNOWN)
     def test_gate(self, kernel: Kernels, count: int, act: str) -> None:
         gate, up = torch.randn(count) * 4, torch.randn(count)
         gate[0] = -100.0
-        wide = gate.double()
-        known = nn.functional.silu(wide) if act == "silu" else nn.functional.gelu(wide, approximate="tanh")
-        expected = known * up.double()
+        expected = KNOWN[act](gate.double()) * up.double()
         torch.testing.assert_close(kernel.gate(gate.clone(), up, act).double(), expected, rtol=2e-6, atol=2e-6)
 
     @pytest.mark.parametrize("build", NATIVE)
@@ -68,8 +72,7 @@ class TestKernels:
         def all_of(rows: slice) -> list[Tensor]:
             return [
                 kernel.rms_norm(x[rows], weight, 1e-6),
-                kernel.gate(x[rows].clone(), up[rows], "silu"),
-                kernel.gate(x[rows].clone(), up[rows], "gelu_tanh"),
+                *(kernel.gate(x[rows].clone(), up[rows], act) for act in KNOWN),
                 kernel.rotate(q[:, :, rows], cos[:, rows], sin[:, rows])[0].transpose(0, 1),
             ]
 
@@ -87,8 +90,10 @@ class TestKernels:
         normed = kernel.rms_norm(x, torch.ones(40), 1e-6)
         assert normed[1].isnan().all()
         assert normed[0].isfinite().all()
-        gated = kernel.gate(x.clone(), torch.ones(3, 40), "silu")
-        assert gated.isnan().sum() == 1
+        for act in KNOWN:
+            gated = kernel.gate(x.clone(), torch.ones(3, 40), act)
+            assert gated[1, 7].isnan()
+            assert gated.isnan().sum() == 1
 
 
     def test_operands_that_do_not_fit_are_refused(self, kernel: Kernels) -> None:

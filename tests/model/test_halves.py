@@ -19,8 +19,9 @@ from flexengine.model.halves import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton, build
 
-HALVED = ("llama", "mistral", "qwen2", "qwen3")
-OTHERS = ("opt", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
+HALVED = ("llama", "mistral", "qwen2", "qwen3", "opt")
+CLOSE = ("opt",)  # not to the bit: torch computes layer norms by another order of sums
+OTHERS = ("gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
 TOKENS = 5
 
 
@@ -39,18 +40,23 @@ def opened(directory: Path) -> tuple[Skeleton, list[PausingLayer]]:
     return skeleton, [module for module in skeleton.model.modules() if isinstance(module, PausingLayer)]
 
 
-def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return hidden states, and cosines and sines of a layer."""
+def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, Any]:
+    """Return hidden states, and cosines and sines of a layer; None if its positions are not rotary."""
     config = skeleton.config.get_text_config()
     width, dim = config.hidden_size, getattr(config, "head_dim", None) or skeleton.cache.head_dim
+    if config.model_type == "opt":
+        return torch.randn(1, tokens, width), None
     return torch.randn(1, tokens, width), (torch.randn(1, tokens, dim), torch.randn(1, tokens, dim))
 
 
+def called(layer: PausingLayer, hidden: Tensor, positions: Any) -> Any:
+    return layer(hidden) if positions is None else layer(hidden, position_embeddings=positions)
+
+
 def ran(
-    layer: PausingLayer, hidden: Tensor, positions: tuple[Tensor, Tensor], halves: bool = True,
-    keep: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Return q, k, v and the output of a layer.
+    layer: PausingLayer, hidden: Tensor, positions: Any, halves: bool = True, keep: Tensor | None = None
+) -> list[Tensor]:
+    """Return q times the scale of attention, k, v and the output of a layer.
 
     Args:
         halves: whether it may be computed as two calls.
@@ -59,7 +65,7 @@ def ran(
     kept, layer.halves = layer.halves, layer.halves if halves else None
     events, answer = list[Any](), hidden
     try:
-        current = Pass(lambda: layer(hidden, position_embeddings=positions))
+        current = Pass(lambda: called(layer, hidden, positions))
         ids = torch.arange(hidden.shape[1])[None]
         current.inputs = Inputs(ids, ids, ids[0] if keep is None else keep)
         event: Any = current.switch()
@@ -71,7 +77,7 @@ def ran(
     finally:
         layer.halves = kept
     (attend,) = events
-    return [*attend[1:4], event]
+    return [attend.q * attend.scale, attend.k, attend.v, event]
 
 
 @pytest.mark.parametrize("family", HALVED)
@@ -82,7 +88,10 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
         assert layer.halves.usable(hidden, positions)
         ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, halves=False)
         for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other)  # the same kernels in the same order
+            if family in CLOSE:
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(mine, other)  # the same kernels in the same order
 
 
 def pool_of(kind: str, kv_heads: int, dim: int) -> tuple[Tensor, CacheFormat | None]:
@@ -99,8 +108,9 @@ def pool_of(kind: str, kv_heads: int, dim: int) -> tuple[Tensor, CacheFormat | N
 
 
 @pytest.mark.parametrize("keep", [[], [4], [3, 0, 1]])
-def test_after_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int]) -> None:
-    skeleton, layers = opened(families("llama").directory)
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_after_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int], family: str) -> None:
+    skeleton, layers = opened(families(family).directory)
     assert [layer.halves.last for layer in layers] == [False] * (len(layers) - 1) + [True]
     hidden, positions = arguments(skeleton)
     for layer in layers:
@@ -127,7 +137,7 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
     kernel, results = kernels.load(), []
     for whole in (False, True):
         own = pool.clone()
-        current = Pass(lambda: layers[0](hidden, position_embeddings=positions))
+        current = Pass(lambda: called(layers[0], hidden, positions))
         assert isinstance(current.switch(), Layer)
         found = kernel.decoding(heads, own, tables, lengths, window, form, pages, offsets)
         current.decodings = [found] if whole else []
@@ -169,7 +179,7 @@ class Decoded:
         def model() -> Tensor:
             x = self.hidden
             for number, layer in enumerate(self.layers):
-                x = layer(change(number, x), position_embeddings=self.positions)
+                x = called(layer, change(number, x), self.positions)
             return x
 
         current, seen = Pass(model), list[int]()
@@ -182,9 +192,10 @@ class Decoded:
         return event, seen
 
 
-def test_layers_that_decode_are_one_call(families: Any) -> None:
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_layers_that_decode_are_one_call(families: Any, family: str) -> None:
     """Layers are computed together once a pass has shown that each gets the output of the one before."""
-    decoded = Decoded(*opened(families("llama").directory))
+    decoded = Decoded(*opened(families(family).directory))
     count, start = len(decoded.layers), [pool.clone() for pool in decoded.pools]
     results = []
     for ahead, paused in ((count, [*range(count)]), (1, [*range(count)]), (count, [0]), (2, [*range(0, count, 2)])):
@@ -237,6 +248,14 @@ def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> 
         assert {layer.halves.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
 
 
+def test_layer_norms_after_the_residual_are_found_by_the_trial(families: Any, tmp_path: Path) -> None:
+    """As in OPT-350m."""
+    for before in (True, False):
+        model = changed(families("opt").directory, tmp_path / str(before), "OPT", do_layer_norm_before=before)
+        skeleton, layers = opened(model)
+        assert {layer.halves.usable(*arguments(skeleton)) for layer in layers} == {before}
+
+
 def test_layers_of_one_class_with_other_settings_have_trials_of_their_own(families: Any, tmp_path: Path) -> None:
     """Some layers of SmolLM3 have no rotary positions."""
     model = changed(families("llama").directory, tmp_path / "m", "SmolLM3", no_rope_layers=[1, 0, 1, 0], pad_token_id=0)
@@ -257,7 +276,7 @@ def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> No
     assert not usable(hidden.bfloat16(), positions)
     assert not usable(hidden, (positions[0][..., :-2], positions[1][..., :-2]))
     assert not usable(hidden, None)
-    layer.layer.mlp.act_fn = nn.ReLU()
+    layer.layer.mlp.act_fn = nn.Tanh()
     assert not usable(hidden, positions)
     use_queries_first(skeleton.model)
     assert not layers[1].halves.usable(hidden, positions)
