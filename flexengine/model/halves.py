@@ -174,6 +174,8 @@ class Halves:
         """Whether nothing watches or replaces the layer's modules."""
         if self._act_name not in ACTS or any(self._hooks):
             return False
+        if not all(type(module) is FastLinear for module in self._linear):  # as with records of neurons (neurons.py)
+            return False
         return not any("forward" in attributes for attributes in self._attributes)
 
     @property
@@ -330,7 +332,10 @@ class Halves:
         plain = [norm.bias is None for norm in self._layer_norms]
         key = (self._act_name, *((x.shape, x.stride(), x.dtype) for x in given), *formats, *plain)
         number = self.kind.formats.setdefault(key, len(self.kind.formats))
-        self._bound = Bound(parameters, how, biases, given, [x.data_ptr() for x in given], number)
+        addresses = [x.data_ptr() for x in given]
+        if not all(addresses):
+            raise RuntimeError("a weight of a layer that calls of kernels compute is not in memory")
+        self._bound = Bound(parameters, how, biases, given, addresses, number)
         return self._bound
 
     def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from flexengine.model.linear import FastLinear
 
 HEAD_NORMS = {"q_norm", "k_norm"}
 
-# Names of the modules with parameters: RMS norms, a gated MLP, rotary positions.
+# Names of the modules with parameters. LLaMA's: norms, a gated MLP, rotary positions.
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
         q, k, v, out: projections of attention.
         gate, up, down: projections of the MLP. gate: None if it has none.
         act: module with the activation function, and the name of its attribute.
-        rotary: whether positions are rotary; if not, the layer gets none.
+        rotary: whether positions are rotary; if not, the layer gets no cosines and sines.
         factor: by which the layer multiplies queries before attention.
     """
 

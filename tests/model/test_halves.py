@@ -16,6 +16,8 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
 from flexengine.model.halves import release
+from flexengine.model.linear import FastLinear
+from flexengine.model.neurons import RecordDown
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton, build
 
@@ -280,6 +282,25 @@ def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> No
     assert not usable(hidden, positions)
     use_queries_first(skeleton.model)
     assert not layers[1].halves.usable(hidden, positions)
+
+
+def test_modules_are_used_where_neurons_are_records(families: Any) -> None:
+    """Their weights are not in the layer's slot."""
+    skeleton, layers = opened(families("opt").directory)
+    arguments_of, fc2 = arguments(skeleton), layers[0].layer.fc2
+    assert layers[0].halves.usable(*arguments_of)
+    fc2.__class__ = RecordDown
+    assert not layers[0].halves.usable(*arguments_of)
+    fc2.__class__ = FastLinear
+    assert layers[0].halves.usable(*arguments_of)
+
+
+def test_a_weight_that_is_not_in_memory_is_an_error(families: Any) -> None:
+    skeleton, layers = opened(families("opt").directory)
+    slot = next(slot for name, slot in skeleton.layers[0].items() if "fc2.weight" in name)
+    slot.bind(nn.Parameter(torch.empty(slot.shape, device="meta"), requires_grad=False))
+    with pytest.raises(RuntimeError, match="not in memory"):
+        ran(layers[0], *arguments(skeleton))
 
 
 def test_calls_follow_a_change_of_the_rounding_of_activations(families: Any) -> None:
