@@ -23,6 +23,13 @@ BLOCK = 128  # queries per call on a CPU
 NEURONS = 64  # number of neurons that are multiplied at a time
 WIDENED = 16 << 20  # bytes of fp32 copies of a weight at a time
 
+# By the names in base.ACTS.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
+
 
 class ReferenceKernels(base.Kernels):
     """Kernels in plain torch, see base.Kernels."""
@@ -201,9 +208,7 @@ class ReferenceKernels(base.Kernels):
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         checks.check_gate(gate, up, act)
-        known: dict[str, Callable[[Tensor], Tensor]]
-        known = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu": relu}
-        return known[act](gate) * up
+        return ACTIVATIONS[act](gate) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         checks.check_convert(source, target)

@@ -131,17 +131,16 @@ class Steps:
         self._add("narrow", structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide), (x, out), beside)
         return out, False
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False) -> Tensor:
-        """Add an RMS norm of x [rows, n]; see base.Kernels.rms_norm."""
-        return self._norm(x, weight, None, eps, shift, False, beside)
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False,
+        bias: Tensor | None = None, centred: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Add an RMS norm of x [rows, n], see base.Kernels.rms_norm; or a layer norm.
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Add a layer norm of x [rows, n], as torch.nn.functional.layer_norm."""
-        return self._norm(x, weight, bias, eps, 0.0, True, False)
-
-    def _norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shift: float, centred: bool, beside: bool
-    ) -> Tensor:
+        Args:
+            bias: [n], added to the result; None for none.
+            centred: whether the mean of a row is subtracted first, as in torch.nn.functional.layer_norm.
+        """
         out = self._new(x.shape)
         call = structs.Norm(
             *(x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr()),

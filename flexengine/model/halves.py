@@ -386,7 +386,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:
     if isinstance(module, nn.LayerNorm):
-        return steps.layer_norm(x, module.weight, module.bias, module.eps)
+        return steps.norm(x, module.weight, module.eps, beside=beside, bias=module.bias, centred=True)
     eps, shift = module.rms
     return steps.norm(x, module.weight, getattr(module, eps), shift, beside)
 

@@ -82,7 +82,7 @@ def test_a_layer_norm(kernel: NativeKernels, threads: int, shape: tuple[int, int
     wide = torch.randn(shape[0], shape[1] + 3) * 3 + torch.tensor([[100.0], [0.0]]).repeat(35, 1)[: shape[0]]
     x, weight, bias = wide[:, 1:-2], torch.randn(shape[1]), torch.randn(shape[1]) if with_bias else None
     steps = kernel.steps()
-    ours = steps.layer_norm(x, weight, bias, 1e-5)
+    ours = steps.norm(x, weight, 1e-5, bias=bias, centred=True)
     steps.run()
     doubles = None if bias is None else bias.double()
     expected = torch.nn.functional.layer_norm(x.double(), shape[1:], weight.double(), doubles, 1e-5)
