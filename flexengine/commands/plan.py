@@ -145,7 +145,7 @@ def plan(args: argparse.Namespace) -> None:
         lossy = _choose(args, opened, rows, other, among)
         say(f"chosen: {lossy.described}")
     hardware = other or _measured(args, opened, rows, given)
-    options = Options(latency_limit=args.latency)
+    options = Options(latency_limit=args.latency, frontier=args.frontier)
 
     def planned(work: Workload) -> Search | Prediction:
         machine = opened.facts, hardware, work

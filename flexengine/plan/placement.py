@@ -91,7 +91,8 @@ class Placement:
         Args:
             shape: block shape, schedule, slots and prefill_tokens; its splits are ignored.
             choice: data that may leave the device.
-            wide: also keep placements within WIDE_SLACK, and those that no policy beats in both seconds and latency.
+            wide: also keep placements within WIDE_SLACK and, if latency counts, those that no policy beats in both
+                seconds and latency.
 
         Returns:
             False if no placement fits. True otherwise, even if it was skipped.
@@ -133,7 +134,8 @@ class Placement:
         if not tried.predictions or not tried.keeps_latency:
             return False
         slack = WIDE_SLACK if wide else SLACK
-        return seconds > slack * tried.leader().total_seconds and not (wide and tried.on_frontier(seconds, latency))
+        keeps = wide and tried.shapes.options.latency_counts and tried.on_frontier(seconds, latency)
+        return seconds > slack * tried.leader().total_seconds and not keeps
 
     def problem(self, shape: Policy, choice: Choice) -> Problem:
         """Return the linear program of a block shape."""

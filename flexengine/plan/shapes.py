@@ -32,6 +32,7 @@ class Options:
         placed: policy whose splits, slots, schedule and delegation are kept; None for free choice.
         overlap: as in `Cost`.
         block: most sequences alive, None for MAX_BLOCK_SIZE.
+        frontier: whether to collect slower policies with less latency too.
     """
 
     prefill_tokens: int | None = None
@@ -39,6 +40,12 @@ class Options:
     placed: Policy | None = None
     overlap: bool = True
     block: int | None = None
+    frontier: bool = False
+
+    @property
+    def latency_counts(self) -> bool:
+        """Whether the search also collects slower policies with less latency."""
+        return self.frontier or self.latency_limit is not None
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def test_without_overlap_lanes_add_up() -> None:
 def test_the_latency_limit_is_kept() -> None:
     """The limit holds; it costs throughput; one that nothing keeps is refused with the least there is."""
     hardware = squeezed(machine_of(random.Random(4), "sim"), 0.6, 0.5)
-    free = search(SMALL, hardware, WORK)
+    free = search(SMALL, hardware, WORK, Options(frontier=True))
     least = min(p.latency for p in free.tried)
     assert least < 0.9 * free.best.latency
     limit = (least + free.best.latency) / 2
@@ -210,7 +210,7 @@ def test_the_latency_limit_is_kept() -> None:
 def test_where_all_fits_smaller_blocks_serve_the_latency() -> None:
     """A limit below the latency of the whole job at once can be kept, and the frontier says so."""
     hardware = squeezed(machine_of(random.Random(1), "sim"), 40.0, 40.0)
-    free = search(SMALL, hardware, WORK)
+    free = search(SMALL, hardware, WORK, Options(frontier=True))
     assert free.best.policy.block_size == WORK.count
     curve = frontier(free)
     assert curve[0].latency < 0.7 * free.best.latency
@@ -218,6 +218,17 @@ def test_where_all_fits_smaller_blocks_serve_the_latency() -> None:
     kept = search(SMALL, hardware, WORK, Options(latency_limit=limit)).best
     assert kept.latency <= limit
     assert kept.policy.block_size < WORK.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_frontier_adds_policies_and_changes_no_choice(seed: int) -> None:
+    rng = random.Random(f"frontier {seed}")
+    hardware = squeezed(machine_of(rng, rng.choice(KINDS)), rng.uniform(0.3, 1.2), rng.uniform(0.3, 1.5))
+    without, found = search(SMALL, hardware, WORK), search(SMALL, hardware, WORK, Options(frontier=True))
+    assert found.best.policy == without.best.policy
+    assert {p.policy for p in found.tried} > {p.policy for p in without.tried}
+    assert frontier(found)[0].latency <= frontier(without)[0].latency
 
 
 def test_what_is_placed_stays() -> None:
@@ -250,7 +261,7 @@ def test_what_does_not_fit_at_all_is_refused_with_numbers() -> None:
 
 
 def test_the_frontier_is_what_nothing_dominates() -> None:
-    found = search(SMALL, squeezed(machine_of(random.Random(7), "sim"), 0.6, 0.5), WORK)
+    found = search(SMALL, squeezed(machine_of(random.Random(7), "sim"), 0.6, 0.5), WORK, Options(frontier=True))
     kept = frontier(found)
     assert len(kept) > 1
 
