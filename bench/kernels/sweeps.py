@@ -75,7 +75,7 @@ def run(switches: Record, args: argparse.Namespace) -> Record:
     """Return the milliseconds of the prompts and of a sweep, by part."""
     import torch
 
-    from flexengine import Engine, Lossy, kernels
+    from flexengine import Engine, Lossy, Policy, kernels
 
     kernel = kernels.load()
     calls = Calls(kernel)
@@ -83,7 +83,8 @@ def run(switches: Record, args: argparse.Namespace) -> Record:
     ids = torch.randint(10, 40_000, (args.rows, args.prompt), generator=generator).tolist()
     rows = [{"prompt_token_ids": row} for row in ids]
     found: dict[str, list[Record]] = {"prompts": [], "sweep": []}
-    with Engine(device="cpu", lossy=Lossy(**switches)) as engine:
+    policy = Policy(args.rows, 1, prefill_tokens=2048)  # jobs of different lengths may get different ones
+    with Engine(device="cpu", lossy=Lossy(**switches), policy=policy) as engine:
         measured(engine, kernel, calls, rows, 2)  # reads the weights
         for _ in range(args.runs):
             short, less = measured(engine, kernel, calls, rows, 1)
