@@ -21,7 +21,7 @@ from bench.harness import Record
 PRODUCTS = ("linear", "decoded", "dots")
 # Functions of the native library, and kinds of steps.
 ATTENTION = {"decode call": "_decode", "append call": "_append", "prompt call": "_prompts"}
-ATTENTION_STEPS = ("append", "attend", "merge")
+ATTENTION_STEPS = ("append", "attend", "merge", "prompts")
 
 
 class Calls:

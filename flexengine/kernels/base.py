@@ -17,6 +17,7 @@ from torch import Tensor
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.codec.records import RecordForm
+from flexengine.kernels.paged import PagedAttention, Prompts
 
 ACTS = ("silu", "gelu_tanh", "relu")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
@@ -123,13 +124,19 @@ class Kernels(ABC):
             bitwise the same for any other sequences in the batch, any pages, and any number of threads.
         """
 
-    def decoding(
+    def paged(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, memory: Tensor | None = None,
-    ) -> "Decoding | None":  # fmt: skip
+        pages: Tensor, offsets: Tensor, prompts: Sequence[Prompts] = (), memory: Tensor | None = None,
+    ) -> PagedAttention | None:  # fmt: skip
         """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
-        shape; None if these kernels have no such calls. heads: query heads; memory: scratch memory of an earlier
-        `Decoding`, which is used if it is large enough; others: as in `decode_attention` and `append`.
+        shape; None if these kernels have no such calls.
+
+        Args:
+            heads: query heads.
+            pool, tables, lengths, window, form: as in `decode_attention`, for the first tokens of a gpu_batch.
+            pages, offsets: as in `append`, for all tokens.
+            prompts: the other tokens, in order.
+            memory: scratch memory of an earlier result, which is used if it is large enough.
         """
         return None
 
@@ -354,42 +361,3 @@ class Kernels(ABC):
             source, target: any float dtypes.
             threads: number of threads; 1 uses only the calling thread.
         """
-
-
-class Room(NamedTuple):
-    """Sizes of a pool.
-
-    Attributes:
-        pages: number of pages.
-        kv_heads: key/value heads.
-        page_tokens: tokens of a page.
-        dim: elements of a head.
-    """
-
-    pages: int
-    kv_heads: int
-    page_tokens: int
-    dim: int
-
-
-class Decoding(NamedTuple):
-    """What a call for a whole layer needs to append one token per sequence, and to attend to all cached tokens.
-
-    Attributes:
-        heads: query heads.
-        pool, tables, lengths, window, form: as in `Kernels.decode_attention`.
-        pages, offsets: as in `Kernels.append`.
-        room: sizes of the pool.
-        memory: scratch memory of decode attention.
-    """
-
-    heads: int
-    pool: Tensor
-    tables: Tensor
-    lengths: Tensor
-    window: int | None
-    form: CacheFormat | None
-    pages: Tensor
-    offsets: Tensor
-    room: Room
-    memory: Tensor

@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr int64_t TOGETHER = 8;  // tokens of a block
+
 struct Append {
     const void *k, *v; void* pool; const int32_t *pages, *offsets;
     int64_t tokens, pool_pages, kv_heads, page_tokens, dim, group, k_row, k_head, v_row, v_head;
@@ -82,8 +84,11 @@ extern "C" {
 // Returns 0, or t + 1 if the page or offset of token t is outside the pool.
 int64_t flex_append_check(const Append* a) { return bad_token(*a); }
 
-int64_t flex_append_tokens(const void* a) { return ((const Append*)a)->tokens; }
-void flex_append_token(const void* a, int64_t t) { append_token(*(const Append*)a, t); }
+int64_t flex_append_blocks(const void* a) { return (((const Append*)a)->tokens + TOGETHER - 1) / TOGETHER; }
+void flex_append_block(const void* a, int64_t w) {
+    const Append& append = *(const Append*)a;
+    for (int64_t t = w * TOGETHER; t < append.tokens && t < (w + 1) * TOGETHER; t++) append_token(append, t);
+}
 
 // Returns what flex_append_check returns; if it is not 0, nothing is written.
 int64_t flex_append(const Append* args) {

@@ -1,11 +1,15 @@
 """Argument structs of the native kernels that write to, or read, a paged KV cache. Arguments are not checked."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels import structs
-from flexengine.kernels.base import Room
+from flexengine.kernels.base import PromptCall
+from flexengine.kernels.checks import check_pool
+from flexengine.kernels.paged import PagedAttention, Prompts, Room
 from flexengine.kernels.structs import CODES
 
 
@@ -41,6 +45,64 @@ def decode_call(
         *(q.stride(0), q.stride(1), *options),
         *(CODES[q.dtype], stored(pool, form), torch.get_num_threads()),
     )
+
+
+def prompt_call(
+    prompt: PromptCall, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> structs.Prompt:
+    """Return the arguments of base.Kernels.attend_prompt. q, k, v: fp32, with a stride of 1 along a row."""
+    q, k, v, out, past = prompt
+    cached: tuple[int, ...] = (0, 0, 1, 0)
+    addresses: tuple[int | None, int | None] = (None, None)
+    code = 0
+    if past is not None:
+        group = 0 if past.form is None else past.form.group
+        pages, _, page_tokens, _ = check_pool(past.pool, past.form)
+        cached = (past.length, pages, page_tokens, group)
+        addresses, code = (past.pool.data_ptr(), past.table.data_ptr()), stored(past.pool, past.form)
+    (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
+    return structs.Prompt(
+        *(None if x is None else x.data_ptr() for x in (q, k, v, sinks, out)), *addresses,
+        *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
+        *(x.stride(i) for x in (q, k, v) for i in range(3)),
+        *(scale, softcap or 0.0, code, torch.get_num_threads()),
+    )  # fmt: skip
+
+
+def prompts_call(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, to: PagedAttention, scale: float, softcap: float | None,
+    memory: Tensor | None,
+) -> structs.Prompts:  # fmt: skip
+    """Return the arguments of the attention of prompts.
+
+    Args:
+        q, k, v: of all tokens, [tokens, heads, head_dim], with a stride of 1 along a row.
+        out: receives the result, [tokens, heads, head_dim], contiguous; None to ask for the size of the memory.
+        to: what else the call reads.
+        scale, softcap: as in base.Kernels.decode_attention.
+        memory: scratch memory; None to ask for its size.
+    """
+    assert to.pieces is not None
+    addresses = (None if x is None else x.data_ptr() for x in (q, k, v, out, to.pool, to.pieces, to.entries, memory))
+    return structs.Prompts(
+        *addresses, len(to.pieces), *q.shape[1:2], *to.room[1:4:2], to.window or 0, to.room.pages, to.room.page_tokens,
+        *(0 if to.form is None else to.form.group, *(stride for x in (q, k, v) for stride in x.stride()[:2])),
+        *(scale, softcap or 0.0, stored(to.pool, to.form), torch.get_num_threads()),
+    )  # fmt: skip
+
+
+def pieces_of(prompts: Sequence[Prompts]) -> tuple[Tensor | None, Tensor]:
+    """Return `PagedAttention.pieces` and `PagedAttention.entries`."""
+    tables = [p.table for p in prompts if p.table is not None]
+    # At least one entry, as a recorded call needs the address, also if its first prompts have no cached tokens.
+    entries = torch.cat(tables) if tables else torch.zeros(1, dtype=torch.int32)
+    if not prompts:
+        return None, entries
+    rows, at = list[list[int]](), 0
+    for p in prompts:
+        rows.append([p.first, p.rows, p.length, p.past, at])
+        at += 0 if p.table is None else len(p.table)
+    return torch.tensor(rows), entries
 
 
 def stored(pool: Tensor, form: CacheFormat | None) -> int:

@@ -1,5 +1,7 @@
 """Checks of kernel arguments: shapes, dtypes and options. Every check raises InvalidInput with the sizes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,8 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
-from flexengine.kernels.base import ACTS, Past, Room
+from flexengine.kernels.base import ACTS, Past
+from flexengine.kernels.paged import Prompts, Room
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -106,6 +109,22 @@ def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
             " there must be at least one token, and pages for all"
         )
     return room
+
+
+def check_pieces(prompts: Sequence[Prompts], first: int, tokens: int, room: Room) -> None:
+    """Raise InvalidInput unless the prompts are tokens `first` to `tokens` - 1, and have pages for cached tokens."""
+    for p in prompts:
+        pages = 0 if p.table is None else p.table.numel()
+        if p.first != first or p.rows < 1 or p.length < 1 or (p.past and p.rows > 1):
+            raise InvalidInput(
+                f"{p.rows} prompts of {p.length} tokens from token {p.first} on, after {p.past} cached tokens: there"
+                f" must be at least one token, from token {first} on, and only one prompt after cached tokens"
+            )
+        if not 0 <= p.past <= pages * room.page_tokens:
+            raise InvalidInput(f"{p.past} cached tokens do not fit in {pages} pages of {room.page_tokens} tokens")
+        first += p.rows * p.length
+    if first != tokens:
+        raise InvalidInput(f"the prompts end at token {first}, but pages are given for {tokens} tokens")
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:

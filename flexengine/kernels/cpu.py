@@ -13,8 +13,10 @@ from flexengine.codec.packed import Packed
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.cached import append_call, decode_call, stored
+from flexengine.kernels.cached import append_call, decode_call, pieces_of, prompt_call, prompts_call
+from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.kernels.pages import bad_sequence, bad_token
+from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.kernels.steps import KINDS, Steps
 from flexengine.kernels.structs import CODES
@@ -44,7 +46,7 @@ class NativeKernels(ReferenceKernels):
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
         self._prompts = bound("prompts", c_int64, (c_void_p, c_int64))
-        self._prompt_scratch = bound("prompt_scratch", c_int64)
+        self._prompt_scratch, self._prompts_bytes = bound("prompt_scratch", c_int64), bound("prompts_bytes", c_int64)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
@@ -76,28 +78,40 @@ class NativeKernels(ReferenceKernels):
         if bad := self._append(ctypes.addressof(call)):
             raise bad_token(bad - 1, room)
 
-    def decoding(
+    def paged(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, memory: Tensor | None = None,
-    ) -> base.Decoding | None:  # fmt: skip
+        pages: Tensor, offsets: Tensor, prompts: Sequence[Prompts] = (), memory: Tensor | None = None,
+    ) -> PagedAttention | None:  # fmt: skip
         if not _native(pool, tables, lengths, pages, offsets):
             return None
         room = checks.check_pool(pool, form)
         tables, lengths, pages, offsets = (_int32(x) for x in (tables, lengths, pages, offsets))
-        row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(lengths), heads, room.dim)  # for its shape
-        append = append_call(row[:, : room.kv_heads], row, pool, pages, offsets, form, room)
+        checks.check_pieces(prompts, len(lengths), len(pages), room)
+        row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(pages), heads, room.dim)  # for its shape
+        kv = row[:, : room.kv_heads]
+        append = append_call(kv, kv, pool, pages, offsets, form, room)
         if bad := self._append_check(ctypes.addressof(append)):
             raise bad_token(bad - 1, room)
-        options = (window or 0, 1.0, 1.0, 0.0)
-        call = decode_call(row, pool, tables, lengths, form, room, options, (None,) * 5)
-        if (nbytes := self._decode_bytes(ctypes.addressof(call))) < 0:
-            raise bad_sequence(-nbytes - 1, room)
-        if memory is None or memory.nbytes < nbytes:
+        given = (heads, pool, tables, lengths, window, form, pages, offsets, *pieces_of(prompts))
+        found = PagedAttention(*given, room, pool, split=0)
+        if len(lengths):
+            options = (window or 0, 1.0, 1.0, 0.0)
+            decode = decode_call(row[: len(lengths)], pool, tables, lengths, form, room, options, (None,) * 5)
+            if (nbytes := self._decode_bytes(ctypes.addressof(decode))) < 0:
+                raise bad_sequence(-nbytes - 1, room)
+            found = found._replace(split=-(-nbytes // ALIGNED) * ALIGNED)
+        needed = found.split
+        if prompts:
+            call = prompts_call(row, kv, kv, None, found, 1.0, None, None)
+            if (nbytes := self._prompts_bytes(ctypes.addressof(call))) < 0:
+                raise bad_sequence(-nbytes - 1, room)
+            needed += nbytes
+        if memory is None or memory.nbytes < needed:
             try:
-                memory = torch.empty(nbytes, dtype=torch.uint8)
+                memory = torch.empty(needed, dtype=torch.uint8)
             except RuntimeError as error:
-                raise no_memory("the partial results of decode attention", nbytes) from error
-        return base.Decoding(heads, pool, tables, lengths, window, form, pages, offsets, room, memory)
+                raise no_memory("the scratch memory of attention", needed) from error
+        return found._replace(memory=memory)
 
     def decode_attention(
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = None,
@@ -190,27 +204,15 @@ class NativeKernels(ReferenceKernels):
         sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """Compute attention in one call. The results are in fp32."""
-        kept: list[Any] = [None if sinks is None else sinks.to(torch.float32).contiguous()]
-        calls = (structs.Prompt * len(prompts))()
-        for number, (q, k, v, out, past) in enumerate(prompts):
-            checks.check_options(window, softcap, sinks, q.shape[2])
-            cached: tuple[int, ...] = (0, 0, 1, 0)
-            addresses: tuple[int | None, int | None] = (None, None)
-            code = 0
-            if past is not None:
-                room, table = checks.check_past(q, k, past), _int32(past.table)
-                cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
-                addresses, code = (past.pool.data_ptr(), table.data_ptr()), stored(past.pool, past.form)
-                kept.append(table)
-            (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
-            q, k, v = (_rows(x.float()) for x in (q, k, v))
-            kept.append((q, k, v))
-            calls[number] = structs.Prompt(
-                *(None if x is None else x.data_ptr() for x in (q, k, v, kept[0], out)), *addresses,
-                *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
-                *(x.stride(i) for x in (q, k, v) for i in range(3)),
-                *(scale, softcap or 0.0, code, torch.get_num_threads()),
-            )  # fmt: skip
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        calls, kept = (structs.Prompt * len(prompts))(), list[Any]()
+        for number, prompt in enumerate(prompts):
+            checks.check_options(window, softcap, sinks, prompt.q.shape[2])
+            q, k, v = (_rows(x.float()) for x in prompt[:3])
+            if (past := prompt.past) is not None:
+                checks.check_past(q, k, past := past._replace(table=_int32(past.table)))
+            kept.append(given := base.PromptCall(q, k, v, prompt.out, past))
+            calls[number] = prompt_call(given, scale, window, softcap, sinks)
         status = self._prompts(ctypes.addressof(calls), len(calls))
         if status > 0:
             past = prompts[status - 1].past

@@ -15,6 +15,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.kernels import base, checks
+from flexengine.kernels.paged import Room
 from flexengine.kernels.pages import read, write
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator
 
@@ -225,7 +226,7 @@ def _vectors(records: Tensor, places: Tensor, form: RecordForm, index: int, dtyp
     return form.decode(records[places], index)
 
 
-def _parts(tables: Tensor, room: base.Room) -> Iterator[slice]:
+def _parts(tables: Tensor, room: Room) -> Iterator[slice]:
     """Return slices of the sequences, each of which needs at most BUFFER bytes of gathered K and V."""
     one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * GATHERED
     return _slices(len(tables), max(1, BUFFER // max(1, one)))

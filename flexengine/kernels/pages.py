@@ -5,10 +5,10 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
-from flexengine.kernels import base
+from flexengine.kernels.paged import Room
 
 
-def bad_sequence(i: int, room: base.Room) -> InvalidInput:
+def bad_sequence(i: int, room: Room) -> InvalidInput:
     """Return the error for sequence i, whose length or page table does not fit the pool."""
     return InvalidInput(
         f"sequence {i}: its length must be at least 1 and within its table,"
@@ -16,7 +16,7 @@ def bad_sequence(i: int, room: base.Room) -> InvalidInput:
     )
 
 
-def bad_token(t: int, room: base.Room) -> InvalidInput:
+def bad_token(t: int, room: Room) -> InvalidInput:
     """Return the error for token t, whose page or offset lies outside the pool."""
     return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
 
@@ -49,7 +49,7 @@ def read(pool: Tensor, pages: Tensor, form: CacheFormat | None, values: bool = T
     return form.dequantize(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
 
 
-def check_pages(pages: Tensor, room: base.Room) -> None:
+def check_pages(pages: Tensor, room: Room) -> None:
     """Raise InvalidInput if a page number is outside the pool."""
     if ((pages < 0) | (pages >= room.pages)).any():
         raise bad_sequence(0, room)

@@ -5,7 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <vector>
+#include <new>
 
 #include "codes.h"
 #include "shares.h"
@@ -261,35 +261,97 @@ struct Division {
     }
 };
 
-// Returns 0 for success; i + 1 if a page of call i is outside the pool; minus the bytes of the scratch if its
-// allocation failed. After an error nothing was written.
-int64_t attend_prompts(const Prompt* calls, int64_t count) {
-    std::vector<Division> divided;
-    size_t size = 0;
-    int64_t tasks = 0;
-    for (int64_t c = 0; c < count; c++) {
-        const Prompt& a = calls[c];
-        for (int64_t i = 0; i * a.page_tokens < a.past; i++)
-            if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return c + 1;
-        divided.emplace_back(a, count, tasks);
-        tasks += divided.back().count;
-        size = std::max(size, Block::bytes(a, divided.back().height));
+// Calls that threads compute together. Memory: this head, the calls (of `Prompts`), a Division of each, scratch of threads.
+struct Together {
+    int64_t count, tasks;
+    size_t scratch;  // bytes of a thread
+    const Prompt* calls;
+    Division* divided;
+    char* first;  // scratch of the first thread
+
+    static size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    // Returns the bytes of the memory. call(c): the c-th call.
+    template <class F> static size_t bytes(int64_t count, int64_t threads, F call) {
+        size_t most = 0;
+        for (int64_t c = 0; c < count; c++) {
+            const Prompt a = call(c);
+            most = std::max(most, Block::bytes(a, block_queries(a, count)));
+        }
+        return padded(sizeof(Together)) + padded(size_t(count) * sizeof(Prompt)) +
+               padded(size_t(count) * sizeof(Division)) + most * size_t(threads);
     }
-    if (!tasks) return 0;
-    const size_t all = size * size_t(calls->threads);
-    char* scratch = (char*)aligned_alloc(64, all);
-    if (!scratch) return -int64_t(all);
+
+    // Fills memory of so many bytes.
+    template <class F> static Together& in(char* memory, int64_t count, F call) {
+        Together& all = *new (memory) Together{count, 0, 0, nullptr, nullptr, nullptr};
+        Prompt* calls = (Prompt*)(memory + padded(sizeof(Together)));
+        all.divided = (Division*)((char*)calls + padded(size_t(count) * sizeof(Prompt)));
+        all.first = (char*)all.divided + padded(size_t(count) * sizeof(Division));
+        for (int64_t c = 0; c < count; c++) {
+            new (calls + c) Prompt(call(c));
+            const Division& d = *new (all.divided + c) Division(calls[c], count, all.tasks);
+            all.tasks += d.count;
+            all.scratch = std::max(all.scratch, Block::bytes(calls[c], d.height));
+        }
+        all.calls = calls;
+        return all;
+    }
+
+    void run(int64_t i, int64_t thread) const {
+        const auto after = [](int64_t i, const Division& d) { return i < d.first; };
+        const Division& d = *(std::upper_bound(divided, divided + count, i, after) - 1);
+        d.run(calls[&d - divided], i - d.first, (float*)(first + size_t(thread) * scratch));
+    }
+};
+
+// Returns whether all pages of a call are in the pool.
+inline bool pages_exist(const Prompt& a) {
+    for (int64_t i = 0; i * a.page_tokens < a.past; i++)
+        if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return false;
+    return true;
+}
+
+// Attention of the prompts of a gpu_batch, for steps.h. q, k, v: [tokens, heads, dim] with unit stride along dim; out is
+// contiguous. Prompts of equal length without cached tokens are one piece.
+struct Piece { int64_t first, rows, length, past, entry; };  // first token; page table: `entries` from `entry` on
+struct Prompts {
+    const float *q, *k, *v; float* out;
+    const void* pool; const Piece* pieces; const int32_t* entries;
+    char* memory;  // flex_prompts_bytes, at a multiple of 64; written by flex_prompts_plan
+    int64_t count, heads, kv_heads, dim, window, pages, page_tokens, group;
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    float scale, softcap;
+    int32_t pool_dtype, threads;
+
+    Prompt operator()(int64_t c) const {
+        const Piece& p = pieces[c];
+        return {q + p.first * q_row, k + p.first * k_row, v + p.first * v_row, nullptr,
+                out + p.first * heads * dim, pool, entries + p.entry,
+                p.rows, p.length, p.length, heads, kv_heads, dim, window, p.past, pages, page_tokens, group,
+                p.length * q_row, q_row, q_head, p.length * k_row, k_row, k_head, p.length * v_row, v_row, v_head,
+                scale, softcap, pool_dtype, threads};
+    }
+};
+
+// Returns 0 for success; i + 1 if a page of call i is outside the pool; minus the bytes of the memory if its allocation
+// failed. After an error nothing was written.
+int64_t attend_prompts(const Prompt* calls, int64_t count) {
+    for (int64_t c = 0; c < count; c++)
+        if (!pages_exist(calls[c])) return c + 1;
+    if (!count) return 0;
+    const auto call = [&](int64_t c) { return calls[c]; };
+    const size_t bytes = Together::bytes(count, calls->threads, call);
+    char* memory = (char*)aligned_alloc(64, bytes);
+    if (!memory) return -int64_t(bytes);
+    const Together& all = Together::in(memory, count, call);
     Shares shares;
 #pragma omp parallel num_threads(calls->threads)
     {
         const int64_t thread = omp_get_thread_num();
-        shares.take(tasks, calls->threads, thread, [&](int64_t i) {
-            const auto after = [](int64_t i, const Division& d) { return i < d.first; };
-            const Division& d = *(std::upper_bound(divided.begin(), divided.end(), i, after) - 1);
-            d.run(calls[&d - divided.data()], i - d.first, (float*)(scratch + size_t(thread) * size));
-        });
+        shares.take(all.tasks, calls->threads, thread, [&](int64_t i) { all.run(i, thread); });
     }
-    free(scratch);
+    free(memory);
     return 0;
 }
 
@@ -298,6 +360,19 @@ int64_t attend_prompts(const Prompt* calls, int64_t count) {
 extern "C" {
 
 int64_t flex_prompts(const Prompt* calls, int64_t count) { return attend_prompts(calls, count); }
+
+// Returns the bytes of `memory`; -(i + 1) if a page of piece i is outside the pool.
+int64_t flex_prompts_bytes(const Prompts* a) {
+    for (int64_t c = 0; c < a->count; c++)
+        if (!pages_exist((*a)(c))) return -(c + 1);
+    return int64_t(Together::bytes(a->count, a->threads, *a));
+}
+
+void flex_prompts_plan(const void* a) { Together::in(((const Prompts*)a)->memory, ((const Prompts*)a)->count, *(const Prompts*)a); }
+int64_t flex_prompts_blocks(const void* a) { return ((const Together*)((const Prompts*)a)->memory)->tasks; }
+void flex_prompts_block(const void* a, int64_t i) {
+    ((const Together*)((const Prompts*)a)->memory)->run(i, omp_get_thread_num());
+}
 
 // Returns the bytes of all threads' scratch. It uses only batch, queries, heads, kv_heads, dim and threads.
 int64_t flex_prompt_scratch(const Prompt* args) {

@@ -12,8 +12,8 @@
 namespace {
 
 // beside: the step may run at the same time as the step before it, since neither reads what the other writes.
-enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE, APPEND, ATTEND, MERGE };
-constexpr int KINDS = 11;
+enum class Kind : int32_t { LINEAR, DECODED, ROUND, DOTS, NARROW, NORM, ROTATE, GATE, APPEND, ATTEND, MERGE, PROMPTS };
+constexpr int KINDS = 12;
 struct Step {
     const void* call;
     int32_t kind, beside;
@@ -41,9 +41,10 @@ template <class F> INLINE void with_tasks(const Step& step, F f) {
         case Kind::NORM: return f(RowTasks<Norm>(*(const Norm*)step.call));
         case Kind::ROTATE: return f(RowTasks<Rotate>(*(const Rotate*)step.call));
         case Kind::GATE: return f(RowTasks<Gate>(*(const Gate*)step.call));
-        case Kind::APPEND: return f(PartTasks<256>{step.call, flex_append_token, flex_append_tokens(step.call)});
+        case Kind::APPEND: return f(PartTasks<2048>{step.call, flex_append_block, flex_append_blocks(step.call)});
         case Kind::ATTEND: return f(PartTasks<8192>{step.call, flex_decode_block, flex_decode_blocks(step.call)});
         case Kind::MERGE: return f(PartTasks<64>{step.call, flex_decode_merge, flex_decode_merges(step.call)});
+        case Kind::PROMPTS: return f(PartTasks<8192>{step.call, flex_prompts_block, flex_prompts_blocks(step.call)});
     }
 }
 
@@ -121,8 +122,10 @@ void run_together(const Step* steps, int64_t count, int32_t threads) {
 // Runs at most STEPS steps.
 void run_part(const Step* steps, int64_t count, int32_t threads) {
     bool small = true;
-    for (int64_t s = 0; s < count; s++)
+    for (int64_t s = 0; s < count; s++) {
         if (Kind(steps[s].kind) == Kind::ATTEND) flex_decode_plan(steps[s].call);
+        if (Kind(steps[s].kind) == Kind::PROMPTS) flex_prompts_plan(steps[s].call);
+    }
     for (int64_t s = 0; s < count; s++)
         with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });
     if (small || threads == 1) return run_alone(steps, count);

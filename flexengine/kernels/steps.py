@@ -1,7 +1,8 @@
 """Native kernels of a layer as steps: one call runs them one after the other, in one parallel region."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
-from flexengine.kernels.cached import append_call, decode_call
+from flexengine.kernels.cached import append_call, decode_call, prompts_call
+from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.structs import CODES
 
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 # In the order of enum Kind.
-KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge")
+KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
+         "prompts")  # fmt: skip
 
 
 class Steps:
@@ -34,6 +37,7 @@ class Steps:
         self._steps: list[tuple[ctypes.Structure, int, bool]] = []
         self._kept: list[Any] = []  # tensors that the steps read or write
         self._made: list[Tensor] = []  # of these, the ones that are allocated here
+        self._again = 0  # number of the first of `_made` whose memory is free
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._threads = torch.get_num_threads()
 
@@ -52,13 +56,34 @@ class Steps:
         """
         return Recorded(self._run, self._steps, self._threads, arguments, self._made, results)
 
-    def _new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        self._made.append(made := torch.empty(shape, dtype=dtype))
-        return made
+    def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a contiguous tensor that steps write."""
+        if self._again == len(self._made):
+            self._made.append(torch.empty(shape, dtype=dtype))
+        made, nbytes = self._made[self._again], prod(shape) * dtype.itemsize
+        if made.nbytes < nbytes:
+            raise RuntimeError(f"a part needs {nbytes} bytes for a result that takes {made.nbytes} in the first part")
+        self._again += 1
+        return made if made.shape == tuple(shape) else made.view(-1).view(torch.uint8)[:nbytes].view(dtype).view(shape)
+
+    def parts(self, rows: int, most: int) -> Iterator[slice]:
+        """Yield slices of `rows` rows, of at most `most` rows each, for the same steps with each.
+
+        Results that the steps of one slice have allocated are overwritten by those of the next.
+        """
+        first, low = self._again, 0
+        for number in range(count := -(-rows // most)):
+            high = low + (rows - low - 1) // (count - number) + 1  # the first ones are the largest
+            self._again = first
+            self._rounded.clear()  # its keys are addresses
+            yield slice(low, high)
+            low = high
+        self._again = len(self._made)
+        self._rounded.clear()
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: base.Compute | None = None,
-        residual: Tensor | None = None, beside: bool = False, packed: bool = False,
+        residual: Tensor | None = None, beside: bool = False, packed: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Add a product with a plain weight; see base.Kernels.linear.
 
@@ -67,8 +92,9 @@ class Steps:
             weight, bias, compute, packed: as there.
             residual: [rows, n], contiguous, added to the result; None for none.
             beside: whether the step before does not write x.
+            out: receives the result, [rows, n], contiguous; None allocates it.
         """
-        out = self._new((x.shape[0], weight.shape[0]))
+        out = self.new((x.shape[0], weight.shape[0])) if out is None else out
         pairs = False
         if compute == "bf16":
             even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
@@ -93,10 +119,10 @@ class Steps:
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None,
-        residual: Tensor | None = None, beside: bool = False,
+        residual: Tensor | None = None, beside: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`."""
-        out = self._new((x.shape[0], form.rows))
+        out = self.new((x.shape[0], form.rows)) if out is None else out
         groups, group = form.blocks[1], form.codec.group
         rows, scratch, source = x.shape[0], None, x
         if compute == "bf16":
@@ -112,7 +138,7 @@ class Steps:
         if compute == "int8":
             key = (x.data_ptr(), rows, groups, group)
             if (scratch := self._rounded.get(key)) is None:
-                scratch = self._new((rows * groups * (group + 2 * 4),), torch.uint8)
+                scratch = self.new((rows * groups * (group + 2 * 4),), torch.uint8)
                 self._rounded[key] = scratch
                 self._add("round", call(scratch), (scratch,), beside)
                 beside = False
@@ -127,21 +153,22 @@ class Steps:
         if (found := self._rounded.get(key)) is not None:
             return found, beside
         rows, n = x.shape
-        out = self._rounded[key] = self._new((rows, n if wide else (n + 1) // 2))
+        out = self._rounded[key] = self.new((rows, n if wide else (n + 1) // 2))
         self._add("narrow", structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide), (x, out), beside)
         return out, False
 
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0, beside: bool = False,
-        bias: Tensor | None = None, centred: bool = False,
+        bias: Tensor | None = None, centred: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Add an RMS norm of x [rows, n], see base.Kernels.rms_norm; or a layer norm.
 
         Args:
             bias: [n], added to the result; None for none.
             centred: whether the mean of a row is subtracted first, as in torch.nn.functional.layer_norm.
+            out: as in `linear`.
         """
-        out = self._new(x.shape)
+        out = self.new(x.shape) if out is None else out
         call = structs.Norm(
             *(x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr()),
             *(*x.shape, x.stride(0), eps, shift, centred),
@@ -149,9 +176,12 @@ class Steps:
         self._add("norm", call, (x, weight, bias, out), beside)
         return out
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False) -> Tensor:
-        """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate."""
-        out = self._new(x.shape)
+    def rotate(
+        self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate. out: as in
+        `linear`."""
+        out = self.new(x.shape) if out is None else out
         call = structs.Rotate(
             *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
         )
@@ -165,25 +195,34 @@ class Steps:
         return gate
 
     def append_and_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, to: base.Decoding, scale: float, softcap: float | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, to: PagedAttention, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """Add the kernels base.Kernels.append and decode_attention. Return attention, [n, heads, head_dim].
+        """Add the kernels base.Kernels.append, decode_attention and attend_prompts. Return attention, [tokens, heads,
+        head_dim].
 
         Args:
-            q: [n, heads, head_dim].
-            k, v: [n, kv_heads, head_dim], of one new token per sequence.
-            to: pages, for these numbers of heads.
+            q: [tokens, heads, head_dim].
+            k, v: [tokens, kv_heads, head_dim].
+            to: pages, for these numbers of tokens and heads.
             scale, softcap: as in decode_attention.
         """
-        out = self._new(q.shape)
-        append = append_call(k, v, to.pool, to.pages, to.offsets, to.form, to.room)
-        options = (to.window or 0, 1.0, scale, softcap or 0.0)
-        decode = decode_call(
-            q, to.pool, to.tables, to.lengths, to.form, to.room, options, (out, None, None, None, to.memory)
-        )
-        self._add("append", append, (k, v, to))
-        self._add("attend", decode, (q, out, to))
-        self._add("merge", decode, (q, out, to))
+        out, n = self.new(q.shape), len(to.lengths)
+
+        def append(tokens: slice) -> None:
+            where = (k[tokens], v[tokens], to.pool, to.pages[tokens], to.offsets[tokens])
+            self._add("append", append_call(*where, to.form, to.room), (*where, to))
+
+        if n:
+            append(slice(n))
+            options = (to.window or 0, 1.0, scale, softcap or 0.0)
+            others = (out, None, None, None, to.memory)
+            decode = decode_call(q[:n], to.pool, to.tables, to.lengths, to.form, to.room, options, others)
+            self._add("attend", decode, (q, out, to))
+            self._add("merge", decode, (q, out, to))
+        if to.pieces is not None:
+            call = prompts_call(q, k, v, out, to, scale, softcap, to.memory[to.split :])
+            self._add("prompts", call, (q, k, v, out, to))
+            append(slice(n, None))  # it may overwrite pages that the prompts' queries see
         return out
 
     def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:

@@ -65,6 +65,18 @@ class Prompt(ctypes.Structure):
     ]
 
 
+class Prompts(ctypes.Structure):
+    """struct Prompts of prompt.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "pool", "pieces", "entries", "memory")),
+        *((name, c_int64) for name in ("count", "heads", "kv_heads", "dim", "window", "pages", "page_tokens", "group")),
+        *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("row", "head")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("pool_dtype", "threads")),
+    ]
+
+
 class Norm(ctypes.Structure):
     """struct Norm of elementwise.h."""
 
@@ -120,7 +132,7 @@ class Records(ctypes.Structure):
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decode": Decode, "append": Append, "linear": Linear, "product": Product,
-    "prompt": Prompt, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
+    "prompt": Prompt, "prompts": Prompts, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
     "narrow": Narrow, "step": Step,
 }  # fmt: skip
 

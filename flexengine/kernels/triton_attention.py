@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Room
+from flexengine.kernels.paged import Room
 
 SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, has 1/80 of the bytes of the span's KV
 WIDEST = 256  # maximum elements of a head, limited by registers

@@ -7,7 +7,7 @@ the answer:
     Rows      before rows of weights that may be off the device         see `Rows`
     Layer     before decoder layer j; its weights must be bound now     hidden states
     Query     in layer j, before keys and values, if queries go first   none
-    Attend    in layer j, at attention, unless it uses a `Decoding`     [1, tokens, heads, value_dim]
+    Attend    in layer j, at attention, unless it uses `Pass.paged`     [1, tokens, heads, value_dim]
     Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
     Logits    end of the pass                                           none
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
-from flexengine.kernels.base import Decoding
+from flexengine.kernels.paged import PagedAttention
 from flexengine.model.logits import LogitStep
 from flexengine.model.score import Scores
 
@@ -289,8 +289,8 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         only_queries: whether the present run of an attention module computes queries only.
         queries: output of the query projection, from the first to the second run of an attention module.
         block: output of a feed-forward block of records, until the block's last module returns it.
-        decodings: pages of the next layer, and of layers after it, which need not pause at attention. They differ in
-            nothing but `pool`. Without pages, the next layer must pause at attention.
+        paged: attention of the next layer, and of layers after it, which need not pause at attention. They differ in
+            nothing but `pool`. If it is empty, the next layer must pause at attention.
         computed: number of the layer after the last one that calls of kernels (halves.py) have computed.
         output: output of this layer before; None if modules compute it.
         positions: position embeddings that this layer before got.
@@ -302,7 +302,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     only_queries = False
     queries: Tensor | None = None
     block: Tensor | None = None
-    decodings: Sequence[Decoding] = ()
+    paged: Sequence[PagedAttention] = ()
     computed = 0
     output: Tensor | None = None
     positions: Any = None
@@ -345,12 +345,12 @@ class Forward:
         )
         return Logits(out.logits)
 
-    def resume(self, value: Any = None, decodings: Sequence[Decoding] = ()) -> Pause:
+    def resume(self, value: Any = None, paged: Sequence[PagedAttention] = ()) -> Pause:
         """Run to the next pause, and return its event.
 
         Args:
             value: the answer to the last event.
-            decodings: see `Pass`. The event tells how many were used: it is the pause after the layers that are
+            paged: see `Pass`. The event tells how many were used: it is the pause after the layers that are
                 computed. If none was, it is an `Attend`.
         """
         with self._mode or nullcontext():
@@ -360,7 +360,7 @@ class Forward:
                 self._greenlet.recycles = self._recycles
                 event: Pause = self._greenlet.switch()
             else:
-                self._greenlet.decodings = decodings
+                self._greenlet.paged = paged
                 event = self._greenlet.switch(value)
         return event
 
@@ -368,4 +368,4 @@ class Forward:
         """Unwind a paused pass, to free its frames and tensors."""
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()
-            self._greenlet.output, self._greenlet.positions, self._greenlet.decodings = None, None, ()
+            self._greenlet.output, self._greenlet.positions, self._greenlet.paged = None, None, ()

@@ -3,31 +3,31 @@
     before   norm, queries | keys | values, rotary positions if there are any
     after    output projection + residual, norm, gate | up or up alone, activation, down projection + residual
 
-If all tokens are the next ones of their sequences, one call computes the whole layer, attention too, and the layers
-after it whose weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs,
+If the pages of the KV cache are at hand, one call computes the whole layer, attention too, and layers after it whose
+weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs,
 and passes that watch or replace modules use the modules.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import greenlet
 import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
-from flexengine.kernels.base import Decoding
 from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import Recorded
-from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.fused import ACTS
+from flexengine.model.layer_kinds import Kind
 from flexengine.model.layer_parts import HEAD_NORMS, Parts
 from flexengine.model.linear import FastLinear, unwatched
 
-PART = 512  # rows that a call computes, so that what it writes stays in the CPU's caches
-MOST_CALLS = 64  # recorded calls that layers of equal settings keep
+PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
+MOST_PRODUCTS = 10**11  # multiply-adds of a call, about a second on two cores: Ctrl-C waits for its end
 
 
 class Bound(NamedTuple):
@@ -48,82 +48,6 @@ class Bound(NamedTuple):
     given: list[Tensor]
     addresses: list[int]
     format: int
-
-
-class Proof(Protocol):
-    """Comparison of the calls with the modules (halving.py)."""
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether both compute the same."""
-
-
-class Scratch:
-    """Memory for calls, which all layers of a model share. Fresh memory for every call would cost page faults.
-
-    Attributes:
-        block: intermediate results; as large as a call has needed.
-        results: memory of results.
-    """
-
-    def __init__(self) -> None:
-        self.block = torch.empty(0, dtype=torch.uint8)
-        self.results = Recycled()
-
-    def make_room(self, nbytes: int) -> None:
-        """Make the block at least this large."""
-        if self.block.nbytes < nbytes:
-            self.block = torch.empty(nbytes, dtype=torch.uint8)
-
-    def release(self) -> None:
-        """Free the memory."""
-        self.block = torch.empty(0, dtype=torch.uint8)
-        self.results.release()
-
-
-class Kind:
-    """What layers of equal settings share.
-
-    Attributes:
-        trial: shows whether they compute so; None in a trial.
-        scratch: memory of calls.
-        formats: a number for each combination of shapes and formats of a layer's weights.
-        recent: page tables, key and call of the last layer that decoded; the next layers of a sweep have the same.
-    """
-
-    def __init__(self, trial: "Proof | None", scratch: Scratch) -> None:
-        self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
-        self._calls: dict[Hashable, Recorded] = {}  # the one used last is the last one
-        self.release()
-
-    def release(self) -> None:
-        """Drop all tensors."""
-        self.scratch.release()
-        self.recent: tuple[Tensor, Hashable, Recorded] | None = None
-        self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
-
-    def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
-        """Return the call with a key, and make room for it. If there is none, record it."""
-        if (found := self._calls.pop(key, None)) is None:
-            found = record()
-            if len(self._calls) >= MOST_CALLS:
-                del self._calls[next(iter(self._calls))]
-        self._calls[key] = found
-        self.scratch.make_room(found.nbytes)
-        return found
-
-    def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
-        """Return cosines and sines, [tokens, head_dim]; None if they are others than the calls can use.
-
-        Args:
-            positions: argument `position_embeddings` of a layer, the same object for all layers of a pass.
-            shape: (1, tokens, head_dim).
-        """
-        if self._angles[0] is not positions or self._angles[1] != shape:
-            fine = type(positions) is tuple and len(positions) == 2
-            fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
-            self._angles = positions, shape, [x[0].contiguous() for x in positions] if fine else None
-        return self._angles[2]
 
 
 class Halves:
@@ -199,8 +123,8 @@ class Halves:
             x = hidden[0]
             angles = self._angles(positions, len(x))
             assert angles is not None
-            if decodings := self._decodings(len(x)):
-                return len(decodings), self._decode(x, angles, decodings)[None]
+            if layers := self._together(len(x)):
+                return len(layers), self._layers(x, angles, layers)[None]
             q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, (x, *angles)))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
@@ -218,71 +142,63 @@ class Halves:
             out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
         return out
 
-    def _decodings(self, rows: int) -> list[tuple["Halves", Decoding]]:
+    def _together(self, rows: int) -> list[tuple["Halves", PagedAttention]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
-        given: Sequence[Decoding] = getattr(greenlet.getcurrent(), "decodings", ())
-        dim, parts = self.attention.head_dim, self.parts
+        given: Sequence[PagedAttention] = getattr(greenlet.getcurrent(), "paged", ())
+        dim, parts, found = self.attention.head_dim, self.parts, list[tuple[Halves, PagedAttention]]()
         sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
-        if not given or rows > PART or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
+        if not given or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
-        found, format = [(self, given[0])], self._bind().format
-        for decoding in given[1:]:
-            layer = found[-1][0].following
-            if layer is None or not layer.joined or layer.kind is not self.kind or not layer._unchanged:
+        most = max(1, MOST_PRODUCTS // (rows * sum(m.in_features * m.out_features for m in self._linear)))
+        format, layer = self._bind().format, cast(Halves | None, self)
+        for paged in given[:most]:
+            if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
                 break
-            if layer._bind().format != format:
-                break
-            found.append((layer, decoding))
+            if layer._bind().format != format or (layer.last and paged.pieces is not None):
+                break  # `_rest` computes fewer rows of prompts after the last layer
+            found.append((layer, paged))
+            layer = layer.following
         return found
 
-    def _decode(self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["Halves", Decoding]]) -> Tensor:
+    def _layers(self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["Halves", PagedAttention]]) -> Tensor:
         """Compute whole layers. Return the output of the last one, [rows, hidden].
 
         Args:
             x: [rows, hidden], input of the first layer.
             angles: as in `Kind.angles`.
-            layers: what `_decodings` returned.
+            layers: what `_together` returned.
         """
-        x, decoding, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
-        key = bound.format, decoding.window
-        if recent is None or recent[0] is not decoding.tables or recent[1] != key:
-            options: list[Any] = [item for item in decoding if not isinstance(item, Tensor)]
-            options += [(decoding.pool.shape, decoding.pool.dtype, decoding.tables.shape)]
-            call = self._call(self._whole, bound, (x, *angles), options, decoding)
-            self.kind.recent = recent = decoding.tables, key, call
-        outputs = [torch.empty_like(x) for _ in layers[:2]]  # a layer reads one and writes the other
+        x, paged, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
+        key = bound.format, paged.window
+        if recent is None or recent[0] is not paged.tables or recent[1] != key:
+            call = self._call(self._whole, bound, (x, *angles), paged)
+            self.kind.recent = recent = paged.tables, key, call
+        results = self._results(recent[2])
         rows, source = list[list[int]](), x
-        for number, (layer, decoding) in enumerate(layers):
+        for layer, paged in layers:
             assert layer._bound is not None
-            target = outputs[number % 2]
-            tensors = (source, *angles, *_tensors(decoding))
-            rows.append(self._addresses(layer._bound, tensors, [target]))
-            source = target
+            rows.append(self._addresses(layer._bound, (source, *angles, *paged.tensors), results))
+            source = results[0]  # a layer reads its input before it writes its output
         recent[2].run(*rows)
-        return source
+        return results[0]
 
     def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
-        """Run `_before` or `_after`, some rows at a time. Return its results, [rows, ...].
+        """Run `_before` or `_after`. Return its results, [rows, ...].
 
         Args:
             half: the method.
             given: its arguments, [rows, ...].
         """
-        bound, rows = self._bind(), len(given[0])
-        parts, results, low = -(-rows // PART), list[Tensor](), 0
-        least, larger = divmod(rows, parts)
-        for size, times in ((least + 1, larger), (least, parts - larger)):
-            if not times:
-                continue
-            pieces = [[x[low + size * i : low + size * (i + 1)] for x in given] for i in range(times)]
-            call = self._call(half, bound, pieces[0])
-            if not results:
-                empty = self.kind.scratch.results.empty if this_pass().recycles else _empty
-                results = [empty((rows, *shape[1:]), dtype) for shape, dtype in call.results]
-            targets = ([x[low + size * i :] for x in results] for i in range(times))
-            call.run(*(self._addresses(bound, *both) for both in zip(pieces, targets, strict=True)))
-            low += size * times
+        bound = self._bind()
+        call = self._call(half, bound, given)
+        results = self._results(call)
+        call.run(self._addresses(bound, given, results))
         return results
+
+    def _results(self, call: Recorded) -> list[Tensor]:
+        """Return memory for the results of a call."""
+        empty = self.kind.scratch.results.empty if this_pass().recycles else _empty
+        return [empty(shape, dtype) for shape, dtype in call.results]
 
     def _addresses(self, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
         """Return the addresses of a recorded call, which writes the results."""
@@ -290,8 +206,8 @@ class Halves:
         return [*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)]
 
     def _call(
-        self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor], options: Sequence[Any] = (),
-        decoding: Decoding | None = None,
+        self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor],
+        paged: PagedAttention | None = None,
     ) -> Recorded:  # fmt: skip
         """Return the call of `_before`, `_after` or `_whole` for tensors of these shapes.
 
@@ -299,17 +215,16 @@ class Halves:
             part: the method.
             bound: weights.
             given: its arguments, [rows, ...].
-            options: what else the call depends on.
-            decoding: the last argument of `_whole`.
+            paged: the last argument of `_whole`.
         """
 
         def record() -> Recorded:
-            steps, last = cast(NativeKernels, kernels.load()).steps(), [] if decoding is None else [decoding]
-            tensors = (*given, *(_tensors(decoding) if decoding else ()), *bound.given)
+            steps, last = cast(NativeKernels, kernels.load()).steps(), [] if paged is None else [paged]
+            tensors = (*given, *(paged.tensors if paged else ()), *bound.given)
             return steps.recorded(tensors, part(steps, bound, *given, *last))
 
         sizes = [(len(given[0]), *(x.stride() for x in given)), bound.format, torch.get_num_threads()]
-        return self.kind.call((part.__name__, *sizes, *options), record)
+        return self.kind.call((part.__name__, *sizes, *(paged.sizes if paged else ())), record)
 
     def release(self) -> None:
         """Drop the references to weights, and the tensors of all layers of this kind."""
@@ -339,19 +254,41 @@ class Halves:
         return self._bound
 
     def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
-        attention, parts = self.attention, self.parts
-        normed = _norm(steps, x, parts.before)
-        q, k, v = (self._product(steps, bound, normed, module, beside=i > 0).view(x.shape[0], -1, attention.head_dim)
-                   for i, module in enumerate((parts.q, parts.k, parts.v)))  # fmt: skip
+        modules, dim = (self.parts.q, self.parts.k, self.parts.v), self.attention.head_dim
+        results = [steps.new((len(x), module.out_features // dim, dim)) for module in modules]
+        for rows in steps.parts(len(x), PART):
+            self._project(steps, bound, x[rows], [y[rows] for y in angles], [y[rows] for y in results])
+        return results
+
+    def _project(
+        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Write queries, keys and values of some rows to the results, [rows, heads, head_dim]."""
+        parts, normed = self.parts, _norm(steps, x, self.parts.before)
+        outs: list[Tensor | None] = [y.flatten(1) for y in results]
+        if angles or self._head_norms:  # products of queries and keys are not results yet
+            outs[0] = outs[1] = None
+        q, k, _ = (
+            self._product(steps, bound, normed, module, beside=i > 0, out=out).view(y.shape)
+            for i, (module, out, y) in enumerate(zip((parts.q, parts.k, parts.v), outs, results, strict=True))
+        )
         if self._head_norms:
-            q, k = (_norm(steps, y.flatten(0, 1), module, beside).view(y.shape)
-                    for y, module, beside in ((q, attention.q_norm, False), (k, attention.k_norm, True)))  # fmt: skip
-        if not angles:
-            return [q, k, v]
-        cos, sin = angles
-        return [steps.rotate(q, cos, sin), steps.rotate(k, cos, sin, beside=True), v]
+            outs = [None if angles else y.flatten(0, 1) for y in results]
+            q = _norm(steps, q.flatten(0, 1), self.attention.q_norm, out=outs[0]).view(q.shape)
+            k = _norm(steps, k.flatten(0, 1), self.attention.k_norm, beside=True, out=outs[1]).view(k.shape)
+        if angles:
+            cos, sin = angles
+            steps.rotate(q, cos, sin, out=results[0])
+            steps.rotate(k, cos, sin, beside=True, out=results[1])
 
     def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:
+        out = steps.new(x.shape)
+        for rows in steps.parts(len(x), PART):
+            self._feed(steps, bound, x[rows], attended[rows], out[rows])
+        return [out]
+
+    def _feed(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor, out: Tensor) -> None:
+        """Write the layer's output of some rows."""
         parts, act = self.parts, ACTS[self._act_name]
         x = self._product(steps, bound, attended, parts.out, residual=x)
         normed = _norm(steps, x, parts.after)
@@ -360,35 +297,31 @@ class Halves:
         else:
             gate = self._product(steps, bound, normed, parts.gate)
             inner = steps.gate(gate, self._product(steps, bound, normed, parts.up, beside=True), act)
-        return [self._product(steps, bound, inner, parts.down, residual=x)]
+        self._product(steps, bound, inner, parts.down, residual=x, out=out)
 
     def _whole(self, steps: Steps, bound: Bound, x: Tensor, *rest: Any) -> list[Tensor]:
-        *angles, decoding = rest
+        *angles, paged = rest
         q, k, v = self._before(steps, bound, x, *angles)
-        attended = steps.append_and_attend(q, k, v, decoding, self.options["scaling"], self.options["softcap"])
-        return self._after(steps, bound, x, attended.flatten(1))
+        attended = steps.append_and_attend(q, k, v, paged, self.options["scaling"], self.options["softcap"])
+        return [*self._after(steps, bound, x, attended.flatten(1)), q, k, v, attended]
 
     @staticmethod
     def _product(
-        steps: Steps, bound: Bound, x: Tensor, module: FastLinear, residual: Tensor | None = None, beside: bool = False
-    ) -> Tensor:
-        return module.product.add_to(steps, x, module, bound.biases[module], residual, beside)
-
-
-def _tensors(decoding: Decoding) -> tuple[Tensor, ...]:
-    at = decoding
-    return at.pool, at.tables, at.lengths, at.pages, at.offsets, at.memory
+        steps: Steps, bound: Bound, x: Tensor, module: FastLinear, residual: Tensor | None = None, beside: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return module.product.add_to(steps, x, module, bound.biases[module], residual, beside, out)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False) -> Tensor:
+def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False, out: Tensor | None = None) -> Tensor:
     if isinstance(module, nn.LayerNorm):
-        return steps.norm(x, module.weight, module.eps, beside=beside, bias=module.bias, centred=True)
+        return steps.norm(x, module.weight, module.eps, beside=beside, bias=module.bias, centred=True, out=out)
     eps, shift = module.rms
-    return steps.norm(x, module.weight, getattr(module, eps), shift, beside)
+    return steps.norm(x, module.weight, getattr(module, eps), shift, beside, out=out)
 
 
 def release(model: Any) -> None:

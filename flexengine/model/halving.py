@@ -17,7 +17,8 @@ from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
 from flexengine.model.fused import use_fused
-from flexengine.model.halves import Halves, Kind, Scratch
+from flexengine.model.halves import Halves
+from flexengine.model.layer_kinds import Kind, Scratch
 from flexengine.model.layer_parts import Parts, is_norm, parts_of
 from flexengine.model.linear import Product, use_fast_linear
 

@@ -69,8 +69,9 @@ class Product:
             return kernels.load().linear(x, weight, bias, self._rounding(weight), packed)
 
     def add_to(
-        self, steps: Steps, x: Tensor, module: "FastLinear", bias: Tensor | None, residual: Tensor | None, beside: bool
-    ) -> Tensor:
+        self, steps: Steps, x: Tensor, module: "FastLinear", bias: Tensor | None, residual: Tensor | None, beside: bool,
+        out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`.
 
         Args:
@@ -78,8 +79,8 @@ class Product:
         """
         weight = module.weight
         if (form := module.forms.get("weight")) is not None:
-            return steps.product(x, weight, form, bias, self.compute, residual, beside)
-        return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed)
+            return steps.product(x, weight, form, bias, self.compute, residual, beside, out)
+        return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed, out)
 
     def _rounding(self, weight: Tensor) -> Literal["bf16"] | None:
         """Return the dtype that activations are rounded to before a product with this plain weight."""

@@ -33,9 +33,12 @@ class Ahead:
         ]
 
     def layers(self, task: Task) -> range:
-        """Return the layers that a COMPUTE task may compute: its own, and those after it whose weights are on the
-        device, and whose input was the output of the layer before in the last pass."""
+        """Return the layers that a call of kernels may compute in a COMPUTE task: its own, and those after it whose
+        weights are on the device, and whose input was the output of the layer before in the last pass. There are none
+        if modules compute the task's layer."""
         first = task.cell.layer
+        if self._modules[first].halves is None:
+            return range(first, first)
         if not (self._allowed[task.cell.batch] and task.slot < 0 and self._weights.arrived):
             return range(first, first + 1)
         rest = range(first + 1, len(self._modules))

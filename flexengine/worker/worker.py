@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
-from flexengine.kernels.base import Decoding
+from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
 from flexengine.model.halves import release
 from flexengine.model.queries import use_queries_first
@@ -270,9 +270,9 @@ class Worker:
         if (j := task.cell.layer) < self.layers:
             if not self._computed(j, state):
                 where = state.view, state.batch.cache_home, task.cache
-                decodings = self.cache.decodings(self.ahead.layers(task), self.skeleton.windows, *where)
-                event = self._attention(task, state, decodings)
-                assert isinstance(event, Attend) or decodings
+                paged = self.cache.paged(self.ahead.layers(task), self.skeleton.windows, *where)
+                event = self._attention(task, state, paged)
+                assert isinstance(event, Attend) or paged
                 if isinstance(event, Attend):
                     event = state.forward.resume(self.cache.attend(event, *where))
                 state.event = self._up_to_rows(task, state, event)
@@ -335,9 +335,9 @@ class Worker:
             self._open(state)
         return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, state: BatchState, decodings: Sequence[Decoding] = ()) -> Pause:
+    def _attention(self, task: Task, state: BatchState, paged: Sequence[PagedAttention] = ()) -> Pause:
         """Compute a layer up to its attention, or to its queries if they go first, or layers to their end if they use
-        `decodings`. Return the pause."""
+        `paged`. Return the pause."""
         j = task.cell.layer
         event = self._start(state) if j == 0 else state.event
         assert isinstance(event, Layer)
@@ -347,7 +347,7 @@ class Worker:
         if j == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.entered(task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
-        pause = state.forward.resume(hidden, decodings)
+        pause = state.forward.resume(hidden, paged)
         del hidden
         while isinstance(pause, Rows):  # experts before attention
             self.experts.bring(pause, task.slot)

@@ -11,6 +11,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.paged import Prompts
 from flexengine.kernels.steps import Steps
 from tests.helpers.builds import NATIVE, kernels_named
 
@@ -155,7 +156,42 @@ def test_pages_outside_of_the_pool_are_found_before_a_call(kernel: NativeKernels
     pool, one = torch.zeros(4, 2, 1, 8, 16), torch.ones(1, dtype=torch.int32)
     for table, length, page, offset in ((4, 1, 0, 0), (0, 9, 0, 0), (0, 1, 4, 0), (0, 1, 0, 8)):
         with pytest.raises(InvalidInput, match=r"pages among the pool's 4|page must be below 4"):
-            kernel.decoding(2, pool, table * one[None], length * one, None, None, page * one, offset * one)
+            kernel.paged(2, pool, table * one[None], length * one, None, None, page * one, offset * one)
+
+
+def test_prompts_that_do_not_fit_their_pages_are_found_before_a_call(kernel: NativeKernels) -> None:
+    pool, none, two = torch.zeros(4, 2, 1, 8, 16), torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for prompt, message in (
+        (Prompts(0, 1, 2, 3, torch.tensor([4]).int()), "pages among the pool's 4"),
+        (Prompts(0, 1, 2, 9, torch.tensor([1]).int()), "9 cached tokens do not fit in 1 pages of 8 tokens"),
+        (Prompts(0, 1, 2, 1, None), "1 cached tokens do not fit in 0 pages"),
+        (Prompts(0, 2, 1, 1, torch.tensor([1]).int()), "only one prompt after cached tokens"),
+        (Prompts(1, 1, 2, 0, None), "from token 0 on"),
+        (Prompts(0, 1, 3, 0, None), "the prompts end at token 3, but pages are given for 2 tokens"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            kernel.paged(2, pool, none.view(0, 1), none, None, None, two, two, [prompt])
+
+
+def test_parts_of_rows_share_memory(kernel: NativeKernels) -> None:
+    """Every row has the result of a call without parts, and the parts take the memory of the largest."""
+    x, scale, weight = torch.randn(11, WIDTH), torch.randn(WIDTH), torch.randn(WIDTH, WIDTH)
+    outs, sizes = [], []
+    for most in (11, 4):
+        steps = kernel.steps()
+        out = steps.new(x.shape)
+        slices = list[slice]()
+        for rows in steps.parts(len(x), most):
+            slices.append(rows)
+            normed = steps.norm(x[rows], scale, 1e-5)
+            steps.linear(normed, weight, compute="bf16", residual=x[rows], out=out[rows])
+        sizes.append(steps.recorded([x, scale, weight], [out]).nbytes)
+        assert [row for rows in slices for row in range(len(x))[rows]] == [*range(len(x))]
+        steps.run()
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1])
+    assert len(slices) == 3
+    assert sizes[1] < 0.5 * sizes[0]
 
 
 def test_no_steps(kernel: NativeKernels) -> None:

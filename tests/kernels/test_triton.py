@@ -14,7 +14,7 @@ import torch
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
-from flexengine.kernels.base import Room
+from flexengine.kernels.paged import Room
 
 triton = pytest.importorskip("triton", reason="needs triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402

@@ -1,4 +1,4 @@
-"""Layers as two calls of native kernels: which ones are, and that they compute what transformers' modules compute."""
+"""Layers as calls of native kernels: which ones are, and that they compute what transformers' modules compute."""
 
 import gc
 import json
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
+from flexengine.kernels.base import Past
+from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
-from flexengine.model.halves import release
+from flexengine.model.halves import MOST_PRODUCTS, release
 from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import RecordDown
 from flexengine.model.queries import use_queries_first
@@ -96,14 +98,14 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
                 assert torch.equal(mine, other)  # the same kernels in the same order
 
 
-def pool_of(kind: str, kv_heads: int, dim: int) -> tuple[Tensor, CacheFormat | None]:
-    """Return a random pool of 12 pages of 4 tokens, and its format."""
-    values = torch.randn(12, 2, kv_heads, 4, dim)
+def pool_of(kind: str, kv_heads: int, dim: int, pages: int = 12) -> tuple[Tensor, CacheFormat | None]:
+    """Return a random pool of pages of 4 tokens, and its format."""
+    values = torch.randn(pages, 2, kv_heads, 4, dim)
     if kind != "int8":
         return values.to(getattr(torch, kind)), None
     form = CacheFormat(8, kv_heads, 4, dim)
-    pool = torch.zeros(12, form.page_bytes, dtype=torch.uint8)
-    for page in range(12):
+    pool = torch.zeros(pages, form.page_bytes, dtype=torch.uint8)
+    for page in range(pages):
         k, v = (values[page, i].transpose(0, 1) for i in range(2))
         kernels.load().append(k, v, pool, torch.full((4,), page).int(), torch.arange(4).int(), form)
     return pool, form
@@ -141,8 +143,8 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
         own = pool.clone()
         current = Pass(lambda: called(layers[0], hidden, positions))
         assert isinstance(current.switch(), Layer)
-        found = kernel.decoding(heads, own, tables, lengths, window, form, pages, offsets)
-        current.decodings = [found] if whole else []
+        found = kernel.paged(heads, own, tables, lengths, window, form, pages, offsets)
+        current.paged = [found] if whole else []
         event = current.switch(hidden)
         if not whole:
             assert isinstance(event, Attend)
@@ -156,6 +158,130 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
     assert torch.equal(results[0][1], results[1][1])
 
 
+class Mixed:
+    """A gpu_batch of two sequences that decode, a prompt with cached tokens, and two prompts without.
+
+    Args:
+        layer: a layer of the model.
+        length: tokens of each of the last two prompts.
+    """
+
+    def __init__(self, layer: PausingLayer, kind: str, length: int) -> None:
+        attention: Any = layer.layer.self_attn
+        self.dim = attention.head_dim
+        self.heads, kv_heads = (m.out_features // self.dim for m in (attention.q_proj, attention.k_proj))
+        own = -(-length // 4)  # pages of a prompt
+        self.pool, self.form = pool_of(kind, kv_heads, self.dim, 12 + 2 * own)
+        self.tables, self.lengths = torch.tensor([[3, 0], [7, 1]]).int(), torch.tensor([1, 6]).int()
+        at = torch.arange(length)
+        self.pages = torch.cat([torch.tensor([3, 1, 10, 10, 11]), *(12 + i * own + at // 4 for i in range(2))]).int()
+        self.offsets = torch.cat([torch.tensor([0, 1, 2, 3, 0]), at % 4, at % 4]).int()
+        table = torch.tensor([8, 10, 11]).int()
+        self.prompts = [Prompts(2, 1, 3, 6, table), Prompts(5, 2, length, 0, None)]
+        self.tokens = 5 + 2 * length
+
+    def paged(self, pool: Tensor, window: int | None = None) -> PagedAttention:
+        where = (self.form, self.pages, self.offsets, self.prompts)
+        found = kernels.load().paged(self.heads, pool, self.tables, self.lengths, window, *where)
+        assert found is not None
+        return found
+
+    def attended(self, event: Attend, pool: Tensor, window: int | None = None) -> Tensor:
+        """Return attention by a call for each part of the gpu_batch, and append the tokens."""
+        kernel, options = kernels.load(), (event.scale, window, event.softcap)
+        q, k, v = (x[0].transpose(0, 1) for x in event[1:4])
+        kernel.append(k[:2], v[:2], pool, self.pages[:2], self.offsets[:2], self.form)
+        parts = [kernel.decode_attention(q[:2], pool, self.tables, self.lengths, *options, None, self.form)]
+        for p in self.prompts:
+            own = [x[p.first :][: p.rows * p.length].unflatten(0, (p.rows, p.length)) for x in (q, k, v)]
+            past = None if p.table is None else Past(pool, p.table, p.past, self.form)
+            parts.append(kernel.attend_prompt(*own, *options, None, past).flatten(0, 1))
+        kernel.append(k[2:], v[2:], pool, self.pages[2:], self.offsets[2:], self.form)
+        return torch.cat(parts)[None]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("length", [4, 400])
+def test_a_layer_with_prompts_is_one_call(
+    families: Any, family: str, kind: str, window: int | None, length: int
+) -> None:
+    """It computes the bits of a layer that pauses at attention, also if it computes rows in several parts."""
+    skeleton, layers = opened(families(family).directory)
+    mixed, results = Mixed(layers[0], kind, length), []
+    hidden, positions = arguments(skeleton, mixed.tokens)
+    for whole in (False, True, True):
+        pool = mixed.pool.clone()
+        current = Pass(lambda: called(layers[0], hidden, positions))
+        assert isinstance(current.switch(), Layer)
+        current.paged = [mixed.paged(pool, window)] if whole else []
+        event = current.switch(hidden)
+        if not whole:
+            assert isinstance(event, Attend)
+            event = current.switch(mixed.attended(event, pool, window))
+        assert current.dead
+        results.append((event, pool))
+    for out, pool in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(pool, results[0][1])
+
+
+def test_a_call_recorded_for_prompts_without_cached_tokens_reads_cached_ones(families: Any) -> None:
+    skeleton, layers = opened(families("llama").directory)
+    mixed, results = Mixed(layers[0], "float32", 4), []
+    hidden, positions = arguments(skeleton, mixed.tokens)
+    cached, other = mixed.prompts
+    for whole in (False, True):
+        for prompts in ([Prompts(2, 1, 3, 0, None), other], [cached, other]):
+            mixed.prompts, pool = prompts, mixed.pool.clone()
+            current = Pass(lambda: called(layers[0], hidden, positions))
+            current.switch()
+            current.paged = [mixed.paged(pool)] if whole else []
+            event = current.switch(hidden)
+            results.append(event if whole else current.switch(mixed.attended(event, pool)))
+    assert len(layers[0].halves.kind._calls) == 3  # before, after, whole
+    assert all(torch.equal(one, two) for one, two in zip(results[:2], results[2:], strict=True))
+    assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("most", [MOST_PRODUCTS, 1])
+def test_layers_with_prompts_are_one_call_except_the_last(
+    families: Any, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A call has a limit of work. After the last layer, only rows with logits are computed."""
+    monkeypatch.setattr("flexengine.model.halves.MOST_PRODUCTS", most)
+    skeleton, layers = opened(families("llama").directory)
+    mixed, count, results = Mixed(layers[0], "float32", 300), len(layers), []
+    hidden, positions = arguments(skeleton, mixed.tokens)
+    keep = torch.tensor([0, 1, 4, mixed.tokens - 1])
+
+    def model() -> Tensor:
+        x = hidden
+        for layer in layers:
+            x = called(layer, x, positions)
+        return x
+
+    for ahead, paused in ((1, [*range(count)]), (count, [0, count - 1] if most > 1 else [*range(count)]), (0, None)):
+        pools = [mixed.pool + number for number in range(count)]
+        current, seen, attended = Pass(model), list[int](), list[int]()
+        current.inputs = Inputs(keep[None], keep[None], keep)
+        event: Any = current.switch()
+        while not current.dead:
+            if isinstance(event, Attend):
+                attended.append(seen[-1])
+                event = current.switch(mixed.attended(event, pools[seen[-1]]))
+                continue
+            seen.append(event.index)
+            current.paged = [mixed.paged(pool) for pool in pools[event.index :][:ahead]]
+            event = current.switch(event.hidden)
+        assert paused is None or (seen, attended) == (paused, [count - 1])
+        results.append((event[:, keep], torch.stack(pools)))
+    for out, pool in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(pool, results[0][1])
+
+
 class Decoded:
     """Three sequences that decode in all layers of a model, with pages of its own for each layer."""
 
@@ -167,8 +293,8 @@ class Decoded:
         self.pools = [torch.randn(12, 2, attention.k_proj.out_features // dim, 4, dim) for _ in layers]
         tables, lengths = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int(), torch.tensor([1, 10, 8]).int()
         places = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
-        first = kernels.load().decoding(heads, self.pools[0], tables, lengths, None, None, *places)
-        self.decodings = [first._replace(pool=pool) for pool in self.pools]
+        first = kernels.load().paged(heads, self.pools[0], tables, lengths, None, None, *places)
+        self.paged = [first._replace(pool=pool) for pool in self.pools]
 
     def ran(self, ahead: int, change: Any = lambda number, x: x) -> tuple[Tensor, list[int]]:
         """Return the output, and the numbers of the layers at which the pass paused.
@@ -189,7 +315,7 @@ class Decoded:
         while not current.dead:
             assert isinstance(event, Layer)
             seen.append(event.index)
-            current.decodings = self.decodings[event.index :][:ahead]
+            current.paged = self.paged[event.index :][:ahead]
             event = current.switch(event.hidden)
         return event, seen
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Decoding, Kernels, Past, PromptCall
+from flexengine.kernels.base import Kernels, Past, PromptCall
+from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -21,7 +22,7 @@ from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.movement import Movement
 from flexengine.worker.cache.pools import Pools
-from flexengine.worker.cache.tables import MeanKeys, Prompts, Tables, View, packed, tables_of
+from flexengine.worker.cache.tables import MeanKeys, Tables, View, packed, tables_of
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import Values
 
@@ -53,7 +54,7 @@ class Cache:
         self._free_means = Pages("device", layout.policy.block_size if self.smooth else 0)
         self._mean: dict[int, int] = {}  # by sequence: index of its mean keys
         self._results = Recycled()  # of attention
-        self._memory: Tensor | None = None  # scratch memory of decode attention, which cells use one after the other
+        self._memory: Tensor | None = None  # scratch memory of attention, which cells use one after the other
         self._means: Tensor | None = None  # [layers, sequences, kv_heads, head_dim]
         if self.smooth:
             region = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
@@ -130,9 +131,9 @@ class Cache:
             self.kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:], form)
         return self.restored(out, width)
 
-    def decodings(
+    def paged(
         self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int
-    ) -> list[Decoding]:  # fmt: skip
+    ) -> list[PagedAttention]:  # fmt: skip
         """Return what calls for whole layers need in place of `attend`, up to a layer that needs `attend`, or that has
         other page tables or another window than the first layer. Pages in a buffer are those of the first layer.
 
@@ -141,24 +142,24 @@ class Cache:
             windows: by layer, tokens that a query sees; None for all.
             view, home, buffer: as in `attend`.
         """
-        found, first = list[Decoding](), layers[0]
+        found, first = list[PagedAttention](), layers.start
         for layer in layers if buffer < 0 else layers[:1]:
             if windows[layer] != windows[first] or self.tables(view, layer) is not self.tables(view, first):
                 break
-            if (decoding := self._decoding(layer, windows[layer], view, home, buffer)) is None:
+            if (paged := self._paged(layer, windows[layer], view, home, buffer)) is None:
                 break
-            found.append(decoding)
+            found.append(paged)
         return found
 
-    def _decoding(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> Decoding | None:
+    def _paged(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> PagedAttention | None:
         tables = self.tables(view, layer)
-        if not view.decode or tables.prompts or tables.copies or tables.closed or self.topk is not None or self.smooth:
+        if tables.copies or tables.closed or tables.kept is not None or self.topk is not None or self.smooth:
             return None
-        pool, found = self._pool(layer, home, buffer), tables.decoding
+        pool, found = self._pool(layer, home, buffer), tables.paged
         if found is None or found.window != window or found.pool.shape != pool.shape:
-            others = (self.pools.form(layer, home), tables.pages, tables.offsets, self._memory)
-            found = self.kernels.decoding(self.model.heads, pool, tables.tables, tables.lengths, window, *others)
-            tables.decoding, self._memory = found, None if found is None else found.memory
+            others = (self.pools.form(layer, home), tables.pages, tables.offsets, tables.prompts, self._memory)
+            found = self.kernels.paged(self.model.heads, pool, tables.tables, tables.lengths, window, *others)
+            tables.paged, self._memory = found, None if found is None else found.memory
         return None if found is None else found._replace(pool=pool)
 
     def _pool(self, layer: int, home: str, buffer: int) -> Tensor:

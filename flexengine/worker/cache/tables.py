@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.kernels.base import Decoding
+from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.pages import Pool
 from flexengine.worker.rows import Rows, rows_of
@@ -15,24 +15,6 @@ from flexengine.worker.values import Closed, PageShape
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 Pairs = list[tuple[int, int]]  # (page in the pool, page in the buffer)
 Shared = tuple[int, list[int]]  # tokens cached before the sweep, and the page ids that hold them (copy on write)
-
-
-class Prompts(NamedTuple):
-    """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch.
-
-    Attributes:
-        first: index of the first token in the packed batch.
-        rows: number of pieces.
-        length: tokens of a piece.
-        past: tokens cached before the piece; 0 if there are several pieces.
-        table: int32 [pages], page table of the piece; None if `past` is 0.
-    """
-
-    first: int
-    rows: int
-    length: int
-    past: int
-    table: Tensor | None
 
 
 class MeanKeys(NamedTuple):
@@ -69,7 +51,7 @@ class Tables:
         rows: rows to store in place of whole pages, for decode steps with pages in RAM.
         copies: (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer,
             page `from` is loaded and page `to` is stored, without a copy.
-        decoding: what the last layer got from `Kernels.decoding`; None before the first one.
+        paged: what the last layer got from `Kernels.paged`; None before the first one.
     """
 
     tables: Tensor
@@ -84,7 +66,7 @@ class Tables:
     closed: Closed | None = None
     rows: tuple[Rows, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
-    decoding: Decoding | None = None
+    paged: PagedAttention | None = None
 
 
 @dataclass

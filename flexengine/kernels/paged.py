@@ -1,0 +1,83 @@
+"""Where the attention of a layer reads and writes the pages of a KV cache, for calls that compute whole layers."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexengine.codec.cache import CacheFormat
+
+
+class Room(NamedTuple):
+    """Sizes of a pool.
+
+    Attributes:
+        pages: number of pages.
+        kv_heads: key/value heads.
+        page_tokens: tokens of a page.
+        dim: elements of a head.
+    """
+
+    pages: int
+    kv_heads: int
+    page_tokens: int
+    dim: int
+
+
+class Prompts(NamedTuple):
+    """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch.
+
+    Attributes:
+        first: index of the first token in the packed batch.
+        rows: number of pieces.
+        length: tokens of a piece.
+        past: tokens cached before the piece; 0 if there are several pieces.
+        table: int32 [pages], page table of the piece; None if `past` is 0.
+    """
+
+    first: int
+    rows: int
+    length: int
+    past: int
+    table: Tensor | None
+
+
+class PagedAttention(NamedTuple):
+    """Attention of a gpu_batch in one layer. Its tokens are appended, the prompts' after their attention.
+
+    Attributes:
+        heads: query heads.
+        pool, tables, lengths, window, form: as in `Kernels.decode_attention`. These sequences' tokens are the first.
+        pages, offsets: as in `Kernels.append`, of all tokens.
+        pieces: int64 [n, 5], the prompts after these tokens: first token, rows, length, cached tokens, first entry of
+            the page table. None if there are no prompts.
+        entries: int32, entries of the prompts' page tables.
+        room: sizes of the pool.
+        memory: scratch memory. The prompts' begins at byte `split`.
+    """
+
+    heads: int
+    pool: Tensor
+    tables: Tensor
+    lengths: Tensor
+    window: int | None
+    form: CacheFormat | None
+    pages: Tensor
+    offsets: Tensor
+    pieces: Tensor | None
+    entries: Tensor
+    room: Room
+    memory: Tensor
+    split: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that calls read or write."""
+        pieces = () if self.pieces is None else (self.pieces, self.entries)
+        return (self.pool, self.tables, self.lengths, self.pages, self.offsets, self.memory, *pieces)
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What calls for other tensors must have in common, besides the strides of their arguments."""
+        pieces = None if self.pieces is None else len(self.pieces)
+        plain = (self.heads, self.window, self.form, self.room, self.split)
+        return (*plain, self.pool.dtype, *self.tables.shape, len(self.pages), pieces)

@@ -1,0 +1,88 @@
+"""What layers of equal settings share if calls of native kernels compute them (halves.py)."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recycled import Recycled
+
+MOST_CALLS = 64  # recorded calls that layers of equal settings keep
+
+
+class Proof(Protocol):
+    """Comparison of the calls with the modules (halving.py)."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether both compute the same."""
+
+
+class Scratch:
+    """Memory for calls, which all layers of a model share. Fresh memory for every call would cost page faults.
+
+    Attributes:
+        block: intermediate results; as large as a call has needed.
+        results: memory of results.
+    """
+
+    def __init__(self) -> None:
+        self.block = torch.empty(0, dtype=torch.uint8)
+        self.results = Recycled()
+
+    def make_room(self, nbytes: int) -> None:
+        """Make the block at least this large."""
+        if self.block.nbytes < nbytes:
+            self.block = torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.block = torch.empty(0, dtype=torch.uint8)
+        self.results.release()
+
+
+class Kind:
+    """What layers of equal settings share.
+
+    Attributes:
+        trial: shows whether they compute so; None in a trial.
+        scratch: memory of calls.
+        formats: a number for each combination of shapes and formats of a layer's weights.
+        recent: page tables, key and call of the last whole layer; the next layers of a sweep have the same.
+    """
+
+    def __init__(self, trial: "Proof | None", scratch: Scratch) -> None:
+        self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
+        self._calls: dict[Hashable, Recorded] = {}  # the one used last is the last one
+        self.release()
+
+    def release(self) -> None:
+        """Drop all tensors."""
+        self.scratch.release()
+        self.recent: tuple[Tensor, Hashable, Recorded] | None = None
+        self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
+
+    def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
+        """Return the call with a key, and make room for it. If there is none, record it."""
+        if (found := self._calls.pop(key, None)) is None:
+            found = record()
+            if len(self._calls) >= MOST_CALLS:
+                del self._calls[next(iter(self._calls))]
+        self._calls[key] = found
+        self.scratch.make_room(found.nbytes)
+        return found
+
+    def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
+        """Return cosines and sines, [tokens, head_dim]; None if they are others than the calls can use.
+
+        Args:
+            positions: argument `position_embeddings` of a layer, the same object for all layers of a pass.
+            shape: (1, tokens, head_dim).
+        """
+        if self._angles[0] is not positions or self._angles[1] != shape:
+            fine = type(positions) is tuple and len(positions) == 2
+            fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
+            self._angles = positions, shape, [x[0].contiguous() for x in positions] if fine else None
+        return self._angles[2]
