@@ -242,13 +242,13 @@ void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, 
 }
 
 // Computes rows m to end of out, at most GROUP, at N * W columns from c on, of one panel. SPAN units of it stay in L2 for
-// all rows; many rows widen numbers of 16 bits once. The first tiles prefetch the units after them: with 64 rows, waits
-// for memory took up to a tenth of the time.
+// all rows; many rows widen numbers of 16 bits once. The first tiles prefetch the units after them into L2: with 64 rows,
+// waits for memory took up to a tenth of the time.
 template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64_t end, int64_t c) {
     typedef typename Units<T>::type U;
     constexpr int64_t EACH = Units<T>::EACH, LINES = PANEL * 4 / 64;
     alignas(64) float tile[EACH == 1 ? W : SPAN * N * W];
-    const bool wide = EACH == 2 && end - m > 4 * ROWS;
+    const bool wide = EACH == 2 && end - m > 4 * ROWS, few = end - m < LINES * ROWS;  // few: fewer tiles than lines
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const float* at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL + d / EACH * PANEL;
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
@@ -261,11 +261,12 @@ template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64
             vf sum[M][N];
             clear(sum);
             if constexpr (EACH == 1) {
-                if (t < LINES) multiply<U, M, N, true>(x, a.x_row, at, span, sum, PANEL, next + t * SPAN * 64);
+                if (few && t < 2) multiply<U, M, N, 2>(x, a.x_row, at, span, sum, PANEL, next + 2 * t * SPAN * 64);
+                else if (!few && t < LINES) multiply<U, M, N, 1>(x, a.x_row, at, span, sum, PANEL, next + t * SPAN * 64);
                 else multiply<U>(x, a.x_row, at, span, sum, PANEL);
             } else {
                 if (!wide) multiply_halves<T>(x, a.x_row, at, span, sum);
-                else if (2 * t < LINES) multiply<U, M, N, true>(x, a.x_row, tile, span, sum, N * W, next + t * SPAN * 64);
+                else if (2 * t < LINES) multiply<U, M, N, 1>(x, a.x_row, tile, span, sum, N * W, next + t * SPAN * 64);
                 else multiply<U>(x, a.x_row, tile, span, sum);
             }
             add(a, sum, row, c, d, span);

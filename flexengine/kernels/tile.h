@@ -36,13 +36,13 @@ INLINE vf vpair(vf first, vf second) {  // rounded
 }
 #endif
 
-// sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next. With AHEAD,
-// 64 bytes per unit are prefetched from `ahead` on.
-template <class U, int M, int N, bool AHEAD = false>
+// sum += x [M, span] @ tile [span, N * W], both of units U. width: units from a row of the tile to the next. AHEAD lines
+// of 64 bytes per unit are prefetched from `ahead` on.
+template <class U, int M, int N, int AHEAD = 0>
 INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N],
                      int64_t width = N * W, uintptr_t ahead = 0) {
     for (int64_t d = 0; d < span; d++, tile += width) {
-        if constexpr (AHEAD) __builtin_prefetch((const void*)(ahead + d * 64));
+        UNROLL for (int i = 0; i < AHEAD; i++) __builtin_prefetch((const void*)(ahead + (d * AHEAD + i) * 64), 0, 2);
         vf u[N];
         UNROLL for (int n = 0; n < N; n++) u[n] = vload(tile + n * W);
         UNROLL for (int i = 0; i < M; i++) {
