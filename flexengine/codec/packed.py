@@ -99,7 +99,8 @@ class Packed:
         """Return some dequantized rows, fp32 [n, columns]; ids: int64 [n]. Only the bytes of these rows are copied."""
         out = torch.empty(len(ids), self.columns, device=data.device)
         for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):
-            target.copy_(self._decoded(data, rows))
+            if len(rows):
+                target.copy_(self._decoded(data, rows))
         return out
 
     def _decoded(self, data: Tensor, ids: Tensor) -> Tensor:

@@ -262,6 +262,16 @@ class Kernels(ABC):
             finite. On a CPU a row's result is bitwise the same for any other rows and any number of threads.
         """
 
+    def encoded_rows(self, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
+        """Return some rows of an encoded weight, dequantized: fp32 [n, form.columns].
+
+        Args:
+            weight: uint8 [form.nbytes], contiguous.
+            form: format of the weight.
+            ids: int64 [n], numbers of the rows. On a GPU they are not checked.
+        """
+        return form.dequantize_rows(weight, ids)
+
     def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
         """Return one vector of each record [n, form.width]: plain ones as a view, encoded ones in fp32.
 

@@ -196,6 +196,16 @@ def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, 
         )
 
 
+def check_encoded_rows(weight: Tensor, form: Packed, ids: Tensor) -> None:
+    """Raise InvalidInput if the weight has another size than its format, or a row is outside of it."""
+    if weight.dtype != torch.uint8 or weight.numel() != form.nbytes or not weight.is_contiguous():
+        raise InvalidInput(f"the weight is {weight.dtype} {list(weight.shape)}; it must be uint8 [{form.nbytes}]")
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise InvalidInput(f"the numbers of the rows are {ids.dtype} {list(ids.shape)}; they must be int64 [n]")
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < form.rows:
+        raise InvalidInput(f"rows {int(ids.min())} to {int(ids.max())} of a weight with {form.rows} rows")
+
+
 def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form: RecordForm, index: int) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. columns: those that x must have."""
     fits = records.dim() == 2 and records.shape[1] == form.nbytes and records.is_contiguous()

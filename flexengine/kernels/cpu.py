@@ -3,29 +3,29 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import WIDEST, CacheFormat
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
-from flexengine.codec.records import PLAIN, RecordForm
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.cached import append_call, decode_call, pieces_of, prompt_call, prompts_call
+from flexengine.kernels.native_neurons import NativeNeurons
+from flexengine.kernels.operands import contiguous, in_rows, int32, is_fp32, is_native
 from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.recycled import ALIGNED
-from flexengine.kernels.reference import ReferenceKernels
 from flexengine.kernels.steps import KINDS, Steps
 from flexengine.kernels.structs import CODES
 
-BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
 
 
-class NativeKernels(ReferenceKernels):
+class NativeKernels(NativeNeurons):
     """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch.
 
     Attributes:
@@ -37,12 +37,8 @@ class NativeKernels(ReferenceKernels):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         structs.check(library)
-
-        def bound(name: str, returns: Any = None, takes: Any = (c_void_p,)) -> Any:
-            function = getattr(library, f"flex_{name}")
-            function.argtypes, function.restype = list(takes), returns
-            return function
-
+        super().__init__(library)
+        bound = partial(structs.bound, library)
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
         self._prompts = bound("prompts", c_int64, (c_void_p, c_int64))
@@ -50,8 +46,8 @@ class NativeKernels(ReferenceKernels):
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
-        self._record_products, self._record_sum = bound("record_products", c_int64), bound("record_sum", c_int64)
-        self._record_elements = bound("record_elements", c_int64)
+        encoded = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32)
+        self._encoded_rows = bound("encoded_rows", takes=encoded)
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
         self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
@@ -70,10 +66,10 @@ class NativeKernels(ReferenceKernels):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
-        if not _native(k, v, pool, pages, offsets):
+        if not is_native(k, v, pool, pages, offsets):
             return super().append(k, v, pool, pages, offsets, form)
         room = checks.check_append(k, v, pool, pages, offsets, form)
-        k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
+        k, v, pages, offsets = in_rows(k), in_rows(v), int32(pages), int32(offsets)
         call = append_call(k, v, pool, pages, offsets, form, room)
         if bad := self._append(ctypes.addressof(call)):
             raise bad_token(bad - 1, room)
@@ -82,10 +78,10 @@ class NativeKernels(ReferenceKernels):
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
         pages: Tensor, offsets: Tensor, prompts: Sequence[Prompts] = (), memory: Tensor | None = None,
     ) -> PagedAttention | None:  # fmt: skip
-        if not _native(pool, tables, lengths, pages, offsets):
+        if not is_native(pool, tables, lengths, pages, offsets):
             return None
         room = checks.check_pool(pool, form)
-        tables, lengths, pages, offsets = (_int32(x) for x in (tables, lengths, pages, offsets))
+        tables, lengths, pages, offsets = (int32(x) for x in (tables, lengths, pages, offsets))
         checks.check_pieces(prompts, len(lengths), len(pages), room)
         row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(pages), heads, room.dim)  # for its shape
         kv = row[:, : room.kv_heads]
@@ -118,7 +114,7 @@ class NativeKernels(ReferenceKernels):
         softcap: float | None = None, sinks: Tensor | None = None, form: CacheFormat | None = None,
         topk: float | None = None, with_lse: bool = False,
     ) -> Any:  # fmt: skip
-        if not _native(q, pool, tables, lengths):
+        if not is_native(q, pool, tables, lengths):
             return super().decode_attention(
                 q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse
             )
@@ -145,7 +141,7 @@ class NativeKernels(ReferenceKernels):
         softcap: float | None = None,
         form: CacheFormat | None = None,
     ) -> Tensor:
-        if not _native(q, pool, tables, lengths):
+        if not is_native(q, pool, tables, lengths):
             return super().choose(q, pool, tables, lengths, scale, topk, window, softcap, form)
         room = checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, None, q.shape[1])
@@ -167,7 +163,7 @@ class NativeKernels(ReferenceKernels):
             others: (out, sinks, lse, chosen).
         """
         room = checks.check_pool(pool, form)
-        q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
+        q, tables, lengths = in_rows(q), int32(tables), int32(lengths)
         call = decode_call(q, pool, tables, lengths, form, room, options, (*others, None))
         status = self._decode(ctypes.addressof(call))
         if status > 0:
@@ -179,7 +175,7 @@ class NativeKernels(ReferenceKernels):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
         sinks: Tensor | None = None, past: base.Past | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if not _native(q, k, v, *(() if past is None else past[:2])):
+        if not is_native(q, k, v, *(() if past is None else past[:2])):
             return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
         checks.check_prompt(q, k, v, out)
         direct = out is not None and out.dtype == torch.float32
@@ -193,7 +189,7 @@ class NativeKernels(ReferenceKernels):
         self, prompts: Sequence[base.PromptCall], scale: float, window: int | None = None, softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if not all(_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
+        if not all(is_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
             return super().attend_prompts(prompts, scale, window, softcap, sinks)
         for p in prompts:
             checks.check_prompt(p.q, p.k, p.v, p.out)
@@ -208,9 +204,9 @@ class NativeKernels(ReferenceKernels):
         calls, kept = (structs.Prompt * len(prompts))(), list[Any]()
         for number, prompt in enumerate(prompts):
             checks.check_options(window, softcap, sinks, prompt.q.shape[2])
-            q, k, v = (_rows(x.float()) for x in prompt[:3])
+            q, k, v = (in_rows(x.float()) for x in prompt[:3])
             if (past := prompt.past) is not None:
-                checks.check_past(q, k, past := past._replace(table=_int32(past.table)))
+                checks.check_past(q, k, past := past._replace(table=int32(past.table)))
             kept.append(given := base.PromptCall(q, k, v, prompt.out, past))
             calls[number] = prompt_call(given, scale, window, softcap, sinks)
         status = self._prompts(ctypes.addressof(calls), len(calls))
@@ -238,7 +234,7 @@ class NativeKernels(ReferenceKernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
         packed: bool = False,
     ) -> Tensor:  # fmt: skip
-        if not _native(x, weight) or x.shape[-1:] == (0,):
+        if not is_native(x, weight) or x.shape[-1:] == (0,):
             return super().linear(x, weight, bias, compute)
         checks.check_linear(x, weight, bias)
         if weight.shape[1] > 1 and weight.stride(1) != 1:  # a transposed matrix
@@ -247,104 +243,58 @@ class NativeKernels(ReferenceKernels):
             self.add_weighted(out.view(-1, len(weight)), x.reshape(-1, x.shape[-1]), weight.t())
             return out
         steps = self.steps()
-        out = steps.linear(_rows(x.reshape(-1, x.shape[-1])), weight, _contiguous(bias), compute, packed=packed)
+        out = steps.linear(in_rows(x.reshape(-1, x.shape[-1])), weight, contiguous(bias), compute, packed=packed)
         steps.run()
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
-        if not _native(a, rows) or not len(rows):
+        if not is_native(a, rows) or not len(rows):
             return super().add_weighted(out, a, rows)
         checks.check_add_weighted(out, a, rows)
         steps = self.steps()
-        steps.add_weighted(out, _rows(a), rows)
+        steps.add_weighted(out, in_rows(a), rows)
         steps.run()
 
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        if not _native(x, weight) or form.columns == 0:
+        if not is_native(x, weight) or form.columns == 0:
             return super().product(x, weight, form, bias, compute)
         checks.check_product(x, weight, form, bias)
         steps = self.steps()
-        out = steps.product(_rows(x.reshape(-1, form.columns)), weight, form, _contiguous(bias), compute)
+        out = steps.product(in_rows(x.reshape(-1, form.columns)), weight, form, contiguous(bias), compute)
         steps.run()
         return out.view(*x.shape[:-1], form.rows)
 
-    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
-        if form.coded is None or not _native(records) or not _in_blocks(form):
-            return super().record_vectors(records, form, index)
-        out = torch.empty((len(records), form.width), dtype=torch.float32, device="cpu")
-        checks.check_records(out, form.width, records, places := torch.arange(len(records)), form, index)
-        self._with_records(self._record_elements, out, records, places, form, index, (out, None, None, None))
+    def encoded_rows(self, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
+        if not is_native(weight, ids):
+            return super().encoded_rows(weight, form, ids)
+        checks.check_encoded_rows(weight, form, ids)
+        out, ids = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu"), ids.contiguous()
+        sizes = (form.columns, form.codec.group, form.codec.bits, out.data_ptr(), torch.get_num_threads())
+        self._encoded_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)
         return out
-
-    def record_products(
-        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
-    ) -> Tensor:
-        if not _native(x, records, places) or not _in_blocks(form):
-            return super().record_products(x, records, places, form, index, bias)
-        checks.check_record_products(x, records, places, form, index, bias)
-        bias = None if bias is None else bias.contiguous()
-        out = torch.empty((len(x), len(places)), dtype=torch.float32, device="cpu")
-        self._with_records(self._record_products, x, records, places, form, index, (out, bias, None, None))
-        return out.to(x.dtype)
-
-    def record_sum(
-        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
-    ) -> Tensor:
-        if not _native(a, records, places) or not _in_blocks(form):
-            return super().record_sum(a, records, places, form, index, start)
-        checks.check_record_sum(a, records, places, form, index, start)
-        start = None if start is None else start.contiguous()
-        out = torch.empty((len(a), form.width), dtype=torch.float32, device="cpu")
-        scratch = torch.empty(sum((4 * rows + 8) * (len(places) + 2) for rows in (len(a), 1)), dtype=torch.uint8)
-        self._with_records(self._record_sum, a, records, places, form, index, (out, None, scratch, start))
-        return out
-
-    @staticmethod
-    def _with_records(
-        function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
-        others: tuple[Tensor | None, ...],
-    ) -> None:  # fmt: skip
-        """Call a function of neurons.cpp.
-
-        Args:
-            x, records, places, form, index: as in `record_products` and `record_sum`.
-            others: (out, bias, scratch, start).
-        """
-        rows, places = _rows(x.float()), places.contiguous()
-        out = others[0]
-        assert out is not None
-        call = structs.Records(
-            *(x.data_ptr() for x in (rows, records, places)),
-            *(None if x is None else x.data_ptr() for x in (others[1], others[3], out, others[2])),
-            *(len(rows), len(places), len(records), form.nbytes, index * form.vector_bytes, form.width),
-            *(rows.stride(0), out.stride(0)),
-            *(CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16, torch.get_num_threads()),
-        )
-        if bad := function(ctypes.addressof(call)):
-            raise checks.bad_place(places, bad - 1, records)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-        if not _fp32(x, weight) or x.numel() == 0:
+        if not is_fp32(x, weight) or x.numel() == 0:
             return super().rms_norm(x, weight, eps, shift)
         checks.check_norm(x, weight)
         steps = self.steps()
-        out = steps.norm(_rows(x.reshape(-1, x.shape[-1])), weight.contiguous(), eps, shift)
+        out = steps.norm(in_rows(x.reshape(-1, x.shape[-1])), weight.contiguous(), eps, shift)
         steps.run()
         return out.view(x.shape)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not _fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
+        if not is_fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
             return super().rotate(x, cos, sin)
         checks.check_rotate(x, cos, sin)
         steps = self.steps()
-        out = steps.rotate(_rows(x)[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+        out = steps.rotate(in_rows(x)[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
         steps.run()
         return out[None].transpose(1, 2)
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
+        if not is_fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return super().gate(gate, up, act)
         checks.check_gate(gate, up, act)
         steps = self.steps()
@@ -353,7 +303,7 @@ class NativeKernels(ReferenceKernels):
         return gate
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
-        if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
+        if not is_native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
             return super().convert(source, target)
         checks.check_convert(source, target)
         codes = CODES[source.dtype], CODES[target.dtype]
@@ -368,33 +318,3 @@ def load_native(*flags: str) -> NativeKernels:
 def no_memory(what: str, needed: int) -> OutOfMemory:
     """Return the error for a failed allocation of `needed` bytes in a native kernel."""
     return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
-
-
-def _native(*tensors: Tensor) -> bool:
-    """Return whether all tensors are on the CPU, and floats have a dtype that the library supports."""
-    return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
-
-
-def _fp32(*tensors: Tensor) -> bool:
-    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-
-
-def _in_blocks(form: RecordForm) -> bool:
-    """Return whether vectors are whole blocks of their format in neurons.h. Other widths, which are rare, are not."""
-    if form.coded is not None:
-        return form.coded.group == WIDEST[form.coded.bits]
-    return form.width * PLAIN[form.kind].itemsize % BLOCK == 0
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
-def _int32(x: Tensor) -> Tensor:
-    if x.dtype != torch.int32:
-        raise InvalidInput(f"page tables, offsets and lengths are int32, not {x.dtype}")
-    return x.contiguous()

@@ -374,4 +374,40 @@ struct DotTasks {
     }
 };
 
+// ---------------------------------------------------------------- rows
+
+// Decodes row `id` of w to out[k].
+template <int BITS> void decode_row(const uint8_t* w, int64_t id, int64_t k, int64_t group, float* out) {
+    constexpr int LOW = Strip<BITS>::LOW;
+    const int64_t bytes = 4 * LANES + LANES * group * BITS / 8, groups = (k + group - 1) / group, lane = id % LANES;
+    const uint8_t* at = w + id / LANES * groups * bytes;
+    for (int64_t column = 0; column < k; at += bytes) {
+        const float scale = widen(((const fp16*)at)[lane]), minimum = widen(((const fp16*)at)[LANES + lane]);
+        const uint8_t* codes = at + 4 * LANES + lane * 4;
+        const uint8_t* third = codes + group * LANES * LOW / 8;
+        for (int64_t quad = 0; quad < group / 4 && column < k; quad++)
+            for (int e = 0; e < 4 && column < k; e++, column++) {
+                int code = codes[quad * LOW / 8 * 4 * LANES + e] >> quad * LOW % 8 & ((1 << LOW) - 1);
+                if (BITS == 3) code |= (third[quad / 8 * 4 * LANES + e] >> quad % 8 & 1) << 2;
+                out[column] = minimum + float(code) * scale;
+            }
+    }
+}
+
 }  // namespace
+
+extern "C" {
+
+// Decodes rows `ids` of w, which has k columns, to out [n, k].
+void flex_encoded_rows(const uint8_t* w, const int64_t* ids, int64_t n, int64_t k, int64_t group, int32_t bits, float* out,
+                       int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (n * k > 32768)
+    for (int64_t i = 0; i < n; i++) {
+        if (bits == 2) decode_row<2>(w, ids[i], k, group, out + i * k);
+        if (bits == 3) decode_row<3>(w, ids[i], k, group, out + i * k);
+        if (bits == 4) decode_row<4>(w, ids[i], k, group, out + i * k);
+        if (bits == 8) decode_row<8>(w, ids[i], k, group, out + i * k);
+    }
+}
+
+}  // extern "C"

@@ -1,7 +1,9 @@
 """Argument structs of the native kernels, with the same fields as in the C++ headers in this folder."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -135,6 +137,13 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "prompt": Prompt, "prompts": Prompts, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
     "narrow": Narrow, "step": Step,
 }  # fmt: skip
+
+
+def bound(library: ctypes.CDLL, name: str, returns: Any = None, takes: Sequence[Any] = (c_void_p,)) -> Any:
+    """Return the library's function flex_`name`. returns, takes: types of its result and its arguments."""
+    function = getattr(library, f"flex_{name}")
+    function.argtypes, function.restype = list(takes), returns
+    return function
 
 
 def check(library: ctypes.CDLL) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine import kernels
 from flexengine.codec.packed import TOGETHER
 from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import EMBEDDED, Layout
@@ -117,9 +118,11 @@ class Embedding:
             (read,) = rows.reads
             values = weights.gather(read.numbers)
         else:
+            kernel = kernels.load()
             values = torch.cat([
-                replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS).dequantize_rows(
-                    weights.gather(read.numbers).view(-1), read.inside)
+                kernel.encoded_rows(
+                    weights.gather(read.numbers).view(-1),
+                    replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS), read.inside)
                 for read in rows.reads
             ])  # fmt: skip
         rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
@@ -139,7 +142,8 @@ class Embedding:
         assert table is not None
         if rows.ids is None:
             return table, rows.row_of
-        values = table[rows.ids] if form is None else form.packed.dequantize_rows(table, rows.ids)
+        kernel = kernels.load_for(table.device)
+        values = table[rows.ids] if form is None else kernel.encoded_rows(table, form.packed, rows.ids)
         return values.to(dtype), rows.row_of
 
     def close(self) -> None:

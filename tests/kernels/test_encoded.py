@@ -11,7 +11,7 @@ from torch import Tensor
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels
+from flexengine.kernels import Kernels, ReferenceKernels, load
 from flexengine.kernels.base import Compute
 from tests.helpers.builds import ONE_BUILD
 
@@ -119,6 +119,36 @@ class TestPacked:
                 found |= (int(vector) >> quad % each * width & (2**width - 1)) << low
                 at, low = at + 16 * 32 * width // 8, low + width
             assert found == codes[column], column
+
+
+class TestRows:
+    """Rows of an encoded matrix, by every set of kernels."""
+
+    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize("group", GROUPS)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_are_those_of_the_whole_matrix(
+        self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]
+    ) -> None:
+        form, x = packed(bits, group, *shape), torch.randn(shape) + 0.3
+        expected = form.codec.dequantize(form.codec.encode(x), *shape)
+        for count in (0, 1, 9, 600):
+            ids = torch.randint(shape[0], (count,))
+            found = kernel.encoded_rows(form.encode(x), form, ids)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, expected[ids])
+
+    def test_misfits_are_refused(self) -> None:
+        form, data = encoded(4, 64, 37, 200)
+        kernel = load()
+        for ids, weight, message in (
+            (torch.tensor([0, 37]), data, "rows 0 to 37 of a weight with 37 rows"),
+            (torch.tensor([-1]), data, "rows -1 to -1"),
+            (torch.tensor([1]).int(), data, "they must be int64"),
+            (torch.tensor([1]), data[1:], "it must be uint8"),
+        ):
+            with pytest.raises(InvalidInput, match=message):
+                kernel.encoded_rows(weight, form, ids)
 
 
 class TestProduct:
