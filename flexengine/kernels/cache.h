@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t TOGETHER = 8;  // tokens of a block
+constexpr int64_t BLOCK_TOKENS = 8;
 
 struct Append {
     const void *k, *v; void* pool; const int32_t *pages, *offsets;
@@ -84,10 +84,10 @@ extern "C" {
 // Returns 0, or t + 1 if the page or offset of token t is outside the pool.
 int64_t flex_append_check(const Append* a) { return bad_token(*a); }
 
-int64_t flex_append_blocks(const void* a) { return (((const Append*)a)->tokens + TOGETHER - 1) / TOGETHER; }
+int64_t flex_append_blocks(const void* a) { return (((const Append*)a)->tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS; }
 void flex_append_block(const void* a, int64_t w) {
     const Append& append = *(const Append*)a;
-    for (int64_t t = w * TOGETHER; t < append.tokens && t < (w + 1) * TOGETHER; t++) append_token(append, t);
+    for (int64_t t = w * BLOCK_TOKENS; t < append.tokens && t < (w + 1) * BLOCK_TOKENS; t++) append_token(append, t);
 }
 
 // Returns what flex_append_check returns; if it is not 0, nothing is written.

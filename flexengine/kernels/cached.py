@@ -9,6 +9,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.kernels import structs
 from flexengine.kernels.base import PromptCall
 from flexengine.kernels.checks import check_pool
+from flexengine.kernels.operands import int32
 from flexengine.kernels.paged import PagedAttention, Prompts, Room
 from flexengine.kernels.structs import CODES
 
@@ -69,10 +70,10 @@ def prompt_call(
     )  # fmt: skip
 
 
-def prompts_call(
+def batch_call(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, to: PagedAttention, scale: float, softcap: float | None,
     memory: Tensor | None,
-) -> structs.Prompts:  # fmt: skip
+) -> structs.Batch:  # fmt: skip
     """Return the arguments of the attention of prompts.
 
     Args:
@@ -84,7 +85,7 @@ def prompts_call(
     """
     assert to.pieces is not None
     addresses = (None if x is None else x.data_ptr() for x in (q, k, v, out, to.pool, to.pieces, to.entries, memory))
-    return structs.Prompts(
+    return structs.Batch(
         *addresses, len(to.pieces), *q.shape[1:2], *to.room[1:4:2], to.window or 0, to.room.pages, to.room.page_tokens,
         *(0 if to.form is None else to.form.group, *(stride for x in (q, k, v) for stride in x.stride()[:2])),
         *(scale, softcap or 0.0, stored(to.pool, to.form), torch.get_num_threads()),
@@ -93,7 +94,7 @@ def prompts_call(
 
 def pieces_of(prompts: Sequence[Prompts]) -> tuple[Tensor | None, Tensor]:
     """Return `PagedAttention.pieces` and `PagedAttention.entries`."""
-    tables = [p.table for p in prompts if p.table is not None]
+    tables = [int32(p.table) for p in prompts if p.table is not None]
     # At least one entry, as a recorded call needs the address, also if its first prompts have no cached tokens.
     entries = torch.cat(tables) if tables else torch.zeros(1, dtype=torch.int32)
     if not prompts:

@@ -111,20 +111,22 @@ def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
     return room
 
 
-def check_pieces(prompts: Sequence[Prompts], first: int, tokens: int, room: Room) -> None:
-    """Raise InvalidInput unless the prompts are tokens `first` to `tokens` - 1, and have pages for cached tokens."""
+def check_pieces(prompts: Sequence[Prompts], first: int, pages: Tensor, offsets: Tensor, room: Room) -> None:
+    """Raise InvalidInput unless the prompts are all tokens from `first` on, and have pages for cached tokens."""
     for p in prompts:
-        pages = 0 if p.table is None else p.table.numel()
+        held = 0 if p.table is None else p.table.numel()
         if p.first != first or p.rows < 1 or p.length < 1 or (p.past and p.rows > 1):
             raise InvalidInput(
                 f"{p.rows} prompts of {p.length} tokens from token {p.first} on, after {p.past} cached tokens: there"
                 f" must be at least one token, from token {first} on, and only one prompt after cached tokens"
             )
-        if not 0 <= p.past <= pages * room.page_tokens:
-            raise InvalidInput(f"{p.past} cached tokens do not fit in {pages} pages of {room.page_tokens} tokens")
+        if not 0 <= p.past <= held * room.page_tokens:
+            raise InvalidInput(f"{p.past} cached tokens do not fit in {held} pages of {room.page_tokens} tokens")
         first += p.rows * p.length
-    if first != tokens:
-        raise InvalidInput(f"the prompts end at token {first}, but pages are given for {tokens} tokens")
+    if not first == len(pages) == len(offsets):
+        raise InvalidInput(
+            f"the gpu_batch has {first} tokens, but there are {len(pages)} pages and {len(offsets)} offsets for them"
+        )
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:

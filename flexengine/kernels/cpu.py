@@ -13,7 +13,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.cached import append_call, decode_call, pieces_of, prompt_call, prompts_call
+from flexengine.kernels.cached import append_call, batch_call, decode_call, pieces_of, prompt_call
 from flexengine.kernels.native_neurons import NativeNeurons
 from flexengine.kernels.operands import contiguous, in_rows, int32, is_fp32, is_native
 from flexengine.kernels.paged import PagedAttention, Prompts
@@ -42,7 +42,7 @@ class NativeKernels(NativeNeurons):
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
         self._prompts = bound("prompts", c_int64, (c_void_p, c_int64))
-        self._prompt_scratch, self._prompts_bytes = bound("prompt_scratch", c_int64), bound("prompts_bytes", c_int64)
+        self._prompt_scratch, self._batch_bytes = bound("prompt_scratch", c_int64), bound("batch_bytes", c_int64)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
@@ -82,7 +82,7 @@ class NativeKernels(NativeNeurons):
             return None
         room = checks.check_pool(pool, form)
         tables, lengths, pages, offsets = (int32(x) for x in (tables, lengths, pages, offsets))
-        checks.check_pieces(prompts, len(lengths), len(pages), room)
+        checks.check_pieces(prompts, len(lengths), pages, offsets, room)
         row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(pages), heads, room.dim)  # for its shape
         kv = row[:, : room.kv_heads]
         append = append_call(kv, kv, pool, pages, offsets, form, room)
@@ -98,9 +98,9 @@ class NativeKernels(NativeNeurons):
             found = found._replace(split=-(-nbytes // ALIGNED) * ALIGNED)
         needed = found.split
         if prompts:
-            call = prompts_call(row, kv, kv, None, found, 1.0, None, None)
-            if (nbytes := self._prompts_bytes(ctypes.addressof(call))) < 0:
-                raise bad_sequence(-nbytes - 1, room)
+            call = batch_call(row, kv, kv, None, found, 1.0, None, None)
+            if (nbytes := self._batch_bytes(ctypes.addressof(call))) < 0:
+                raise bad_sequence(len(lengths) + sum(p.rows for p in prompts[: -nbytes - 1]), room)
             needed += nbytes
         if memory is None or memory.nbytes < needed:
             try:

@@ -248,7 +248,7 @@ template <class T, int N> void multiply_panels(const Linear& a, int64_t m, int64
     typedef typename Units<T>::type U;
     constexpr int64_t EACH = Units<T>::EACH, LINES = PANEL * 4 / 64;
     alignas(64) float tile[EACH == 1 ? W : SPAN * N * W];
-    const bool wide = EACH == 2 && end - m > 4 * ROWS, few = end - m < LINES * ROWS;  // few: fewer tiles than lines
+    const bool wide = EACH == 2 && end - m > 4 * ROWS, few = end - m <= (LINES - 1) * ROWS;  // few: fewer tiles than LINES
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const float* at = (const float*)a.w + c / PANEL * PANEL * (a.k / EACH) + c % PANEL + d / EACH * PANEL;
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;

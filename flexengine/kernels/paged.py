@@ -42,7 +42,7 @@ class Prompts(NamedTuple):
 
 
 class PagedAttention(NamedTuple):
-    """Attention of a gpu_batch in one layer. Its tokens are appended, the prompts' after their attention.
+    """Attention of a gpu_batch in one layer, over cached and new tokens.
 
     Attributes:
         heads: query heads.
@@ -52,7 +52,8 @@ class PagedAttention(NamedTuple):
             the page table. None if there are no prompts.
         entries: int32, entries of the prompts' page tables.
         room: sizes of the pool.
-        memory: scratch memory. The prompts' begins at byte `split`.
+        memory: scratch memory. Attention of prompts uses the bytes from `split` on.
+        split: bytes of the scratch memory of decode attention.
     """
 
     heads: int
@@ -77,7 +78,7 @@ class PagedAttention(NamedTuple):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What calls for other tensors must have in common, besides the strides of their arguments."""
+        """Values that are equal in all gpu_batches that use one recorded call."""
         pieces = None if self.pieces is None else len(self.pieces)
         plain = (self.heads, self.window, self.form, self.room, self.split)
         return (*plain, self.pool.dtype, *self.tables.shape, len(self.pages), pieces)

@@ -4,7 +4,9 @@
 
 extern "C" {
 
-// append: an Append of cache.h. Appends some tokens, in any order of the blocks.
+// Steps with the same memory may all be planned before one of them runs, so a plan depends on sizes and page tables only.
+
+// append: an Append of cache.h. A block has some tokens. The blocks, in any order.
 int64_t flex_append_blocks(const void* append);
 void flex_append_block(const void* append, int64_t w);
 
@@ -15,9 +17,9 @@ void flex_decode_block(const void* decode, int64_t w);
 int64_t flex_decode_merges(const void* decode);
 void flex_decode_merge(const void* decode, int64_t w);
 
-// prompts: a Prompts of prompt.h. `plan` once; then the blocks, in any order.
-void flex_prompts_plan(const void* prompts);
-int64_t flex_prompts_blocks(const void* prompts);
-void flex_prompts_block(const void* prompts, int64_t w);
+// batch: a Batch of prompt.h. `plan` once; then the blocks, in any order.
+void flex_batch_plan(const void* batch);
+int64_t flex_batch_blocks(const void* batch);
+void flex_batch_block(const void* batch, int64_t w);
 
 }  // extern "C"

@@ -2,4 +2,4 @@
 #include "prompt.h"
 
 FLEX_SIZE(prompt, Prompt)
-FLEX_SIZE(prompts, Prompts)
+FLEX_SIZE(batch, Batch)

@@ -261,47 +261,45 @@ struct Division {
     }
 };
 
-// Calls that threads compute together. Memory: this head, the calls (of `Prompts`), a Division of each, scratch of threads.
-struct Together {
+// The division of calls that threads compute together. Its memory has this head, a Division of each call, and scratch of
+// each thread. call(c) is the c-th call. Only its sizes matter here: the calls of several layers, whose pools differ, use
+// the same memory, and may all be planned before the first one runs.
+struct Plan {
     int64_t count, tasks;
     size_t scratch;  // bytes of a thread
-    const Prompt* calls;
     Division* divided;
     char* first;  // scratch of the first thread
 
     static size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-    // Returns the bytes of the memory. call(c): the c-th call.
+    // Returns the bytes of the memory.
     template <class F> static size_t bytes(int64_t count, int64_t threads, F call) {
         size_t most = 0;
         for (int64_t c = 0; c < count; c++) {
             const Prompt a = call(c);
             most = std::max(most, Block::bytes(a, block_queries(a, count)));
         }
-        return padded(sizeof(Together)) + padded(size_t(count) * sizeof(Prompt)) +
-               padded(size_t(count) * sizeof(Division)) + most * size_t(threads);
+        return padded(sizeof(Plan)) + padded(size_t(count) * sizeof(Division)) + most * size_t(threads);
     }
 
-    // Fills memory of so many bytes.
-    template <class F> static Together& in(char* memory, int64_t count, F call) {
-        Together& all = *new (memory) Together{count, 0, 0, nullptr, nullptr, nullptr};
-        Prompt* calls = (Prompt*)(memory + padded(sizeof(Together)));
-        all.divided = (Division*)((char*)calls + padded(size_t(count) * sizeof(Prompt)));
+    // Writes the head and the divisions to memory of `bytes` bytes.
+    template <class F> static const Plan& in(char* memory, int64_t count, F call) {
+        Plan& all = *new (memory) Plan{count, 0, 0, (Division*)(memory + padded(sizeof(Plan))), nullptr};
         all.first = (char*)all.divided + padded(size_t(count) * sizeof(Division));
         for (int64_t c = 0; c < count; c++) {
-            new (calls + c) Prompt(call(c));
-            const Division& d = *new (all.divided + c) Division(calls[c], count, all.tasks);
+            const Prompt a = call(c);
+            const Division& d = *new (all.divided + c) Division(a, count, all.tasks);
             all.tasks += d.count;
-            all.scratch = std::max(all.scratch, Block::bytes(calls[c], d.height));
+            all.scratch = std::max(all.scratch, Block::bytes(a, d.height));
         }
-        all.calls = calls;
         return all;
     }
 
-    void run(int64_t i, int64_t thread) const {
+    // Computes task i of all calls.
+    template <class F> void run(int64_t i, int64_t thread, F call) const {
         const auto after = [](int64_t i, const Division& d) { return i < d.first; };
         const Division& d = *(std::upper_bound(divided, divided + count, i, after) - 1);
-        d.run(calls[&d - divided], i - d.first, (float*)(first + size_t(thread) * scratch));
+        d.run(call(&d - divided), i - d.first, (float*)(first + size_t(thread) * scratch));
     }
 };
 
@@ -312,13 +310,14 @@ inline bool pages_exist(const Prompt& a) {
     return true;
 }
 
-// Attention of the prompts of a gpu_batch, for steps.h. q, k, v: [tokens, heads, dim] with unit stride along dim; out is
-// contiguous. Prompts of equal length without cached tokens are one piece.
-struct Piece { int64_t first, rows, length, past, entry; };  // first token; page table: `entries` from `entry` on
-struct Prompts {
+// Attention of all prompts of a gpu_batch, for steps.h. q, k, v: [tokens, heads, dim] with unit stride along dim; out is
+// contiguous. Prompts of equal length without cached tokens are one Piece: its first token, number and length of its
+// prompts, their cached tokens, and the first of `entries` in their page table.
+struct Piece { int64_t first, rows, length, past, entry; };
+struct Batch {
     const float *q, *k, *v; float* out;
     const void* pool; const Piece* pieces; const int32_t* entries;
-    char* memory;  // flex_prompts_bytes, at a multiple of 64; written by flex_prompts_plan
+    char* memory;  // flex_batch_bytes, at a multiple of 64; written by flex_batch_plan
     int64_t count, heads, kv_heads, dim, window, pages, page_tokens, group;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     float scale, softcap;
@@ -341,15 +340,15 @@ int64_t attend_prompts(const Prompt* calls, int64_t count) {
         if (!pages_exist(calls[c])) return c + 1;
     if (!count) return 0;
     const auto call = [&](int64_t c) { return calls[c]; };
-    const size_t bytes = Together::bytes(count, calls->threads, call);
+    const size_t bytes = Plan::bytes(count, calls->threads, call);
     char* memory = (char*)aligned_alloc(64, bytes);
     if (!memory) return -int64_t(bytes);
-    const Together& all = Together::in(memory, count, call);
+    const Plan& all = Plan::in(memory, count, call);
     Shares shares;
 #pragma omp parallel num_threads(calls->threads)
     {
         const int64_t thread = omp_get_thread_num();
-        shares.take(all.tasks, calls->threads, thread, [&](int64_t i) { all.run(i, thread); });
+        shares.take(all.tasks, calls->threads, thread, [&](int64_t i) { all.run(i, thread, call); });
     }
     free(memory);
     return 0;
@@ -362,16 +361,20 @@ extern "C" {
 int64_t flex_prompts(const Prompt* calls, int64_t count) { return attend_prompts(calls, count); }
 
 // Returns the bytes of `memory`; -(i + 1) if a page of piece i is outside the pool.
-int64_t flex_prompts_bytes(const Prompts* a) {
+int64_t flex_batch_bytes(const Batch* a) {
     for (int64_t c = 0; c < a->count; c++)
         if (!pages_exist((*a)(c))) return -(c + 1);
-    return int64_t(Together::bytes(a->count, a->threads, *a));
+    return int64_t(Plan::bytes(a->count, a->threads, *a));
 }
 
-void flex_prompts_plan(const void* a) { Together::in(((const Prompts*)a)->memory, ((const Prompts*)a)->count, *(const Prompts*)a); }
-int64_t flex_prompts_blocks(const void* a) { return ((const Together*)((const Prompts*)a)->memory)->tasks; }
-void flex_prompts_block(const void* a, int64_t i) {
-    ((const Together*)((const Prompts*)a)->memory)->run(i, omp_get_thread_num());
+void flex_batch_plan(const void* call) {
+    const Batch& a = *(const Batch*)call;
+    Plan::in(a.memory, a.count, a);
+}
+int64_t flex_batch_blocks(const void* call) { return ((const Plan*)((const Batch*)call)->memory)->tasks; }
+void flex_batch_block(const void* call, int64_t w) {
+    const Batch& a = *(const Batch*)call;
+    ((const Plan*)a.memory)->run(w, omp_get_thread_num(), a);
 }
 
 // Returns the bytes of all threads' scratch. It uses only batch, queries, heads, kv_heads, dim and threads.

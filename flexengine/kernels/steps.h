@@ -44,7 +44,7 @@ template <class F> INLINE void with_tasks(const Step& step, F f) {
         case Kind::APPEND: return f(PartTasks<2048>{step.call, flex_append_block, flex_append_blocks(step.call)});
         case Kind::ATTEND: return f(PartTasks<8192>{step.call, flex_decode_block, flex_decode_blocks(step.call)});
         case Kind::MERGE: return f(PartTasks<64>{step.call, flex_decode_merge, flex_decode_merges(step.call)});
-        case Kind::PROMPTS: return f(PartTasks<8192>{step.call, flex_prompts_block, flex_prompts_blocks(step.call)});
+        case Kind::PROMPTS: return f(PartTasks<8192>{step.call, flex_batch_block, flex_batch_blocks(step.call)});
     }
 }
 
@@ -124,7 +124,7 @@ void run_part(const Step* steps, int64_t count, int32_t threads) {
     bool small = true;
     for (int64_t s = 0; s < count; s++) {
         if (Kind(steps[s].kind) == Kind::ATTEND) flex_decode_plan(steps[s].call);
-        if (Kind(steps[s].kind) == Kind::PROMPTS) flex_prompts_plan(steps[s].call);
+        if (Kind(steps[s].kind) == Kind::PROMPTS) flex_batch_plan(steps[s].call);
     }
     for (int64_t s = 0; s < count; s++)
         with_tasks(steps[s], [&](const auto& tasks) { small &= tasks.numbers() <= ALONE; });

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
-from flexengine.kernels.cached import append_call, decode_call, prompts_call
+from flexengine.kernels.cached import append_call, batch_call, decode_call
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.structs import CODES
@@ -37,7 +37,9 @@ class Steps:
         self._steps: list[tuple[ctypes.Structure, int, bool]] = []
         self._kept: list[Any] = []  # tensors that the steps read or write
         self._made: list[Tensor] = []  # of these, the ones that are allocated here
-        self._again = 0  # number of the first of `_made` whose memory is free
+        self._inner: list[Tensor] = []  # of these, the ones that a slice of `parts` needs
+        self._free: list[Tensor] = []  # of these, the ones that the present slice does not use yet
+        self._in_part = False
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._threads = torch.get_num_threads()
 
@@ -58,27 +60,28 @@ class Steps:
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""
-        if self._again == len(self._made):
-            self._made.append(torch.empty(shape, dtype=dtype))
-        made, nbytes = self._made[self._again], prod(shape) * dtype.itemsize
-        if made.nbytes < nbytes:
-            raise RuntimeError(f"a part needs {nbytes} bytes for a result that takes {made.nbytes} in the first part")
-        self._again += 1
-        return made if made.shape == tuple(shape) else made.view(-1).view(torch.uint8)[:nbytes].view(dtype).view(shape)
+        nbytes = prod(shape) * dtype.itemsize
+        if fitting := [(made.nbytes, number) for number, made in enumerate(self._free) if made.nbytes >= nbytes]:
+            made = self._free.pop(min(fitting)[1])
+            return made.view(-1).view(torch.uint8)[:nbytes].view(dtype).view(shape)
+        self._made.append(made := torch.empty(shape, dtype=dtype))
+        if self._in_part:
+            self._inner.append(made)
+        return made
 
     def parts(self, rows: int, most: int) -> Iterator[slice]:
         """Yield slices of `rows` rows, of at most `most` rows each, for the same steps with each.
 
-        Results that the steps of one slice have allocated are overwritten by those of the next.
+        Tensors that `new` returns for a slice are overwritten by steps of the next slice, and of later calls.
         """
-        first, low = self._again, 0
+        low, self._in_part = 0, True
         for number in range(count := -(-rows // most)):
             high = low + (rows - low - 1) // (count - number) + 1  # the first ones are the largest
-            self._again = first
+            self._free = list(self._inner)
             self._rounded.clear()  # its keys are addresses
             yield slice(low, high)
             low = high
-        self._again = len(self._made)
+        self._free, self._in_part = [], False
         self._rounded.clear()
 
     def linear(
@@ -220,7 +223,7 @@ class Steps:
             self._add("attend", decode, (q, out, to))
             self._add("merge", decode, (q, out, to))
         if to.pieces is not None:
-            call = prompts_call(q, k, v, out, to, scale, softcap, to.memory[to.split :])
+            call = batch_call(q, k, v, out, to, scale, softcap, to.memory[to.split :])
             self._add("prompts", call, (q, k, v, out, to))
             append(slice(n, None))  # it may overwrite pages that the prompts' queries see
         return out

@@ -67,8 +67,8 @@ class Prompt(ctypes.Structure):
     ]
 
 
-class Prompts(ctypes.Structure):
-    """struct Prompts of prompt.h."""
+class Batch(ctypes.Structure):
+    """struct Batch of prompt.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("q", "k", "v", "out", "pool", "pieces", "entries", "memory")),
@@ -134,7 +134,7 @@ class Records(ctypes.Structure):
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decode": Decode, "append": Append, "linear": Linear, "product": Product,
-    "prompt": Prompt, "prompts": Prompts, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
+    "prompt": Prompt, "batch": Batch, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
     "narrow": Narrow, "step": Step,
 }  # fmt: skip
 

@@ -4,8 +4,8 @@
     after    output projection + residual, norm, gate | up or up alone, activation, down projection + residual
 
 If the pages of the KV cache are at hand, one call computes the whole layer, attention too, and layers after it whose
-weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs,
-and passes that watch or replace modules use the modules.
+weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs, and passes that
+watch or replace modules use the modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from flexengine.model.layer_parts import HEAD_NORMS, Parts
 from flexengine.model.linear import FastLinear, unwatched
 
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
-MOST_PRODUCTS = 10**11  # multiply-adds of a call, about a second on two cores: Ctrl-C waits for its end
+MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
 
 
 class Bound(NamedTuple):
@@ -169,7 +169,7 @@ class Halves:
             layers: what `_together` returned.
         """
         x, paged, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
-        key = bound.format, paged.window
+        key = bound.format, paged.sizes
         if recent is None or recent[0] is not paged.tables or recent[1] != key:
             call = self._call(self._whole, bound, (x, *angles), paged)
             self.kind.recent = recent = paged.tables, key, call

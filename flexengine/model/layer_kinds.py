@@ -1,4 +1,4 @@
-"""What layers of equal settings share if calls of native kernels compute them (halves.py)."""
+"""Calls and memory that layers of equal settings share if native kernels compute them (halves.py)."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class Scratch:
 
 
 class Kind:
-    """What layers of equal settings share.
+    """Calls and memory of layers of equal settings.
 
     Attributes:
         trial: shows whether they compute so; None in a trial.

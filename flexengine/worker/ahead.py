@@ -35,7 +35,7 @@ class Ahead:
     def layers(self, task: Task) -> range:
         """Return the layers that a call of kernels may compute in a COMPUTE task: its own, and those after it whose
         weights are on the device, and whose input was the output of the layer before in the last pass. There are none
-        if modules compute the task's layer."""
+        if the task's layer has no `halves`."""
         first = task.cell.layer
         if self._modules[first].halves is None:
             return range(first, first)

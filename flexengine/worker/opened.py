@@ -136,6 +136,7 @@ class Opened:
         self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
+        scratch *= 2 if self.cpu else 1  # calls of whole layers keep theirs (`Cache.paged`) beside those of attention
         self.facts = replace(facts, topk=lossy.sparse_attention, scratch=scratch, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize

@@ -167,7 +167,7 @@ def test_prompts_that_do_not_fit_their_pages_are_found_before_a_call(kernel: Nat
         (Prompts(0, 1, 2, 1, None), "1 cached tokens do not fit in 0 pages"),
         (Prompts(0, 2, 1, 1, torch.tensor([1]).int()), "only one prompt after cached tokens"),
         (Prompts(1, 1, 2, 0, None), "from token 0 on"),
-        (Prompts(0, 1, 3, 0, None), "the prompts end at token 3, but pages are given for 2 tokens"),
+        (Prompts(0, 1, 3, 0, None), "has 3 tokens, but there are 2 pages and 2 offsets"),
     ):
         with pytest.raises(InvalidInput, match=message):
             kernel.paged(2, pool, none.view(0, 1), none, None, None, two, two, [prompt])

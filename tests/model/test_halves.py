@@ -44,6 +44,15 @@ def opened(directory: Path) -> tuple[Skeleton, list[PausingLayer]]:
     return skeleton, [module for module in skeleton.model.modules() if isinstance(module, PausingLayer)]
 
 
+def changed(directory: Path, target: Path, kind: str, **fields: Any) -> Path:
+    """Copy a checkpoint, with another architecture in its config."""
+    shutil.copytree(directory, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), **fields}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
 def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, Any]:
     """Return hidden states, and cosines and sines of a layer; None if its positions are not rotary."""
     config = skeleton.config.get_text_config()
@@ -245,14 +254,15 @@ def test_a_call_recorded_for_prompts_without_cached_tokens_reads_cached_ones(fam
     assert not torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("length", [4, 300])  # many layers in a parallel region, and several regions per layer
 @pytest.mark.parametrize("most", [MOST_PRODUCTS, 1])
 def test_layers_with_prompts_are_one_call_except_the_last(
-    families: Any, monkeypatch: pytest.MonkeyPatch, most: int
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, length: int
 ) -> None:
     """A call has a limit of work. After the last layer, only rows with logits are computed."""
     monkeypatch.setattr("flexengine.model.halves.MOST_PRODUCTS", most)
-    skeleton, layers = opened(families("llama").directory)
-    mixed, count, results = Mixed(layers[0], "float32", 300), len(layers), []
+    skeleton, layers = opened(changed(families("llama").directory, tmp_path / "m", "Llama", num_hidden_layers=6))
+    mixed, count, results = Mixed(layers[0], "float32", length), len(layers), []
     hidden, positions = arguments(skeleton, mixed.tokens)
     keep = torch.tensor([0, 1, 4, mixed.tokens - 1])
 
@@ -264,6 +274,7 @@ def test_layers_with_prompts_are_one_call_except_the_last(
 
     for ahead, paused in ((1, [*range(count)]), (count, [0, count - 1] if most > 1 else [*range(count)]), (0, None)):
         pools = [mixed.pool + number for number in range(count)]
+        paged = mixed.paged(pools[0])  # all layers share its memory
         current, seen, attended = Pass(model), list[int](), list[int]()
         current.inputs = Inputs(keep[None], keep[None], keep)
         event: Any = current.switch()
@@ -273,7 +284,7 @@ def test_layers_with_prompts_are_one_call_except_the_last(
                 event = current.switch(mixed.attended(event, pools[seen[-1]]))
                 continue
             seen.append(event.index)
-            current.paged = [mixed.paged(pool) for pool in pools[event.index :][:ahead]]
+            current.paged = [paged._replace(pool=pool) for pool in pools[event.index :][:ahead]]
             event = current.switch(event.hidden)
         assert paused is None or (seen, attended) == (paused, [count - 1])
         results.append((event[:, keep], torch.stack(pools)))
@@ -356,15 +367,6 @@ def test_layers_with_work_between_them_are_not_one_call(families: Any) -> None:
 def test_other_layers_keep_their_modules(families: Any, family: str) -> None:
     _, layers = opened(families(family).directory)
     assert all(layer.halves is None for layer in layers)
-
-
-def changed(directory: Path, target: Path, kind: str, **fields: Any) -> Path:
-    """Copy a checkpoint, with another architecture in its config."""
-    shutil.copytree(directory, target)
-    config = json.loads((target / "config.json").read_text())
-    config |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), **fields}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> None:

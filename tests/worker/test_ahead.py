@@ -54,6 +54,13 @@ def test_up_to_a_layer_with_weights_off_the_device() -> None:
     assert model.layers(4) == [4]
 
 
+def test_none_for_a_layer_that_modules_compute() -> None:
+    model = Model()
+    model.modules[3].halves = None
+    assert model.layers(3) == []
+    assert model.layers(0) == [0, 1, 2]
+
+
 def test_up_to_a_layer_that_is_not_joined() -> None:
     model = Model()
     model.modules[2].halves.joined = False
