@@ -16,7 +16,7 @@ from flexengine.plan.layout import CHOSEN
 from flexengine.plan.paging import Array, LayerPages
 from flexengine.plan.profile import Profile
 
-MAX_GAP_BYTES = 64 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
+MAX_GAP_BYTES = 128 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
 PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured
 
 

@@ -285,12 +285,16 @@ class Weights:
             width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
             width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
-        row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
-        pairs, first = list[Pair](), 0
+        row, tier = width * pieces[0].dtype.itemsize, self.machine.tier(self._tier(self._embedding))
+        if len(pieces) == 1:
+            stored = torch.empty(len(numbers), width, dtype=pieces[0].dtype)
+            tier.pick(pieces[0], torch.tensor(numbers), row, stored.view(torch.uint8))
+            return stored.to(dtype)
+        rows, pairs, first = torch.empty(len(numbers), width, dtype=dtype), list[Pair](), 0
         for low, high in _runs(numbers):  # consecutive rows are one read
             pairs += spread(part_of(pieces, low * row, (high - low) * row), rows[first : first + high - low])
             first += high - low
-        self.machine.tier(self._tier(self._embedding)).load_all(pairs)
+        tier.load_all(pairs)
         return rows
 
     def close(self) -> None:
