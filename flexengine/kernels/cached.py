@@ -8,7 +8,6 @@ from torch import Tensor
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels import structs
 from flexengine.kernels.base import PromptCall
-from flexengine.kernels.checks import check_pool
 from flexengine.kernels.operands import int32
 from flexengine.kernels.paged import PagedAttention, Prompts, Room
 from flexengine.kernels.structs import CODES
@@ -49,17 +48,17 @@ def decode_call(
 
 
 def prompt_call(
-    prompt: PromptCall, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> structs.Prompt:
-    """Return the arguments of base.Kernels.attend_prompt. q, k, v: fp32, with a stride of 1 along a row."""
+    prompt: PromptCall, room: Room | None, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> structs.Prompt:  # fmt: skip
+    """Return the arguments of base.Kernels.attend_prompt. q, k, v: fp32, with a stride of 1 along a row. room: sizes of
+    the pool of cached tokens; None if there are none."""
     q, k, v, out, past = prompt
     cached: tuple[int, ...] = (0, 0, 1, 0)
     addresses: tuple[int | None, int | None] = (None, None)
     code = 0
-    if past is not None:
-        group = 0 if past.form is None else past.form.group
-        pages, _, page_tokens, _ = check_pool(past.pool, past.form)
-        cached = (past.length, pages, page_tokens, group)
+    if past is not None and room is not None:
+        cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
         addresses, code = (past.pool.data_ptr(), past.table.data_ptr()), stored(past.pool, past.form)
     (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
     return structs.Prompt(
@@ -86,8 +85,9 @@ def batch_call(
     assert to.pieces is not None
     addresses = (None if x is None else x.data_ptr() for x in (q, k, v, out, to.pool, to.pieces, to.entries, memory))
     return structs.Batch(
-        *addresses, len(to.pieces), *q.shape[1:2], *to.room[1:4:2], to.window or 0, to.room.pages, to.room.page_tokens,
-        *(0 if to.form is None else to.form.group, *(stride for x in (q, k, v) for stride in x.stride()[:2])),
+        *addresses, len(to.pieces), q.shape[1], to.room.kv_heads, to.room.dim, to.window or 0,
+        *(to.room.pages, to.room.page_tokens, 0 if to.form is None else to.form.group),
+        *(x.stride(i) for x in (q, k, v) for i in range(2)),
         *(scale, softcap or 0.0, stored(to.pool, to.form), torch.get_num_threads()),
     )  # fmt: skip
 

@@ -205,10 +205,12 @@ class NativeKernels(NativeNeurons):
         for number, prompt in enumerate(prompts):
             checks.check_options(window, softcap, sinks, prompt.q.shape[2])
             q, k, v = (in_rows(x.float()) for x in prompt[:3])
-            if (past := prompt.past) is not None:
-                checks.check_past(q, k, past := past._replace(table=int32(past.table)))
+            past, room = prompt.past, None
+            if past is not None:
+                past = past._replace(table=int32(past.table))
+                room = checks.check_past(q, k, past)
             kept.append(given := base.PromptCall(q, k, v, prompt.out, past))
-            calls[number] = prompt_call(given, scale, window, softcap, sinks)
+            calls[number] = prompt_call(given, room, scale, window, softcap, sinks)
         status = self._prompts(ctypes.addressof(calls), len(calls))
         if status > 0:
             past = prompts[status - 1].past

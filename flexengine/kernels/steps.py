@@ -38,8 +38,7 @@ class Steps:
         self._kept: list[Any] = []  # tensors that the steps read or write
         self._made: list[Tensor] = []  # of these, the ones that are allocated here
         self._inner: list[Tensor] = []  # of these, the ones that a slice of `parts` needs
-        self._free: list[Tensor] = []  # of these, the ones that the present slice does not use yet
-        self._in_part = False
+        self._free: list[Tensor] | None = None  # of these, the ones that the present slice does not use yet
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
         self._threads = torch.get_num_threads()
 
@@ -61,11 +60,12 @@ class Steps:
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""
         nbytes = prod(shape) * dtype.itemsize
-        if fitting := [(made.nbytes, number) for number, made in enumerate(self._free) if made.nbytes >= nbytes]:
-            made = self._free.pop(min(fitting)[1])
+        free = self._free or []
+        if fitting := [(made.nbytes, number) for number, made in enumerate(free) if made.nbytes >= nbytes]:
+            made = free.pop(min(fitting)[1])
             return made.view(-1).view(torch.uint8)[:nbytes].view(dtype).view(shape)
         self._made.append(made := torch.empty(shape, dtype=dtype))
-        if self._in_part:
+        if self._free is not None:
             self._inner.append(made)
         return made
 
@@ -74,14 +74,14 @@ class Steps:
 
         Tensors that `new` returns for a slice are overwritten by steps of the next slice, and of later calls.
         """
-        low, self._in_part = 0, True
+        low = 0
         for number in range(count := -(-rows // most)):
             high = low + (rows - low - 1) // (count - number) + 1  # the first ones are the largest
             self._free = list(self._inner)
             self._rounded.clear()  # its keys are addresses
             yield slice(low, high)
             low = high
-        self._free, self._in_part = [], False
+        self._free = None
         self._rounded.clear()
 
     def linear(

@@ -142,9 +142,9 @@ class Embedding:
         assert table is not None
         if rows.ids is None:
             return table, rows.row_of
-        kernel = kernels.load_for(table.device)
-        values = table[rows.ids] if form is None else kernel.encoded_rows(table, form.packed, rows.ids)
-        return values.to(dtype), rows.row_of
+        if form is None:
+            return table[rows.ids].to(dtype), rows.row_of
+        return kernels.load_for(table.device).encoded_rows(table, form.packed, rows.ids).to(dtype), rows.row_of
 
     def close(self) -> None:
         """Drop the reference to the pinned memory. `regions` frees the memory."""
