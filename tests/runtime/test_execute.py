@@ -241,17 +241,20 @@ def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -
 
     def perform(task: Task) -> None:
         begun.append(task)
-        time.sleep(0.02)
+        while not executor._ended:
+            time.sleep(0.001)
+
+    executor = Executor(perform, "thread")
 
     def work() -> None:
-        with Executor(perform, "thread") as executor:
+        with executor:
             for task in Program([("host",)] * 40, 39, 40, DIRECT).sweep(0, uniform(1), False):
                 executor._submit(task)
             raise error
 
     with pytest.raises(type(error)):
         in_time(work)
-    assert len(begun) <= 4  # one or two on each of the two lanes
+    assert len(begun) <= 2  # one on each of the two lanes
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
