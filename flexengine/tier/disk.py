@@ -38,6 +38,7 @@ SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same ti
 GAP = 128 << 10
 HELPERS = 2  # threads that convert chunks, do short reads, and write
 READERS, CORES = HELPERS + 1, 4  # most threads that do long reads, each with a buffer; cores for each
+DIRECT_READERS = 2  # threads that do long direct reads on few cores
 _NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # errors of file systems and kernels without O_TMPFILE
 
 Ring = queue.SimpleQueue[torch.Tensor]
@@ -52,15 +53,18 @@ class DiskTier(Tier):
     Attributes:
         directory: directory of the spill file; it is made if it is missing.
         way: selects direct or cached reads for checkpoint files.
-        readers: threads that do long reads at the same time. With few cores one sequential reader is fastest, as the
-            kernel reads ahead for it; with many, one thread cannot take what a fast disk or the page cache gives.
+        readers: threads that do long reads at the same time, by whether these are direct. With few cores one sequential
+            reader of the page cache is fastest, as the kernel reads ahead for it; with many, one thread cannot take
+            what a fast disk or the page cache gives. Of direct reads two are under way also with few cores, so that the
+            disk has work while one of the threads wakes up: layers of 101 MB took 37 instead of 41 ms beside products.
     """
 
     def __init__(
         self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None, readers: int | None = None
     ) -> None:
         self.name, self.ledger, self.directory, self.way = name, ledger, directory, way or FasterWay()
-        self.readers = readers or max(1, min(READERS, int(usable_cores()) // CORES))
+        most = readers or max(1, min(READERS, int(usable_cores()) // CORES))
+        self.readers = {False: most, True: readers or max(DIRECT_READERS, most)}
         self._files: dict[Path, File] = {}
         self._spill: File | None = None
         self._end = 0
@@ -134,7 +138,7 @@ class DiskTier(Tier):
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
 
-        The calling thread does the long reads, with `readers` - 1 more threads. The helper threads do the short reads
+        The calling thread does the long reads, with one more thread or several (`readers`). The helper threads do the short reads
         (single embedding rows) at the same time, since each of these waits for the disk.
         """
         reads = disk_reads([(region, target.view(-1)) for region, target in pairs])
@@ -142,11 +146,12 @@ class DiskTier(Tier):
         long = [read for read in reads if read.nbytes >= SHORT]
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
-        shared = Shared(chunks(long, self._reads_direct, self.readers))
+        readers = self.readers[bool(long) and self._reads_direct(long[0].file)]
+        shared = Shared(chunks(long, self._reads_direct, readers))
         waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._pool().submit(self._read_short, read) for read in short)
-            for _ in range(min(self.readers, -(-sum(read.nbytes for read in long) // CHUNK)) - 1):
+            for _ in range(min(readers, -(-sum(read.nbytes for read in long) // CHUNK)) - 1):
                 streams.append(self._streamers().submit(self._stream, shared, waiting))
             self._stream(shared, waiting)
         finally:  # wait for all reads even on error: other threads still write to the targets
@@ -194,7 +199,7 @@ class DiskTier(Tier):
     def _streamers(self) -> ThreadPoolExecutor:
         """Return the threads that do long reads beside the calling one."""
         with self._lock:
-            self._others = self._others or ThreadPoolExecutor(self.readers - 1, "flexengine-reads")
+            self._others = self._others or ThreadPoolExecutor(max(self.readers.values()) - 1, "flexengine-reads")
             return self._others
 
     def _buffers(self) -> Ring:

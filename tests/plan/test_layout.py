@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import TIERS
-from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ
+from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ, SHORT_READERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout, lay_out
@@ -296,3 +296,4 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
 
 def test_reads_are_those_of_the_disk_tier() -> None:
     assert (READ, READ_BUFFERS, SHORT_READ) == (disk.CHUNK, disk.HELPERS + 1, disk.SHORT)
+    assert SHORT_READERS == disk.READERS + disk.HELPERS
