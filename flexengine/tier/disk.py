@@ -138,7 +138,7 @@ class DiskTier(Tier):
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
 
-        The calling thread does the long reads, with one more thread or several (`readers`). The helper threads do the short reads
+        The calling thread does the long reads, alone or with others (`readers`). The helper threads do the short reads
         (single embedding rows) at the same time, since each of these waits for the disk.
         """
         reads = disk_reads([(region, target.view(-1)) for region, target in pairs])

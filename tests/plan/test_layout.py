@@ -72,7 +72,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // buffers
     longest = max(sum(t.stored_bytes for t in model.tensors), away)
     ring = 3 * min(4 << 20, up(longest, 2 << 20)) if longest >= 1 << 20 else 0  # each buffer in huge pages
-    account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
+    account["host"]["read buffers"] = ring + 5 * up(min(1 << 20, longest) + 8192, 4096)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
 
