@@ -220,7 +220,10 @@ def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], time
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:
-    """Cut a streamed head into chunks of rows that fit into the layers' slots."""
+    """Cut a streamed head into chunks of rows that fit into the layers' slots, all of about the same size.
+
+    After a short last chunk, the next sweep's first layer would wait for the chunk before it, whose slot it takes.
+    """
     if (head := model.output) is None:
         return
     home = layout.homes[head.name]
@@ -231,7 +234,8 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     blocks = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
     room -= slot_bytes([room]) - room  # the bytes that `slot_bytes` adds to large tensors
-    taken = min(blocks, max(1, room // (head.held_bytes // blocks)))
+    most = max(1, room // (head.held_bytes // blocks))
+    taken = -(-blocks // -(-blocks // most))
     layout.head_rows = min(model.vocabulary, taken * together)
     layout.slot = max(layout.slot, slot_bytes([taken * (head.held_bytes // blocks)]))
     if is_disk(home):
