@@ -14,8 +14,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,18 @@ from bench.models import shard_files
 
 MICRO_BATCH = 2048  # most tokens of a prefill GEMM
 HALF, BF16 = "16-bit weights", "bf16"
-CHUNKS = {"buffered": 4 * 2**20, "direct": 64 * 2**20}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to read files. chunk: bytes of a read. threads: reads under way at the same time."""
+
+    chunk: int
+    direct: bool
+    threads: int = 1
+
+
+WAYS = {"buffered": Way(4 * 2**20, False), "direct": Way(64 * 2**20, True), "two direct": Way(64 * 2**20, True, 2)}
 
 
 @dataclass(frozen=True)
@@ -91,37 +103,43 @@ def evict(paths: Sequence[Path]) -> None:
             os.close(fd)
 
 
-def read_rate(paths: Sequence[Path], chunk: int, direct: bool) -> float:
-    """Return the bytes/s of reading the files completely, without page cache, into one buffer. Raise OSError if
-    O_DIRECT is refused."""
+def read_rate(paths: Sequence[Path], way: Way) -> float:
+    """Return the bytes/s of reading the files completely, without page cache, into a buffer per thread. Raise OSError
+    if O_DIRECT is refused."""
     evict(paths)
-    total, start = 0, time.perf_counter()
-    with mmap.mmap(-1, chunk, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
+    with ExitStack() as opened:
+        files = list[tuple[int, int]]()
+        for path in paths:
+            files.append((os.open(path, os.O_RDONLY | (os.O_DIRECT if way.direct else 0)), path.stat().st_size))
+            opened.callback(os.close, files[-1][0])
+        pieces = iter([(fd, at) for fd, size in files for at in range(0, size, way.chunk)])
+        pool = opened.enter_context(ThreadPoolExecutor(way.threads))
+        start = time.perf_counter()
+        for reader in [pool.submit(_read, pieces, way) for _ in range(way.threads)]:
+            reader.result()
+        return sum(size for _, size in files) / (time.perf_counter() - start)
+
+
+def _read(pieces: Iterator[tuple[int, int]], way: Way) -> None:
+    """Read pieces, (file, first byte), until none is left. A list's iterator gives each one to one thread."""
+    with mmap.mmap(-1, way.chunk, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as buffer:
         with suppress(OSError):  # kernels without huge pages; in small ones direct reads had less than half the rate
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        for path in paths:
-            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-            try:
-                offset = 0
-                while n := os.preadv(fd, [buffer], offset):
-                    if not direct:
-                        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
-                    offset += n
-                    if n % 4096:  # the unaligned end of the file
-                        break
-                total += offset
-            finally:
-                os.close(fd)
-    return total / (time.perf_counter() - start)
+        for fd, at in pieces:
+            n = os.preadv(fd, [buffer], at)
+            if n < min(way.chunk, os.fstat(fd).st_size - at):
+                raise OSError(f"a read of {way.chunk:,} bytes at byte {at:,} ended after {n:,}")
+            if not way.direct:
+                os.posix_fadvise(fd, at, n, os.POSIX_FADV_DONTNEED)
 
 
 def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
     """Return the best rate of each way to read."""
     rates: dict[str, float] = {}
     for _ in range(repeats):
-        for way, chunk in CHUNKS.items():
+        for name, way in WAYS.items():
             with suppress(OSError):
-                rates[way] = max(rates.get(way, 0.0), read_rate(paths, chunk, way == "direct"))
+                rates[name] = max(rates.get(name, 0.0), read_rate(paths, way))
     return rates
 
 

@@ -12,7 +12,7 @@ import pytest
 from bench import harness, limit
 from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
 from bench.compare.__main__ import limit_bytes, ratios
-from bench.compare.bound import Question, bounds, cache_bytes, question, read_rates, weight_bytes
+from bench.compare.bound import Question, Way, bounds, cache_bytes, question, read_rate, read_rates, weight_bytes
 from bench.gpu import kernels as gpu_kernels
 from bench.harness import Job, Limits
 from bench.models import SHAPES, OptShape, make, shard_files
@@ -122,10 +122,15 @@ def test_memory_holds_weights_and_caches_once_a_sweep() -> None:
     assert weight_bytes([(64, 64)], config, {"weights": "int8"}) == 2 * 64 * (64 + 4) + 112 * (64 + 4)
 
 
-def test_read_rates_are_positive_and_read_everything(tiny: Path) -> None:
+def test_read_rates_are_positive_and_read_everything(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = read_rates(shard_files(tiny), repeats=1)
     assert "buffered" in rates
     assert all(rate > 0 for rate in rates.values())
+    read, preadv = list[int](), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(preadv(*args)) or read[-1])
+    assert read_rate(shard_files(tiny), Way(4096, False, 3)) > 0
+    assert sum(read) == sum(file.stat().st_size for file in shard_files(tiny))
+    assert len(read) > len(shard_files(tiny))
 
 
 def test_bound_is_measured_on_the_model(tiny: Path) -> None:
