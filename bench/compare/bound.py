@@ -110,8 +110,9 @@ def read_rate(paths: Sequence[Path], way: Way) -> float:
     with ExitStack() as opened:
         files = list[tuple[int, int]]()
         for path in paths:
-            files.append((os.open(path, os.O_RDONLY | (os.O_DIRECT if way.direct else 0)), path.stat().st_size))
-            opened.callback(os.close, files[-1][0])
+            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if way.direct else 0))
+            opened.callback(os.close, fd)
+            files.append((fd, os.fstat(fd).st_size))
         pieces = iter([(fd, at) for fd, size in files for at in range(0, size, way.chunk)])
         pool = opened.enter_context(ThreadPoolExecutor(way.threads))
         start = time.perf_counter()

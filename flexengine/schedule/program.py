@@ -182,7 +182,8 @@ class Program:
             k, lane = cell.batch, self.routes.load[home][0]
             reads = (("run", k), *self._copied(0, home))
             yield Task(Op.LOAD_ROWS, cell, lane, reads, (("embedded", k),), home)
-            if k == 0 and self.streamed[0]:  # the first batch is computed while rows of the others are read
+            # The first batch is computed while rows of the others are read.
+            if k == 0 and any(self.routes.load[other][0] == lane for other in self.streamed[0]):
                 yield from self._weights(sweep, self.weights.passed + 1)
 
     def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:

@@ -5,7 +5,7 @@ the disk limits the job, reads through the page cache are tried, and used if the
 from the page cache after its read. The spill file uses direct I/O if its file system supports direct I/O.
 
 A direct read goes straight into a weight slot where the slot's layout lets it (`plan.sizes.slot_offsets`), so one
-system call reads 64 MiB, and no thread has to wake in between. Everything else passes through buffers of 4 MiB.
+system call reads up to 64 MiB, and no thread has to wake in between. Everything else passes through buffers of 4 MiB.
 """
 
 import contextlib
@@ -151,9 +151,9 @@ class DiskTier(Tier):
         waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._pool().submit(self._read_short, read) for read in short)
-            for _ in range(min(readers, -(-sum(read.nbytes for read in long) // CHUNK)) - 1):
-                streams.append(self._streamers().submit(self._stream, shared, waiting))
-            self._stream(shared, waiting)
+            for i in range(1, min(readers, -(-sum(read.nbytes for read in long) // CHUNK))):
+                streams.append(self._streamers().submit(self._stream, shared, waiting, i < self.readers[False]))
+            self._stream(shared, waiting, True)
         finally:  # wait for all reads even on error: other threads still write to the targets
             streams = [each for each in streams if not each.cancel()]  # threads may be busy with other loads
             wait(streams)
@@ -213,11 +213,14 @@ class DiskTier(Tier):
                 self._ring = ring
             return self._ring
 
-    def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]]) -> None:
-        """Read chunks until none is left, or a read of any thread fails."""
+    def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]], cached: bool) -> None:
+        """Read chunks until none is left, or a read of any thread fails. cached: whether to go on after a cached read,
+        as `way` may change in a load; if not, the other threads read the rest."""
         try:
             for chunk in chunks:
                 self._read_chunk(chunk, waiting)
+                if not cached and not chunk.direct:
+                    return
         except BaseException:
             chunks.end()
             raise

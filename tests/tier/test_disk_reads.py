@@ -47,6 +47,60 @@ def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, 
     tier.close()
 
 
+def watched_fills(tier: DiskTier) -> list[tuple[str, bool]]:
+    """Return a list that receives, of each read, the name of the thread and whether the read is direct."""
+    fills, fill = list[tuple[str, bool]](), tier._fill
+
+    def filled(file: Any, targets: Any, low: int, needed: int, direct: bool) -> None:
+        fills.append((threading.current_thread().name, direct))
+        time.sleep(0.01)
+        fill(file, targets, low, needed, direct)
+
+    tier._fill = filled  # type: ignore[method-assign]
+    return fills
+
+
+@pytest.mark.parametrize(("cores", "direct", "threads"), [
+    (1, True, 2), (2, False, 1), (2, True, 2), (8, False, 2), (8, True, 2), (12, False, 3), (12, True, 3),
+])  # fmt: skip
+def test_threads_that_read(
+    cores: int, direct: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of cores. Two direct reads are under way on any machine."""
+    monkeypatch.setattr("flexengine.tier.disk.usable_cores", lambda: cores)
+    path, values = tmp_path / "x", some(4 * CHUNK)
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
+    fills = watched_fills(tier)
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    if direct and home.place.direct is None:
+        pytest.skip("no direct I/O here")
+    tier.load(home, target := torch.zeros_like(values))
+    assert torch.equal(target, values)
+    assert len({name for name, _ in fills}) == threads
+    tier.close()
+
+
+def test_one_thread_goes_on_if_reads_become_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexengine.tier.disk.usable_cores", lambda: 2)
+    path, values = tmp_path / "x", some(8 * CHUNK)
+    path.write_bytes(values.numpy().tobytes())
+    way = OneWay(True)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, way)
+    fills = watched_fills(tier)
+    way.note = lambda *_: setattr(way, "direct", len(fills) < 4)  # type: ignore[method-assign]
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    if home.place.direct is None:
+        pytest.skip("no direct I/O here")
+    tier.load(home, target := torch.zeros_like(values))
+    assert torch.equal(target, values)
+    assert len({name for name, direct in fills if direct}) == 2
+    cached = [name for name, direct in fills if not direct]
+    assert len(cached) >= 4
+    assert sum(name != threading.current_thread().name for name in cached) <= 1
+    tier.close()
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_few_converted_bytes_do_not_make_the_rest_of_a_cached_read_pass_through_a_buffer(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
