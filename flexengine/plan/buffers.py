@@ -12,7 +12,7 @@ from flexengine.policy import Policy
 DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 HUGE = 2 << 20  # bytes of a huge page
-SHORT_READ, SHORT_READERS = READ // 4, 5  # bytes of a short read, and threads with one buffer each
+SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 
 
 class Booked(Protocol):

@@ -72,7 +72,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // buffers
     longest = max(sum(t.stored_bytes for t in model.tensors), away)
     ring = 3 * min(4 << 20, up(longest, 2 << 20)) if longest >= 1 << 20 else 0  # each buffer in huge pages
-    account["host"]["read buffers"] = ring + 5 * up(min(1 << 20, longest) + 8192, 4096)
+    account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
 
@@ -299,4 +299,4 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
 
 def test_reads_are_those_of_the_disk_tier() -> None:
     assert (READ, READ_BUFFERS, SHORT_READ) == (disk.CHUNK, disk.HELPERS + 1, disk.SHORT)
-    assert SHORT_READERS == disk.READERS + disk.HELPERS
+    assert SHORT_READERS == disk.DIRECT_READERS + disk.HELPERS
