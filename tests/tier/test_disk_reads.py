@@ -20,33 +20,6 @@ from flexengine.tier.memory import mapped
 from tests.helpers.tiers import OneWay, some, watch_buffers
 
 
-@pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("direct", [True, False])
-def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, tmp_path: Path) -> None:
-    path, values = tmp_path / "x", some(4 * CHUNK)
-    path.write_bytes(values.numpy().tobytes())
-    tier, threads = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct), readers), set[str]()
-    fill = tier._fill
-
-    def filled(*how: Any, **more: Any) -> None:
-        threads.add(threading.current_thread().name)
-        time.sleep(0.01)
-        fill(*how, **more)
-
-    tier._fill = filled  # type: ignore[method-assign]
-    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
-    tier.load(home, target := torch.zeros_like(values))
-    assert torch.equal(target, values)
-    assert len(threads) == readers
-    fault = Fault(("read",), 3, "EINTR")
-    with Failing([tmp_path], fault) as calls, pytest.raises(OSError, match="reading byte"):
-        tier.load(home, torch.zeros_like(values))
-    assert calls.made < 16  # chunks
-    tier.load(home, target.zero_())
-    assert torch.equal(target, values)
-    tier.close()
-
-
 def watched_fills(tier: DiskTier) -> list[tuple[str, bool]]:
     """Return a list that receives, of each read, the name of the thread and whether the read is direct."""
     fills, fill = list[tuple[str, bool]](), tier._fill
@@ -58,6 +31,26 @@ def watched_fills(tier: DiskTier) -> list[tuple[str, bool]]:
 
     tier._fill = filled  # type: ignore[method-assign]
     return fills
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_several_threads_read_and_an_error_ends_all(readers: int, direct: bool, tmp_path: Path) -> None:
+    path, values = tmp_path / "x", some(4 * CHUNK)
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct), readers)
+    fills = watched_fills(tier)
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    tier.load(home, target := torch.zeros_like(values))
+    assert torch.equal(target, values)
+    assert len({name for name, _ in fills}) == readers
+    fault = Fault(("read",), 3, "EINTR")
+    with Failing([tmp_path], fault) as calls, pytest.raises(OSError, match="reading byte"):
+        tier.load(home, torch.zeros_like(values))
+    assert calls.made < 16  # chunks
+    tier.load(home, target.zero_())
+    assert torch.equal(target, values)
+    tier.close()
 
 
 @pytest.mark.parametrize(("cores", "direct", "threads"), [
