@@ -102,6 +102,7 @@ def counted(summary: Summary) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")  # with two, this memory gives blocks of one sequence
 def test_any_task(families: Any, faults: Faults) -> None:
     """Memory that runs out at one of 12 tasks, spread over a job of all three tiers: sampled text, log probabilities,
     second samples and rows of unequal length come out as if nothing had happened."""
