@@ -125,19 +125,34 @@ class Halves:
             assert angles is not None
             if layers := self._together(len(x)):
                 return len(layers), self._layers(x, angles, layers)[None]
-            q, k, v = (y.transpose(0, 1)[None] for y in self._run(self._before, (x, *angles)))
+            q, k, v = (y.transpose(0, 1)[None] for y in self._projected(x, angles))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
         with unwatched():
             return 1, self._rest(x, attended.reshape(len(x), -1))[None]
 
-    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the output of `_after`, [rows, hidden]. After the last layer, rows without logits are 0."""
+    def _needed(self, rows: int) -> Tensor | None:
+        """Return the rows of a layer's output that are needed; None for all."""
         keep = this_pass().inputs.keep if self.last else None
-        if keep is None or len(keep) >= len(x):
+        return keep if keep is not None and len(keep) < rows else None
+
+    def _projected(self, x: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values, [rows, heads, head_dim]. Queries of rows that are not needed are 0."""
+        if (keep := self._needed(len(x))) is None:
+            return self._run(self._before, (x, *angles))
+        k, v = self._run(self._keys, (x, *angles))
+        dim = self.attention.head_dim
+        q = self._empty((len(x), self.parts.q.out_features // dim, dim)).zero_()
+        if len(keep):
+            (q[keep],) = self._run(self._queries, (x[keep], *(y[keep] for y in angles)))
+        return [q, k, v]
+
+    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the output of `_after`, [rows, hidden]. Rows that are not needed are 0."""
+        if (keep := self._needed(len(x))) is None:
             (out,) = self._run(self._after, (x, attended))
             return out
-        out = torch.zeros_like(x)
+        out = self._empty(x.shape).zero_()
         if len(keep):
             out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
         return out
@@ -197,8 +212,12 @@ class Halves:
 
     def _results(self, call: Recorded) -> list[Tensor]:
         """Return memory for the results of a call."""
-        empty = self.kind.scratch.results.empty if this_pass().recycles else _empty
-        return [empty(shape, dtype) for shape, dtype in call.results]
+        return [self._empty(shape, dtype) for shape, dtype in call.results]
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        if this_pass().recycles:
+            return self.kind.scratch.results.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
 
     def _addresses(self, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
         """Return the addresses of a recorded call, which writes the results."""
@@ -254,32 +273,48 @@ class Halves:
         return self._bound
 
     def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
-        modules, dim = (self.parts.q, self.parts.k, self.parts.v), self.attention.head_dim
+        return self._projections(steps, bound, x, angles, (self.parts.q, self.parts.k, self.parts.v))
+
+    def _keys(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+        return self._projections(steps, bound, x, angles, (self.parts.k, self.parts.v))
+
+    def _queries(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+        return self._projections(steps, bound, x, angles, (self.parts.q,))
+
+    def _projections(
+        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear]
+    ) -> list[Tensor]:
+        """Return the results of the layer's projections for queries, keys and values, or of some of these."""
+        dim = self.attention.head_dim
         results = [steps.new((len(x), module.out_features // dim, dim)) for module in modules]
         for rows in steps.parts(len(x), PART):
-            self._project(steps, bound, x[rows], [y[rows] for y in angles], [y[rows] for y in results])
+            self._project(steps, bound, x[rows], [y[rows] for y in angles], modules, [y[rows] for y in results])
         return results
 
     def _project(
-        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> None:
-        """Write queries, keys and values of some rows to the results, [rows, heads, head_dim]."""
+        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear],
+        results: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Write the projections of some rows to the results, [rows, heads, head_dim]."""
         parts, normed = self.parts, _norm(steps, x, self.parts.before)
-        outs: list[Tensor | None] = [y.flatten(1) for y in results]
-        if angles or self._head_norms:  # products of queries and keys are not results yet
-            outs[0] = outs[1] = None
-        q, k, _ = (
-            self._product(steps, bound, normed, module, beside=i > 0, out=out).view(y.shape)
-            for i, (module, out, y) in enumerate(zip((parts.q, parts.k, parts.v), outs, results, strict=True))
-        )
-        if self._head_norms:
-            outs = [None if angles else y.flatten(0, 1) for y in results]
-            q = _norm(steps, q.flatten(0, 1), self.attention.q_norm, out=outs[0]).view(q.shape)
-            k = _norm(steps, k.flatten(0, 1), self.attention.k_norm, beside=True, out=outs[1]).view(k.shape)
+        norms = {parts.q: self.attention.q_norm, parts.k: self.attention.k_norm} if self._head_norms else {}
+        products, turned = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for module, result in zip(modules, results, strict=True):
+            # Products of queries and keys are not results yet, if norms or rotary positions follow.
+            more = module is not parts.v and bool(angles or norms)
+            out = None if more else result.flatten(1)
+            products.append(self._product(steps, bound, normed, module, beside=bool(products), out=out))
+        for module, y, result in zip(modules, products, results, strict=True):
+            if module in norms:
+                flat = y.view(-1, self.attention.head_dim)
+                out = None if angles else result.flatten(0, 1)
+                y = _norm(steps, flat, norms[module], beside=bool(turned), out=out)
+            if module is not parts.v:
+                turned.append((y.view(result.shape), result))
         if angles:
             cos, sin = angles
-            steps.rotate(q, cos, sin, out=results[0])
-            steps.rotate(k, cos, sin, beside=True, out=results[1])
+            for i, (y, result) in enumerate(turned):
+                steps.rotate(y, cos, sin, beside=i > 0, out=result)
 
     def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:
         out = steps.new(x.shape)
@@ -311,10 +346,6 @@ class Halves:
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return module.product.add_to(steps, x, module, bound.biases[module], residual, beside, out)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False, out: Tensor | None = None) -> Tensor:

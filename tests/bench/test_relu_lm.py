@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.flash import relu_model
 from bench.flash.relu_lm import masked
 from bench.flash.relu_model import LEARN, TEST, TRAIN, Shape, blocks, ids_of, nll, rows_of, source, train, watching
 from flexengine.flash.predictors import Predictor
@@ -39,7 +40,9 @@ def test_parts_of_the_text_differ() -> None:
     assert min(map(len, found.values())) > 200_000
 
 
-def test_the_penalty_makes_activations_rare(tmp_path: Path) -> None:
+def test_the_penalty_makes_activations_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source(TEST)[:200_000]  # all of TRAIN takes half a minute to tokenize
+    monkeypatch.setattr(relu_model, "source", lambda part: text)
     sizes = dict(width=16, layers=2, heads=2, neurons=64, context=16, rows=2, steps=60)
     shares = []
     for sparsity in (0.0, 30.0):

@@ -69,17 +69,19 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
 
 
 @pytest.mark.parametrize("keep", [[], [4], [3, 0, 1]])
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_after_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int], family: str) -> None:
+@pytest.mark.parametrize("family", HALVED)
+def test_of_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int], family: str) -> None:
     skeleton, layers = opened(families(family).directory)
     assert [layer.halves.last for layer in layers] == [False] * (len(layers) - 1) + [True]
     hidden, positions = arguments(skeleton)
     for layer in layers:
         some, every = ran(layer, hidden, positions, keep=torch.tensor(keep).long()), ran(layer, hidden, positions)
-        assert all(torch.equal(one, other) for one, other in zip(some[:3], every[:3], strict=True))
-        assert torch.equal(some[3][:, keep], every[3][:, keep])
+        keys_and_values = zip(some[1:3], every[1:3], strict=True)
+        assert all(torch.equal(one, other) for one, other in keys_and_values)
         others = [i for i in range(TOKENS) if i not in keep]
-        assert torch.equal(some[3], every[3]) if layer is not layers[-1] else not some[3][:, others].any()
+        for one, other in ((some[0].transpose(1, 2), every[0].transpose(1, 2)), (some[3], every[3])):
+            assert torch.equal(one[:, keep], other[:, keep])
+            assert torch.equal(one, other) if layer is not layers[-1] else not one[:, others].any()
 
 
 @pytest.mark.parametrize("family", OTHERS)
