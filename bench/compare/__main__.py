@@ -4,7 +4,7 @@ python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--
     [--peer-python NAME=PATH] [--limit 2.0G | --no-limit] [--dir DIR] [--out compare.jsonl]
 
 Every side is a process of its own. If the case has a memory limit, the process has a cgroup of its own. The checkpoint
-is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. After each
+is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. With each
 run of flexengine the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped; the reason is
 printed and recorded. On a CPU without a memory limit, sides that keep weights in memory compute one token of the first
 row before their time begins: all weights are read then, and flexengine has planned once. One JSON line per case and
@@ -13,17 +13,18 @@ choice of switches: tokens/s (loading excluded), ratios, rows whose tokens are e
 
 import argparse
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import harness, limit
 from bench.cases import COMPARISONS, Case, Comparison
 from bench.compare import gguf_files
-from bench.compare.bound import bounds, evict, question
+from bench.compare.bound import WAYS, bounds, evict, question, read_rates
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, LlamaShape, demo_model, make, shard_files
 from bench.peers import CLASSES, PEERS, own_class
@@ -97,8 +98,12 @@ class Ours:
     bounds: list[Record] = field(default_factory=list)
 
 
-def measure_bound(job: Job, case: Case, ours: Record) -> Record:
-    """Measure the bound of a run. Return its seconds and the run's share of it."""
+def measure_bound(job: Job, case: Case, ours: Record, reads: Sequence[Mapping[str, list[float]]]) -> Record:
+    """Measure the bound of a run. Return its seconds and the run's share of it.
+
+    Args:
+        reads: `read_rates` before and after the run.
+    """
     asked = replace(question(job.model, case.lengths()), lossy=job.lossy, device=job.device)
     measured = harness.run_module("bench.compare.bound", asked.to_json())
     if "error" in measured:
@@ -110,12 +115,16 @@ def measure_bound(job: Job, case: Case, ours: Record) -> Record:
         return float(min(moved / times, most))
 
     read, link = per_sweep("disk_read"), measured["rates"]["link"]
-    by_sweep = {"disk": [read / max(measured["read_rate"].values())] * sweeps, "memory": measured["memory_seconds"]}
+    by_way = {way: [rate for rates in reads for rate in rates.get(way, ())] for way in WAYS}
+    read_rate = {way: statistics.fmean(rates) for way, rates in by_way.items() if rates}
+    by_sweep = {"disk": [read / max(read_rate.values())] * sweeps, "memory": measured["memory_seconds"]}
     by_sweep |= {"link": [per_sweep("h2d") / link if link else 0.0] * sweeps, "compute": measured["compute_seconds"]}
     best = bounds(by_sweep)
     return {
         **measured,
         **{name: [measured[name][0], measured[name][-1]] for name in ("compute_seconds", "memory_seconds")},
+        "read_rate": read_rate,
+        "read_rates": by_way,
         "disk_bytes_per_sweep": read,
         "seconds": best,
         "slowest": max(by_sweep, key=lambda name: best[name]),
@@ -132,10 +141,12 @@ def run_case(case: Case, job: Job, peers: Sequence[Peered], plan: Plan, batches:
     for i in range(max(plan.our_rounds, plan.peer_rounds)):
         print(f"round {i + 1}", file=sys.stderr)
         for variant in ours if i < plan.our_rounds else ():
+            reads = [read_rates(files)]
             evict([*files, *harness.prepared_files()])
             variant.runs.append(harness.run_side(OURS, variant.job, plan.ours))
             if "error" not in variant.runs[-1]:
-                variant.bounds.append(measure_bound(variant.job, case, variant.runs[-1]))
+                reads.append(read_rates(files))
+                variant.bounds.append(measure_bound(variant.job, case, variant.runs[-1], reads))
         for peer in peers if i < plan.peer_rounds else ():
             if not peer.skipped:
                 evict(files)

@@ -1,11 +1,14 @@
 """The least time of a case on this machine: reading the streamed weights, crossing the link, reading memory,
 multiplying.
 
-The module runs as a process of its own, with a Question on stdin and one JSON line on stdout. It measures the best
-sequential read rate of the model's own files without page cache, the rates of memory and of the link to a GPU, and the
-seconds of the case's GEMMs with their real numbers of rows (M). Memory reads each weight, and the cache of each live
-sequence, once per sweep. The arithmetic of attention, norms and activations is not counted, so the bound is a little
-lower than the possible time.
+The module runs as a process of its own, with a Question on stdin and one JSON line on stdout. It measures the rates of
+memory and of the link to a GPU, and the seconds of the case's GEMMs with their real numbers of rows (M). Memory reads
+each weight, and the cache of each live sequence, once per sweep. The arithmetic of attention, norms and activations is
+not counted, so the bound is a little lower than the possible time.
+
+`read_rates` measures the disk: sequential reads of the model's own files without page cache. A shared disk changes its
+rate by a tenth from minute to minute, so bench.compare measures it before and after each job, and takes the mean of the
+way to read that was the fastest.
 """
 
 import json
@@ -134,13 +137,13 @@ def _read(pieces: Iterator[tuple[int, int]], way: Way) -> None:
                 os.posix_fadvise(fd, at, n, os.POSIX_FADV_DONTNEED)
 
 
-def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
-    """Return the best rate of each way to read."""
-    rates: dict[str, float] = {}
+def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, list[float]]:
+    """Return the rate of each read, by way to read. Ways that the file system refuses are left out."""
+    rates = dict[str, list[float]]()
     for _ in range(repeats):
         for name, way in WAYS.items():
             with suppress(OSError):
-                rates[name] = max(rates.get(name, 0.0), read_rate(paths, way))
+                rates.setdefault(name, []).append(read_rate(paths, way))
     return rates
 
 
@@ -293,7 +296,7 @@ def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], loss
 
 
 def answer(asked: Question) -> dict[str, Any]:
-    """Return the rates, and the seconds of memory and of compute of every sweep."""
+    """Return the rates of memory and link, and the seconds of memory and of compute of every sweep."""
     import torch
 
     from bench.kernels import peak
@@ -301,7 +304,6 @@ def answer(asked: Question) -> dict[str, Any]:
     model, lossy = Path(asked.model), asked.lossy or {}
     config = json.loads((model / "config.json").read_text())
     files = shard_files(model)
-    rates = read_rates(files)
     shapes, head_shape = layer_shapes(files, config), (config["vocab_size"], config["hidden_size"])
     with torch.inference_mode():
         sizes = {m for ms in asked.layer_ms for m in ms}
@@ -322,7 +324,6 @@ def answer(asked: Question) -> dict[str, Any]:
     cached = asked.cached or (0,) * len(compute)
     return {
         "model_bytes": sum(f.stat().st_size for f in files),
-        "read_rate": rates,
         "rates": machine,
         "memory_seconds": [(weights + token * n) / machine["memory"] for n in cached],
         "compute_seconds": compute,

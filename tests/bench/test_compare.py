@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Pretended:
     def __init__(self, rates: dict[str, Any]) -> None:
         self.rates = rates
         self.order: list[tuple[str, int, str]] = []
+        self.read = 0
 
     def side(self, side: str, job: Job, limits: Limits | None = None, python: str = sys.executable) -> Record:
         self.order.append((side, job.batch, python))
@@ -46,14 +48,20 @@ class Pretended:
         if module == "bench.harness":
             return {"airllm": f"2.11 of {python}"}
         assert module == "bench.compare.bound"
-        return {"model_bytes": 1000, "read_rate": {"buffered": 100.0}, "rates": {"link": None},
-                "memory_seconds": [0.1, 0.1], "compute_seconds": [3.0, 0.5]}  # fmt: skip
+        return {"model_bytes": 1000, "rates": {"link": None}, "memory_seconds": [0.1, 0.1],
+                "compute_seconds": [3.0, 0.5]}  # fmt: skip
+
+    def reads(self, files: Sequence[Path]) -> dict[str, list[float]]:
+        """The disk is faster after the runs than before."""
+        self.read += 1
+        return {"buffered": [95.0], "direct": [90.0, 130.0] if self.read % 2 == 0 else [80.0]}
 
 
 def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, Any], *words: str) -> tuple[Any, list[Record]]:
     pretended = Pretended(rates)
     monkeypatch.setattr(harness, "run_side", pretended.side)
     monkeypatch.setattr(harness, "run_module", pretended.module)
+    monkeypatch.setattr(compare, "read_rates", pretended.reads)
     args = compare.parse(["smoke", "--model", str(tiny), *words])
     return pretended, compare.compare(COMPARISONS["smoke"], args)
 
