@@ -24,7 +24,7 @@ from pathlib import Path
 from bench import harness, limit
 from bench.cases import COMPARISONS, Case, Comparison
 from bench.compare import gguf_files
-from bench.compare.bound import WAYS, bounds, evict, question, read_rates
+from bench.compare.bound import bounds, evict, question, read_rates
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, LlamaShape, demo_model, make, shard_files
 from bench.peers import CLASSES, PEERS, own_class
@@ -98,7 +98,7 @@ class Ours:
     bounds: list[Record] = field(default_factory=list)
 
 
-def measure_bound(job: Job, case: Case, ours: Record, reads: Sequence[Mapping[str, list[float]]]) -> Record:
+def measure_bound(job: Job, case: Case, ours: Record, reads: Sequence[Mapping[str, float]]) -> Record:
     """Measure the bound of a run. Return its seconds and the run's share of it.
 
     Args:
@@ -115,16 +115,14 @@ def measure_bound(job: Job, case: Case, ours: Record, reads: Sequence[Mapping[st
         return float(min(moved / times, most))
 
     read, link = per_sweep("disk_read"), measured["rates"]["link"]
-    by_way = {way: [rate for rates in reads for rate in rates.get(way, ())] for way in WAYS}
-    read_rate = {way: statistics.fmean(rates) for way, rates in by_way.items() if rates}
-    by_sweep = {"disk": [read / max(read_rate.values())] * sweeps, "memory": measured["memory_seconds"]}
+    read_rate = max(statistics.fmean(rates[way] for rates in reads) for way in reads[0])
+    by_sweep = {"disk": [read / read_rate] * sweeps, "memory": measured["memory_seconds"]}
     by_sweep |= {"link": [per_sweep("h2d") / link if link else 0.0] * sweeps, "compute": measured["compute_seconds"]}
     best = bounds(by_sweep)
     return {
         **measured,
         **{name: [measured[name][0], measured[name][-1]] for name in ("compute_seconds", "memory_seconds")},
-        "read_rate": read_rate,
-        "read_rates": by_way,
+        "read_rates": reads,
         "disk_bytes_per_sweep": read,
         "seconds": best,
         "slowest": max(by_sweep, key=lambda name: best[name]),

@@ -2,9 +2,10 @@
 multiplying.
 
 The module runs as a process of its own, with a Question on stdin and one JSON line on stdout. It measures the rates of
-memory and of the link to a GPU, and the seconds of the case's GEMMs with their real numbers of rows (M). Memory reads
-each weight, and the cache of each live sequence, once per sweep. The arithmetic of attention, norms and activations is
-not counted, so the bound is a little lower than the possible time.
+memory and of the link to a GPU, and the seconds of the case's GEMMs with their real numbers of rows (M). Of prompts,
+the last layer needs keys and values of all tokens, and the rest of the last tokens only. Memory reads each weight, and
+the cache of each live sequence, once per sweep. The arithmetic of attention, norms and activations is not counted, so
+the bound is a little lower than the possible time.
 
 `read_rates` measures the disk: sequential reads of the model's own files without page cache. A shared disk changes its
 rate by a tenth from minute to minute, so bench.compare measures it before and after each job, and takes the mean of the
@@ -137,13 +138,12 @@ def _read(pieces: Iterator[tuple[int, int]], way: Way) -> None:
                 os.posix_fadvise(fd, at, n, os.POSIX_FADV_DONTNEED)
 
 
-def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, list[float]]:
-    """Return the rate of each read, by way to read. Ways that the file system refuses are left out."""
-    rates = dict[str, list[float]]()
-    for _ in range(repeats):
-        for name, way in WAYS.items():
-            with suppress(OSError):
-                rates.setdefault(name, []).append(read_rate(paths, way))
+def read_rates(paths: Sequence[Path]) -> dict[str, float]:
+    """Return the rate of each way to read. Ways that the file system refuses are left out."""
+    rates = dict[str, float]()
+    for name, way in WAYS.items():
+        with suppress(OSError):
+            rates[name] = read_rate(paths, way)
     return rates
 
 
@@ -258,15 +258,20 @@ def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
     return best
 
 
-def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return [n, k] of all matrices of a layer: those of the checkpoint's layer 0, which represents all layers."""
-    found = []
+Shapes = list[tuple[int, int]]
+
+
+def layer_shapes(files: Sequence[Path]) -> tuple[Shapes, Shapes]:
+    """Return [n, k] of the matrices of a layer: those for keys and values, and the others. The checkpoint's layer 0
+    represents all layers."""
+    kv, others = Shapes(), Shapes()
     for path in files:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found += [tuple(x["shape"]) for name, x in header.items()
-                  if re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) and len(x["shape"]) == 2]  # fmt: skip
-    return found
+        for name, entry in header.items():
+            if re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) and len(entry["shape"]) == 2:
+                (kv if re.search(r"\b(k|v)_proj\b", name) else others).append(tuple(entry["shape"]))
+    return kv, others
 
 
 def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
@@ -304,22 +309,28 @@ def answer(asked: Question) -> dict[str, Any]:
     model, lossy = Path(asked.model), asked.lossy or {}
     config = json.loads((model / "config.json").read_text())
     files = shard_files(model)
-    shapes, head_shape = layer_shapes(files, config), (config["vocab_size"], config["hidden_size"])
+    (kv, others), head_shape = layer_shapes(files), (config["vocab_size"], config["hidden_size"])
+    shapes = kv + others
+
+    def products(m: int, shapes: Shapes, head: bool = False) -> dict[str, float]:
+        return on_gpu(m, shapes) if asked.device == "cuda" else gemm_seconds(m, shapes, lossy, head)
+
     with torch.inference_mode():
-        sizes = {m for ms in asked.layer_ms for m in ms}
+        layer = {m: products(m, shapes) for m in {m for ms in asked.layer_ms for m in ms}}
+        head = {m: products(m, [head_shape], head=True) for m in set(asked.head_ms)}
+        least = {m: min(seconds.values()) for m, seconds in layer.items()}
+        compute = list[float]()
+        for ms, rows in zip(asked.layer_ms, asked.head_ms, strict=True):
+            every = last = sum(least[m] for m in ms)
+            if kv and ms != (rows,):  # prompts
+                keys = {m: min(products(m, kv).values()) for m in set(ms)}
+                last = sum(keys[m] for m in ms) + min(products(rows, others).values())
+            compute.append((config["num_hidden_layers"] - 1) * every + last + min(head[rows].values()))
         if asked.device == "cuda":
-            layer = {m: on_gpu(m, shapes) for m in sizes}
-            head = {m: on_gpu(m, [head_shape]) for m in set(asked.head_ms)}
             machine: dict[str, Any] = gpu_rates()
         else:
-            layer = {m: gemm_seconds(m, shapes, lossy) for m in sizes}
-            head = {m: gemm_seconds(m, [head_shape], lossy, head=True) for m in set(asked.head_ms)}
             measured = asdict(peak.measure())
             machine = {"link": None, "memory": measured.pop("read"), **measured}
-    compute = [
-        config["num_hidden_layers"] * sum(min(layer[m].values()) for m in ms) + min(head[h].values())
-        for ms, h in zip(asked.layer_ms, asked.head_ms, strict=True)
-    ]
     weights, token = weight_bytes(shapes, config, lossy), cache_bytes(config, lossy)
     cached = asked.cached or (0,) * len(compute)
     return {

@@ -3,6 +3,9 @@
     before   norm, queries | keys | values, rotary positions if there are any
     after    output projection + residual, norm, gate | up or up alone, activation, down projection + residual
 
+Of prompts, most rows have no logits. In the last layer only keys and values of these rows are computed, so that the
+calls before attention are two: keys | values of all rows, queries of some.
+
 If the pages of the KV cache are at hand, one call computes the whole layer, attention too, and layers after it whose
 weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs, and passes that
 watch or replace modules use the modules.
@@ -131,27 +134,26 @@ class Halves:
         with unwatched():
             return 1, self._rest(x, attended.reshape(len(x), -1))[None]
 
-    def _needed(self, rows: int) -> Tensor | None:
-        """Return the rows of a layer's output that are needed; None for all."""
+    def _kept(self, rows: int) -> Tensor | None:
+        """Return the rows whose output is computed; None for all, as when over half of them have logits."""
         keep = this_pass().inputs.keep if self.last else None
-        return keep if keep is not None and len(keep) < rows else None
+        return keep if keep is not None and 2 * len(keep) <= rows else None
 
     def _projected(self, x: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
-        """Return queries, keys and values, [rows, heads, head_dim]. Queries of rows that are not needed are 0."""
-        if (keep := self._needed(len(x))) is None:
+        """Return queries, keys and values, [rows, heads, head_dim]. Queries that are not computed are 0."""
+        if (keep := self._kept(len(x))) is None:
             return self._run(self._before, (x, *angles))
-        k, v = self._run(self._keys, (x, *angles))
+        k, v = self._run(self._keys_and_values, (x, *angles))
         dim = self.attention.head_dim
         q = self._empty((len(x), self.parts.q.out_features // dim, dim)).zero_()
         if len(keep):
-            (q[keep],) = self._run(self._queries, (x[keep], *(y[keep] for y in angles)))
+            q[keep] = self._run(self._queries, (x[keep], *(y[keep] for y in angles)))[0]
         return [q, k, v]
 
     def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the output of `_after`, [rows, hidden]. Rows that are not needed are 0."""
-        if (keep := self._needed(len(x))) is None:
-            (out,) = self._run(self._after, (x, attended))
-            return out
+        """Return the layer's output, [rows, hidden]. Rows that are not computed are 0."""
+        if (keep := self._kept(len(x))) is None:
+            return self._run(self._after, (x, attended))[0]
         out = self._empty(x.shape).zero_()
         if len(keep):
             out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
@@ -170,7 +172,7 @@ class Halves:
             if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
                 break
             if layer._bind().format != format or (layer.last and paged.pieces is not None):
-                break  # `_rest` computes fewer rows of prompts after the last layer
+                break  # with prompts, the last layer computes some rows only
             found.append((layer, paged))
             layer = layer.following
         return found
@@ -197,15 +199,15 @@ class Halves:
         recent[2].run(*rows)
         return results[0]
 
-    def _run(self, half: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
-        """Run `_before` or `_after`. Return its results, [rows, ...].
+    def _run(self, part: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
+        """Run a part of the layer. Return its results, [rows, ...].
 
         Args:
-            half: the method.
+            part: the method that adds the part's steps.
             given: its arguments, [rows, ...].
         """
         bound = self._bind()
-        call = self._call(half, bound, given)
+        call = self._call(part, bound, given)
         results = self._results(call)
         call.run(self._addresses(bound, given, results))
         return results
@@ -215,6 +217,7 @@ class Halves:
         return [self._empty(shape, dtype) for shape, dtype in call.results]
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a contiguous tensor with any values, in memory that is used again if the pass allows it."""
         if this_pass().recycles:
             return self.kind.scratch.results.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
@@ -228,10 +231,10 @@ class Halves:
         self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor],
         paged: PagedAttention | None = None,
     ) -> Recorded:  # fmt: skip
-        """Return the call of `_before`, `_after` or `_whole` for tensors of these shapes.
+        """Return the call of a part of the layer, or of the whole, for tensors of these shapes.
 
         Args:
-            part: the method.
+            part: the method that adds the steps.
             bound: weights.
             given: its arguments, [rows, ...].
             paged: the last argument of `_whole`.
@@ -275,7 +278,7 @@ class Halves:
     def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
         return self._projections(steps, bound, x, angles, (self.parts.q, self.parts.k, self.parts.v))
 
-    def _keys(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+    def _keys_and_values(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
         return self._projections(steps, bound, x, angles, (self.parts.k, self.parts.v))
 
     def _queries(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
@@ -298,22 +301,21 @@ class Halves:
         """Write the projections of some rows to the results, [rows, heads, head_dim]."""
         parts, normed = self.parts, _norm(steps, x, self.parts.before)
         norms = {parts.q: self.attention.q_norm, parts.k: self.attention.k_norm} if self._head_norms else {}
-        products, turned = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        products, rotated = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for module, result in zip(modules, results, strict=True):
-            # Products of queries and keys are not results yet, if norms or rotary positions follow.
-            more = module is not parts.v and bool(angles or norms)
-            out = None if more else result.flatten(1)
+            follows = module is not parts.v and bool(angles or norms)  # then the product is not the result yet
+            out = None if follows else result.flatten(1)
             products.append(self._product(steps, bound, normed, module, beside=bool(products), out=out))
         for module, y, result in zip(modules, products, results, strict=True):
+            if module is parts.v:
+                continue
             if module in norms:
-                flat = y.view(-1, self.attention.head_dim)
                 out = None if angles else result.flatten(0, 1)
-                y = _norm(steps, flat, norms[module], beside=bool(turned), out=out)
-            if module is not parts.v:
-                turned.append((y.view(result.shape), result))
+                y = _norm(steps, y.view(-1, result.shape[-1]), norms[module], beside=bool(rotated), out=out)
+            rotated.append((y.view(result.shape), result))
         if angles:
             cos, sin = angles
-            for i, (y, result) in enumerate(turned):
+            for i, (y, result) in enumerate(rotated):
                 steps.rotate(y, cos, sin, beside=i > 0, out=result)
 
     def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:

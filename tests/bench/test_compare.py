@@ -51,10 +51,10 @@ class Pretended:
         return {"model_bytes": 1000, "rates": {"link": None}, "memory_seconds": [0.1, 0.1],
                 "compute_seconds": [3.0, 0.5]}  # fmt: skip
 
-    def reads(self, files: Sequence[Path]) -> dict[str, list[float]]:
-        """The disk is faster after the runs than before."""
+    def reads(self, files: Sequence[Path]) -> dict[str, float]:
+        """The disk is faster after a run than before."""
         self.read += 1
-        return {"buffered": [95.0], "direct": [90.0, 130.0] if self.read % 2 == 0 else [80.0]}
+        return {"buffered": 95.0, "direct": 120.0 if self.read % 2 == 0 else 80.0}
 
 
 def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, Any], *words: str) -> tuple[Any, list[Record]]:
@@ -84,6 +84,7 @@ def test_sides_take_turns_with_the_best_batch_of_each_peer(tiny: Path, monkeypat
     }  # fmt: skip
     assert line["bound"]["share"]["median"] == 4.0
     assert line["bound"]["runs"][0]["slowest"] == "compute"
+    assert [x["direct"] for x in line["bound"]["runs"][0]["read_rates"]] == [80.0, 120.0]
     assert str(tiny) not in json.dumps(line)
     (row,) = lines_of(json.loads(json.dumps(line)))
     assert command([row]) == "python -m bench.compare smoke --runs 2 --peers transformers"

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.kernels import recycled
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.forward import Attend, Inputs, Pass, PausingLayer
 from flexengine.model.halves import release
 from flexengine.model.linear import FastLinear
 from flexengine.model.neurons import RecordDown
 from flexengine.model.queries import use_queries_first
-from tests.helpers.halved import HALVED, TOKENS, arguments, called, changed, opened
+from flexengine.model.skeleton import Skeleton
+from tests.helpers.halved import HALVED, arguments, called, changed, opened
 
 CLOSE = ("opt",)  # not to the bit: torch computes layer norms by another order of sums
 OTHERS = ("gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
@@ -28,18 +30,21 @@ def seed(two_threads: None) -> None:
 
 
 def ran(
-    layer: PausingLayer, hidden: Tensor, positions: Any, halves: bool = True, keep: Tensor | None = None
-) -> list[Tensor]:
+    layer: PausingLayer, hidden: Tensor, positions: Any, halves: bool = True, keep: Tensor | None = None,
+    recycles: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Return q times the scale of attention, k, v and the output of a layer.
 
     Args:
         halves: whether it may be computed as two calls.
         keep: tokens with logits; None for all.
+        recycles: of the pass.
     """
     kept, layer.halves = layer.halves, layer.halves if halves else None
     events, answer = list[Any](), hidden
     try:
         current = Pass(lambda: called(layer, hidden, positions))
+        current.recycles = recycles
         ids = torch.arange(hidden.shape[1])[None]
         current.inputs = Inputs(ids, ids, ids[0] if keep is None else keep)
         event: Any = current.switch()
@@ -52,6 +57,12 @@ def ran(
         layer.halves = kept
     (attend,) = events
     return [attend.q * attend.scale, attend.k, attend.v, event]
+
+
+def in_bf16(skeleton: Skeleton) -> None:
+    """Round the weights of all linear modules of layers to bf16."""
+    for slot in (slot for layer in skeleton.layers for slot in layer.values() if slot.linear):
+        slot.bind(nn.Parameter(slot.holder[slot.name].bfloat16(), requires_grad=False))
 
 
 @pytest.mark.parametrize("family", HALVED)
@@ -68,20 +79,31 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
                 assert torch.equal(mine, other)  # the same kernels in the same order
 
 
-@pytest.mark.parametrize("keep", [[], [4], [3, 0, 1]])
+@pytest.mark.parametrize("compute", [None, "bf16"])
+@pytest.mark.parametrize("tokens", [8, 1100])  # parts of 512 rows
 @pytest.mark.parametrize("family", HALVED)
-def test_of_the_last_layer_only_rows_with_logits_are_computed(families: Any, keep: list[int], family: str) -> None:
+def test_of_the_last_layer_only_rows_with_logits_are_computed(
+    families: Any, monkeypatch: pytest.MonkeyPatch, family: str, tokens: int, compute: str | None
+) -> None:
+    """The others are 0, also in memory that was used before. If over half of the rows have logits, all are computed."""
+    monkeypatch.setattr(recycled, "SMALL", 0)
     skeleton, layers = opened(families(family).directory)
     assert [layer.halves.last for layer in layers] == [False] * (len(layers) - 1) + [True]
-    hidden, positions = arguments(skeleton)
+    in_bf16(skeleton)
+    skeleton.product.compute = compute
+    hidden, positions = arguments(skeleton, tokens)
+    half = torch.randperm(tokens)[: tokens // 2].tolist()
     for layer in layers:
-        some, every = ran(layer, hidden, positions, keep=torch.tensor(keep).long()), ran(layer, hidden, positions)
-        keys_and_values = zip(some[1:3], every[1:3], strict=True)
-        assert all(torch.equal(one, other) for one, other in keys_and_values)
-        others = [i for i in range(TOKENS) if i not in keep]
-        for one, other in ((some[0].transpose(1, 2), every[0].transpose(1, 2)), (some[3], every[3])):
-            assert torch.equal(one[:, keep], other[:, keep])
-            assert torch.equal(one, other) if layer is not layers[-1] else not one[:, others].any()
+        every = [x.clone() for x in ran(layer, hidden, positions)]
+        for keep in ([tokens - 1], [], [3, 0, 1], half, [*range(1, tokens)]):
+            some = ran(layer, hidden, positions, keep=torch.tensor(keep).long(), recycles=True)
+            keys_and_values = zip(some[1:3], every[1:3], strict=True)
+            assert all(torch.equal(one, other) for one, other in keys_and_values)
+            zero = [i for i in range(tokens) if i not in keep] if layer is layers[-1] and len(keep) <= len(half) else []
+            computed = keep if zero else [*range(tokens)]
+            for one, other in ((some[0].transpose(1, 2), every[0].transpose(1, 2)), (some[3], every[3])):
+                assert torch.equal(one[:, computed], other[:, computed])
+                assert not one[:, zero].any()
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -155,9 +177,7 @@ def test_a_weight_that_is_not_in_memory_is_an_error(families: Any) -> None:
 def test_calls_follow_a_change_of_the_rounding_of_activations(families: Any) -> None:
     """Calls that were recorded with one rounding do not run with another."""
     skeleton, layers = opened(families("llama").directory)
-    for slot in skeleton.layers[0].values():
-        if slot.linear:
-            slot.bind(nn.Parameter(slot.holder[slot.name].bfloat16(), requires_grad=False))
+    in_bf16(skeleton)
     hidden, positions = arguments(skeleton)
     outputs = []
     for compute in (None, "bf16", None):

@@ -160,7 +160,7 @@ def test_a_call_recorded_for_prompts_without_cached_tokens_reads_cached_ones(fam
 def test_layers_with_prompts_are_one_call_except_the_last(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, length: int
 ) -> None:
-    """A call has a limit of work. After the last layer, only rows with logits are computed."""
+    """A call has a limit of work. Of the last layer, only rows with logits are computed."""
     monkeypatch.setattr("flexengine.model.halves.MOST_PRODUCTS", most)
     skeleton, layers = opened(changed(families("llama").directory, tmp_path / "m", "Llama", num_hidden_layers=6))
     mixed, count, results = Mixed(layers[0], "float32", length), len(layers), []
