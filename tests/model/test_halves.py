@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama as llama
 
 from flexengine import kernels
 from flexengine.kernels import recycled
@@ -119,6 +120,35 @@ def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> 
         skeleton, layers = opened(model)
         hidden, positions = arguments(skeleton)
         assert {layer.halves.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
+
+
+def test_a_trial_finds_what_only_large_numbers_change(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clip_qkv of OLMo."""
+    own = llama.LlamaAttention.forward
+
+    def clipped(self: Any, hidden_states: Tensor, **rest: Any) -> Any:
+        hooks = [part.register_forward_hook(lambda *x: x[2].clamp(-50, 50)) for part in (self.q_proj, self.k_proj)]
+        result = own(self, hidden_states, **rest)
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    for forward in (own, clipped):
+        monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+        skeleton, layers = opened(families("llama").directory)
+        assert {layer.halves.usable(*arguments(skeleton)) for layer in layers} == {forward is own}
+
+
+@pytest.mark.parametrize("name", ["LlamaDecoderLayer", "LlamaModel"])
+def test_code_of_others_is_computed_by_its_modules(families: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A trial of the first layer would not show that the others differ."""
+
+    class Other(getattr(llama, name)):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(llama, name, Other)
+    _, layers = opened(families("llama").directory)
+    assert [layer.halves for layer in layers] == [None] * len(layers)
 
 
 def test_layer_norms_after_the_residual_are_found_by_the_trial(families: Any, tmp_path: Path) -> None:
