@@ -125,9 +125,9 @@ class Clock:
             if layer < 0:
                 return bookkeeping
             if layer < len(self.curves):
-                work = (1 - later) * float(self.curves[layer](tokens[k])) + attention[k][layer]
+                work = (1 - later) * self.curves[layer].one(tokens[k]) + attention[k][layer]
             else:
-                work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(logits[k]))
+                work = self.shares[layer - len(self.curves)] * self.cost.rates.head.one(logits[k])
             return work + hardware.task_seconds
 
         def delegated(task: Task, later: float) -> float:
@@ -137,14 +137,14 @@ class Clock:
                 return asking + (0.0 if first and task.op is Op.ATTEND else attention[k][j])
             before, keys = projection_share(self.cost.model, j), keys_share(self.cost.model, j)
             part = {Op.PROJECT: before - keys * first, Op.PROJECT_KEYS: keys}.get(task.op, max(0.0, 1 - before - later))
-            return part * float(self.curves[j](tokens[k])) + hardware.task_seconds
+            return part * self.curves[j].one(tokens[k]) + hardware.task_seconds
 
         def price(task: Task) -> float:
             later = expert_share(self.cost.model, task.cell.layer) if task.by_rows else 0.0
             if task.op is Op.OPEN:
                 return hardware.task_seconds
             if task.op is Op.RESUME:
-                return later * float(self.curves[task.cell.layer](tokens[task.cell.batch])) + hardware.task_seconds
+                return later * self.curves[task.cell.layer].one(tokens[task.cell.batch]) + hardware.task_seconds
             if task.op is Op.LOAD_ROWS:
                 return self._rows(task, tokens)
             if task.op in (Op.PROJECT, Op.PROJECT_KEYS, Op.ATTEND_CACHED, Op.ATTEND, Op.FINISH):

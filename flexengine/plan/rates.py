@@ -48,6 +48,10 @@ class Curve:
         counts = np.asarray(tokens, dtype=float)
         return np.asarray(counts / values_at(self.rates, np.maximum(counts, 1e-9)))
 
+    def one(self, tokens: float) -> float:
+        """Return the seconds of one number, as a call does, ten times as fast."""
+        return tokens / at(self.rates, max(tokens, 1e-9))
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -84,7 +88,7 @@ class Rates:
     def one_layer(self, layer: int, tokens: float) -> float:
         """Return the seconds of one layer of a gpu_batch, without attention. tokens: of the gpu_batch."""
         names = list(dict.fromkeys(self.model.signature(j) for j in range(len(self.model.layers))))
-        return float(self.layers[names.index(self.model.signature(layer))][0](tokens))
+        return self.layers[names.index(self.model.signature(layer))][0].one(tokens)
 
     @cached_property
     def attention(self) -> dict[int | None, Attention]:
