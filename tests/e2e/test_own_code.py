@@ -1,7 +1,5 @@
 """Checkpoints that bring their own Python code: it is computed as it stands, like the models of `transformers`."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,10 @@ import transformers
 
 from flexengine import Engine, SamplingParams
 from tests.helpers.families import NEW, reference
+from tests.helpers.halved import changed
 
 # LLaMA's modules, by their names and classes, with an attention of its own. FORWARD changes what projections return.
 CODE = """
-import torch
 from transformers.models.llama import modeling_llama as llama
 
 class OwnConfig(llama.LlamaConfig):
@@ -52,13 +50,9 @@ def test_tokens_are_those_of_transformers(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     known = families("llama")
-    model = shutil.copytree(known.directory, tmp_path / f"own{len(forward)}")
+    code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    model = changed(known.directory, tmp_path / f"own{len(forward)}", "Own", auto_map=code)
     (model / "modeling_own.py").write_text(CODE.replace("FORWARD", forward))
-    config = json.loads((model / "config.json").read_text()) | {
-        "model_type": "own", "architectures": ["OwnForCausalLM"],
-        "auto_map": {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
-    }  # fmt: skip
-    (model / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True, dtype=torch.float32)
     expected = reference(theirs.eval(), known.prompts)
     assert expected != known.expected  # the change matters
