@@ -167,6 +167,8 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
     for name, others in COMMANDS.items():
         if word in others and name in known:
             return f"{word} is called {name} here: {command_text(name, words)}"
+    if word in ("score", "loglikelihood", "logprobs"):
+        return f"texts are scored by run --score: {command_text('run', ['--score', *words])}"
     if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"
     return None

@@ -14,6 +14,7 @@ from flexengine.activity.terminal import is_terminal
 from flexengine.commands.messages import NORMAL, say, verbosity
 from flexengine.commands.progress import verified_line
 from flexengine.errors import ModelNotFound
+from flexengine.model.source import check_local
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
@@ -58,14 +59,16 @@ class _Ticking:
 def open_engine(
     args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "Group | None" = None
 ) -> "Engine":
-    """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified.
+    """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified. A model that
+    does not exist is refused before torch is imported.
 
     Args:
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
         on_sweep, group: see EngineOptions.
     """
-    engine_class = load_libraries()
     try:
+        check_local(args.model, args.allow_symlinks)
+        engine_class = load_libraries()
         engine = engine_class(args.model, on_sweep=on_sweep, group=group, **engine_options(args))
     except ModelNotFound as error:
         if args.model not in shipped.names("models"):

@@ -103,21 +103,24 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
     Args:
         summary: the engine's summary; empty if no row remained to be run.
     """
-    retry = "; --retry-errors runs those rows again" if job.failed and output else ""
     if summary:
         all_runs = f"; {job.done + job.failed} of {job.total} rows with those of earlier runs" if job.resumed else ""
-        return summary_line(summary) + all_runs + retry + (f"; results are in {output}" if output else "")
+        return summary_line(summary) + all_runs + (f"; results are in {output}" if output else "")
     if not job.done and not job.failed:
         return f"0 rows done: {job.rows.path} has no rows"
     if not job.finished:
-        return f"{job.done} rows done, {job.failed} failed; all of them were in the journal; results are in {output}"
-    failed = f"{job.failed} with errors{retry}"
-    return f"finished already: {job.total} rows in {output} ({failed}); --restart runs the job again"
+        return f"{_rows(job.done)} done, {job.failed} failed; all of them were in the journal; results are in {output}"
+    return (f"finished already: {_rows(job.total)} in {output} ({job.failed} with errors); --restart runs the job"
+            " again")  # fmt: skip
+
+
+def _rows(number: int) -> str:
+    return count(number, "row", "rows")
 
 
 def summary_line(s: dict[str, Any]) -> str:
     """Return the rows of a summary and, if there was a sweep, tokens, seconds and rate."""
-    rows = f"{s['rows']} rows done, {s['failed']} failed"
+    rows = f"{_rows(s['rows'])} done, {s['failed']} failed"
     if not s["sweeps"]:
         return rows
     if s["scored_tokens"] and not s["generated_tokens"]:

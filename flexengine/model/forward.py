@@ -16,6 +16,7 @@ The schedule decides which pass is resumed (docs/architecture.md 4).
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -356,6 +357,7 @@ class Forward:
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = Pass(self._run)
+                self._greenlet.gr_context = copy_context()  # else reports of the pass have no listener
                 self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
                 self._greenlet.recycles = self._recycles
                 event: Pause = self._greenlet.switch()

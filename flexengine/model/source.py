@@ -70,6 +70,20 @@ def located(
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
     """
+    local = _local(model, allow_symlinks)
+    return local or (_download(str(model), trust_remote_code, download), str(model))
+
+
+def check_local(model: str | None, allow_symlinks: bool = False) -> None:
+    """Raise ModelNotFound if the user's model is a path without a model. Hub ids are not looked up. Fast: torch is not
+    imported, and no weights are read."""
+    local = _local(model, allow_symlinks)
+    if local is not None and local[0].is_dir():
+        check_directory(local[0])
+
+
+def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
+    """Return a model on this machine and its name; None if the argument is a hub id. Raise as `located`."""
     if model is None:
         return demo_file(), demo_file().stem
     try:
@@ -87,7 +101,7 @@ def located(
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
     if _looks_like_path(model):
         raise ModelNotFound(f"there is no model at {path}; a model is a directory, a .gguf file or a hub id")
-    return _download(model, trust_remote_code, download), model
+    return None
 
 
 def _looks_like_path(model: str) -> bool:

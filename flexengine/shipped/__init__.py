@@ -1,5 +1,6 @@
 """Files for planning: machines, clusters, models without weights, and FlexGen's published policies."""
 
+import difflib
 import os
 from pathlib import Path, PurePath
 from typing import Literal
@@ -45,8 +46,9 @@ def find_file(kind: Kind, given: str) -> str:
     """Return the path of the file that the user means, as `find`. Raise InvalidInput if there is no such file."""
     path = find(kind, given)
     if not os.path.isfile(path):
-        similar = [name for name in names(kind) if given and name.startswith(given)]
-        meant = f"is {similar[0]} meant? Else " if len(similar) == 1 else ""
+        begins = [name for name in names(kind) if given and name.startswith(given)]
+        similar = begins if len(begins) == 1 else difflib.get_close_matches(given, names(kind), 1)
+        meant = f"is {similar[0]} meant? Else " if similar else ""
         raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; {meant}give a path, or a name ({listed(kind)})")
     return path
 

@@ -89,6 +89,7 @@ COMMANDS = [
     ("estimate m", "plan m"),
     ("bench", "measure"),
     ("perplexity m", "quality m"),
+    ("score texts.jsonl -m m", "run --score texts.jsonl -m m"),
     ("--model m p.jsonl", "run --model m p.jsonl"),
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands import exit_codes, run
+from flexengine.commands import exit_codes, open_engine, run
 from tests.helpers.job import Job
 
 
@@ -134,3 +134,18 @@ def test_as_a_program(job: Job) -> None:
     assert [r["token_ids"] for r in job.rows] == [*job.family.expected[:2], []]
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("./nothing", "there is no model at nothing"), ("./empty", "empty has no config.json"), ("rows.txt", "is a .txt")],
+)
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(
+    job: Job, monkeypatch: pytest.MonkeyPatch, model: str, message: str
+) -> None:
+    monkeypatch.setattr(open_engine, "load_libraries", lambda: pytest.fail("imported"))
+    monkeypatch.chdir(job.folder)
+    Path("empty").mkdir()
+    Path("rows.txt").write_text("")
+    assert job("--model", model) == 2
+    assert message in job.err

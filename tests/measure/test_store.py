@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy
+from flexengine.engine.options import MachineOptions
+from flexengine.engine.rates import this_machine
 from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
@@ -159,3 +161,13 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(both.layers) == 2
     assert first.layers.items() <= both.layers.items()
     assert measured[4:] == steps
+
+
+def test_measure_says_that_rates_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "measure_machine", lambda *_: hardware())
+    options = MachineOptions(device="cpu", offload_dir=tmp_path)
+    for again, said in ((False, False), (False, True), (True, False)):
+        with listening() as heard:
+            this_machine(options, None, again)
+        assert ("this machine was measured before; --again measures it again" in heard.messages) == said

@@ -8,11 +8,13 @@ import torch
 import transformers
 
 from flexengine import kernels
+from flexengine.activity import message
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows
 from flexengine.model.layer_range import use_range
 from flexengine.model.skeleton import Skeleton, build
 from flexengine.worker.opened import open_model
+from tests.helpers.listening import listening
 from tests.helpers.tiny_models import tiny_config
 
 FAMILIES = ("llama", "llama-tied", "opt", "opt-350m", "gemma2", "gemma3", "gpt2", "bloom", "mixtral", "gpt-oss")
@@ -102,3 +104,17 @@ def test_layers_that_read_the_embedding_again_are_refused(tmp_path: Path) -> Non
     open_model(str(tmp_path), None, "cpu", weights=False, layers=(0, 2))
     with pytest.raises(UnsupportedModel, match="values of the embedding beside hidden states"):
         open_model(str(tmp_path), None, "cpu", weights=False, layers=(1, 3))
+
+
+def test_reports_of_a_pass_go_to_the_listener_of_its_caller() -> None:
+    """Such as the compilation of kernels, which the first pass may begin."""
+
+    class Model(torch.nn.Module):
+        def forward(self, **_: Any) -> Any:
+            message("from the pass")
+            return transformers.modeling_outputs.CausalLMOutput(logits=torch.zeros(1))
+
+    ids = torch.tensor([[1]])
+    with listening() as heard:
+        assert isinstance(Forward(Model(), Inputs(ids, ids, ids[0])).resume(), Logits)
+    assert heard.messages == ["from the pass"]

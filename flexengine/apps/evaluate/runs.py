@@ -1,5 +1,6 @@
 """Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,10 @@ def _options(name: str, text: str) -> dict[str, str]:
         option, _, value = part.partition("=")
         option, value = option.strip().replace("_", "-"), value.strip()
         if option not in OPTIONS:
-            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; choose from {', '.join(OPTIONS)}")
+            close = difflib.get_close_matches(option, OPTIONS, 1)
+            meant = f"did you mean {close[0]}? Else " if close else ""
+            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; {meant}choose from"
+                               f" {', '.join(OPTIONS)}")  # fmt: skip
         if not value or option in options:
             why = "has no value" if not value else "is given twice"
             raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")

@@ -150,9 +150,10 @@ def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
 
 def _check_columns(spec: Spec) -> None:
     most = len(spec.column) if spec.task == DETECT else 1
-    if len(spec.column) > most or (spec.task in (IMPUTE, TRANSFORM) and not spec.column):
-        raise InvalidInput(f"{spec.task} has {len(spec.column)} options --column; it takes one, the column to"
-                           f" {spec.task}")  # fmt: skip
+    if len(spec.column) > most:
+        raise InvalidInput(f"--column is given {len(spec.column)} times; {spec.task} takes one column")
+    if spec.task in (IMPUTE, TRANSFORM) and not spec.column:
+        raise InvalidInput(f"no column is given; name the column to {spec.task} by --column NAME")
     for option, names in (("--column", spec.column), ("--show", spec.show)):
         if double := next((name for name in names if names.count(name) > 1), None):
             raise InvalidInput(f"{option} {double!r} is given twice; give it once")
@@ -194,3 +195,6 @@ def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:
     if "similarity" in used and not compared and (spec.picks != NEAREST or spec.shots == 0):
         pairs = "--top" if spec.task == SCHEMA and len(spec.tables) == 2 else "two tables"
         raise InvalidInput(f"--similarity has no effect without {pairs} or --pick nearest; leave it out")
+    if spec.task == TRANSFORM and not (spec.examples or spec.label or spec.instruction):
+        raise InvalidInput("transform needs examples or an instruction; give --examples FILE with the columns input and"
+                           " output, --label COLUMN with some known results, or --instruction TEXT")  # fmt: skip

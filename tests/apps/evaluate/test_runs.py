@@ -32,7 +32,7 @@ def test_each_specification_is_run_with_each_model() -> None:
     [
         (["4bit"], "--run is '4bit'; it must be exact, or NAME:OPTION=VALUE,"),
         (["4bit:"], "--run is '4bit:'"),
-        (["a:wights=int4"], "--run a: there is no option 'wights'; choose from model, weights, budget, compute, cache"),
+        (["a:wights=int4"], "--run a: there is no option 'wights'; did you mean weights? Else choose from"),
         (["a:weights"], "--run a: weights has no value; write weights=VALUE once"),
         (["a:weights=int4,weights=int8"], "--run a: weights is given twice"),
         (["a:weights=int5"], "--run a: weights is 'int5'; it must be one of int8, int4, int3, int2"),
