@@ -82,7 +82,7 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
     policy = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=2)
     layout = lay_out_weights(opened.facts, policy, machine.capacity)
     what = "how much computing and reading of layers slow each other"
-    with unnoticed(machine), measuring(what, "model", "5 s"):
+    with unnoticed(machine), measuring(what, "model", "25 s"):
         try:
             weights = Weights(opened, layout, machine)
         except OutOfMemory:
