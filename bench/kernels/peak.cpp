@@ -39,7 +39,14 @@ double peak_int8(int64_t rounds, int32_t x) {
     vp sum[CHAINS], u = qset(x), v = qset(x);
     UNROLL for (int j = 0; j < CHAINS; j++) sum[j] = qset(x + j);
     for (int64_t i = 0; i < rounds; i++)
-        UNROLL for (int j = 0; j < CHAINS; j++) sum[j] = dot<NARROW>(sum[j], u, v);
+        UNROLL for (int j = 0; j < CHAINS; j++) {
+#if defined(FLEX_PAIRS)
+            v = vp(vheld<2>(vf(v)));  // else the compiler multiplies once
+            sum[j] = pairs(sum[j], u, v);
+#else
+            sum[j] = dot(sum[j], u, v);
+#endif
+        }
     vf total = vset(0.f);
     UNROLL for (int j = 0; j < CHAINS; j++) total = vadd(total, qfloat(sum[j]));
     return vsum(total);

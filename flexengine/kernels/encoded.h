@@ -238,13 +238,18 @@ void round_tile(const Product& a, const Rounded& to, int64_t m, int64_t M, int64
     memcpy(worth + M, sums, size_t(M) * 4);
 }
 
-// Computes the dots of group g: codes of M rows of x times codes of N * W rows of w.
-template <int BITS, int M, int N>
-INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g, vp (&sum)[M][N]) {
-    constexpr int TOGETHER = Strip<BITS>::TOGETHER;
+template <int M, int N> INLINE void clear(vp (&sum)[M][N]) {
     UNROLL for (int i = 0; i < M; i++)
         UNROLL for (int n = 0; n < N; n++) sum[i][n] = qset(0);
-    for (int64_t d = 0; d < w[0].group; d += 4 * TOGETHER) {
+}
+
+// Calls add(sum, u, v) for each quad in columns d to end of group g and each sum of a tile, with the quads u of w and v
+// of x. Returns the address of the codes of column `end`.
+template <int BITS, int M, int N, class F>
+INLINE const int8_t* add_quads(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g, int64_t d, int64_t end,
+                               vp (&sum)[M][N], F add) {
+    constexpr int TOGETHER = Strip<BITS>::TOGETHER;
+    for (; d < end; d += 4 * TOGETHER) {
         UNROLL for (int q = 0; q < TOGETHER; q++, codes += 4 * M) {
             vp u[N];
             UNROLL for (int n = 0; n < N; n++) u[n] = w[n].quad(g, d, q);
@@ -252,10 +257,33 @@ INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g,
                 int32_t four;
                 memcpy(&four, codes + 4 * i, 4);
                 const vp v = qset(four);
-                UNROLL for (int n = 0; n < N; n++) sum[i][n] = dot<(BITS > 4 || NARROW)>(sum[i][n], u[n], v);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = add(sum[i][n], u[n], v);
             }
         }
     }
+    return codes;
+}
+
+// Computes the dots of group g: codes of M rows of x times codes of N * W rows of w.
+template <int BITS, int M, int N>
+INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g, vp (&sum)[M][N]) {
+    clear(sum);
+#if defined(FLEX_PAIRS)
+    if constexpr (BITS <= 4) {
+        constexpr int MOST = 32767 / (2 * 127 * ((1 << BITS) - 1));  // pairs whose sum has 16 bits
+        constexpr int SPAN = MOST / Strip<BITS>::TOGETHER * Strip<BITS>::TOGETHER * 4;
+        for (int64_t d = 0, end; d < w[0].group; d = end) {
+            end = w[0].group - d < SPAN ? w[0].group : d + SPAN;
+            vp part[M][N];
+            clear(part);
+            codes = add_quads(w, codes, g, d, end, part, [](vp a, vp u, vp v) { return pairs(a, u, v); });
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = pairs_join(sum[i][n], part[i][n]);
+        }
+        return;
+    }
+#endif
+    add_quads(w, codes, g, 0, w[0].group, sum, [](vp a, vp u, vp v) { return dot(a, u, v); });
 }
 
 // Computes a tile of M rows of out from m on, at N * W columns from c on. For any tiles, an output is the bias plus one

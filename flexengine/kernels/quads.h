@@ -4,17 +4,14 @@
 
 namespace {
 
-// `dot` multiplies u8 by s8, a quad of each, and adds the products to a 32-bit sum. WIDE is for codes of more than 4
-// bits, where the sum of two products may exceed 16 bits. NARROW is the value of WIDE for fewer bits: true if these
-// need no other code. The instruction (vpdpbusd) is inline assembly: through its intrinsic GCC 12 copies each sum
-// before and after, which halves the speed.
+// `dot` multiplies u8 by s8, a quad of each, and adds the products to a 32-bit sum. The instruction (vpdpbusd) is inline
+// assembly: through its intrinsic GCC 12 copies each sum before and after, which halves the speed. CPUs without it have
+// an instruction that multiplies and adds two neighbours (`pairs`), whose sum has 16 bits and must not exceed them, as
+// with codes of at most 4 bits. Sums of pairs are added in 16 bits (`pairs_add`) before they are widened (`pairs_join`).
 #if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))
 #define FLEX_VNNI 1
-#endif
-#if defined(FLEX_VNNI) || !(defined(FLEX_AVX512) || defined(FLEX_AVX2))
-constexpr bool NARROW = true;
-#else
-constexpr bool NARROW = false;
+#elif defined(FLEX_AVX512) || defined(FLEX_AVX2)
+#define FLEX_PAIRS 1
 #endif
 
 #if defined(FLEX_AVX512)
@@ -29,18 +26,21 @@ inline vf qfloat(vp a) { return _mm512_cvtepi32_ps(a); }
 inline vp qtop(vp a, vp b) { return _mm512_max_epi32(a, b); }
 inline int32_t qtop(vp a) { return _mm512_reduce_max_epi32(a); }
 inline void qbytes(int8_t* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
+inline vp dot(vp sum, vp u, vp x) {
 #if defined(FLEX_VNNI)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(x));
     return sum;
 #else
-    const vp ones = _mm512_set1_epi16(1);
-    if (!WIDE) return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u, x), ones));
     vp even = _mm512_madd_epi16(qand(u, 0x00ff00ff), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
     vp odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(x, 8));
     return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
 #endif
 }
+inline vp pairs(vp sum, vp u, vp x) {
+    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(_mm512_maddubs_epi16(u, x)));
+    return sum;
+}
+inline vp pairs_join(vp sum, vp a) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16(1))); }
 #elif defined(FLEX_AVX2)
 inline vp qload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline vp qset(int32_t x) { return _mm256_set1_epi32(x); }
@@ -61,18 +61,21 @@ inline void qbytes(int8_t* p, vf a) {
     const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
 }
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
+inline vp dot(vp sum, vp u, vp x) {
 #if defined(FLEX_VNNI)
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u), "x"(x));
     return sum;
 #else
-    const vp ones = _mm256_set1_epi16(1);
-    if (!WIDE) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), ones));
     vp even = _mm256_madd_epi16(qand(u, 0x00ff00ff), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     vp odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 #endif
 }
+inline vp pairs(vp sum, vp u, vp x) {
+    asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(_mm256_maddubs_epi16(u, x)));
+    return sum;
+}
+inline vp pairs_join(vp sum, vp a) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, _mm256_set1_epi16(1))); }
 #else
 inline vp qload(const void* p) { vp a; memcpy(&a, p, sizeof a); return a; }
 inline vp qset(int32_t x) { const uint32_t u = uint32_t(x); return vp{u, u, u, u}; }
@@ -89,7 +92,7 @@ inline int32_t qtop(vp a) {
     return top;
 }
 inline void qbytes(int8_t* p, vf a) { for (int e = 0; e < W; e++) p[e] = int8_t(a[e]); }
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
+inline vp dot(vp sum, vp u, vp x) {
     for (int e = 0; e < 4; e++) sum += (u >> (8 * e) & 255) * (vp)((vi)(x << (24 - 8 * e)) >> 24);
     return sum;
 }
