@@ -34,7 +34,15 @@ CLASSES = {
 
 def compare_block(folder: Path = RESULTS) -> str:
     """Return the table of comparisons, and the commands under it."""
-    lines = compared(folder)
+    return _comparisons(compared(folder))
+
+
+def avx2_block(folder: Path = RESULTS) -> str:
+    """Return the same for a CPU without AVX-512."""
+    return _comparisons(compared(folder, ("compare_avx2",)))
+
+
+def _comparisons(lines: Sequence[Line]) -> str:
     head = ("case", "switches", "flexengine tok/s", "peer", "peer tok/s", "ratio", "rows equal", "of the bound", "day")
     rows = [
         (
@@ -259,7 +267,7 @@ def faults_block(folder: Path = RESULTS) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "compare": compare_block, "attention": attention_block, "sweeps": sweeps_block, "plan": plan_block,
+    "compare": compare_block, "compare on AVX2": avx2_block, "attention": attention_block, "sweeps": sweeps_block, "plan": plan_block,
     "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
     "devices": devices_block, "flash": flash_block,
 }  # fmt: skip

@@ -174,7 +174,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
 
 
-def compared(folder: Path = RESULTS) -> list[Line]:
-    """Return the lines of the table."""
-    every = [line for record in records("generate", "offload", "compare", folder=folder) for line in lines_of(record)]
+def compared(folder: Path = RESULTS, files: Sequence[str] = ("generate", "offload", "compare")) -> list[Line]:
+    """Return the lines of the table that is made from these files of bench/results."""
+    every = [line for record in records(*files, folder=folder) for line in lines_of(record)]
     return [line for line in latest(every) if not line.case.name.startswith("smoke")]
