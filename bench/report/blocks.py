@@ -267,8 +267,8 @@ def faults_block(folder: Path = RESULTS) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "compare": compare_block, "compare on AVX2": avx2_block, "attention": attention_block, "sweeps": sweeps_block, "plan": plan_block,
-    "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
-    "devices": devices_block, "flash": flash_block,
+    "compare": compare_block, "compare on AVX2": avx2_block, "attention": attention_block, "sweeps": sweeps_block,
+    "plan": plan_block, "rows": rows_block, "faults": faults_block, "scale": scale_block, "resident": resident_block,
+    "uses": uses_block, "devices": devices_block, "flash": flash_block,
 }  # fmt: skip
 README_BLOCKS: dict[str, Callable[[], str]] = {"bounds": bounds_block}
