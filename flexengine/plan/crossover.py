@@ -23,6 +23,7 @@ from flexengine.policy import REQUESTS, Policy
 
 SHORTEST, LONGEST = 16, 1 << 17  # prompt tokens that are tried
 CLOSE = 1.02  # ratio of two lengths that count as one
+ROUNDING = 1e-9  # relative difference of seconds that may be one of rounding, which depends on the CPU
 
 
 class Span(NamedTuple):
@@ -54,7 +55,7 @@ def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Poli
         far, other = _predicted(cost, policy), near(cost, policy)
         if far is None or max(map(far.layout.room, workers_of(far.layout.pools)), default=0) < prompt + output:
             return None if other is None else False
-        return other is None or far.total_seconds < other.total_seconds
+        return other is None or far.total_seconds < other.total_seconds * (1 - ROUNDING)
 
     return list(spans(workers_win))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.plan.cost import Cost
-from flexengine.plan.crossover import CLOSE, LONGEST, SHORTEST, Span, near, span, spans
+from flexengine.plan.crossover import CLOSE, LONGEST, ROUNDING, SHORTEST, Span, near, span, spans
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.explained import GPU, model
@@ -47,7 +47,7 @@ def test_seconds_on_both_sides_of_an_end() -> None:
         best = min(predicted(facts, rows, other, TIGHT).total_seconds for other in others)
         return best / predicted(facts, rows, POLICY, TIGHT).total_seconds
 
-    assert gain(round(found[0].first * 0.95)) <= 1 < gain(round(found[0].first * 1.05))
+    assert gain(round(found[0].first * 0.95)) <= 1 + ROUNDING < gain(round(found[0].first * 1.05))
 
 
 def test_near_keeps_the_block() -> None:
