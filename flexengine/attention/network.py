@@ -18,6 +18,8 @@ from flexengine.attention.server import serve
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 
 CONNECT_SECONDS = 10.0
+# Python handles a signal that arrives just before the system call of `accept` when the call returns.
+ACCEPT_SECONDS = 1.0
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -82,9 +84,13 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
         pool: memory and processors for all engines; it is closed at the end.
         say: gets a line when a connection begins, and when it ends.
     """
+    server.settimeout(ACCEPT_SECONDS)
     try:
         while True:
-            connection, address = server.accept()
+            try:
+                connection, address = server.accept()
+            except TimeoutError:
+                continue
             engine = "the engine at {} port {}".format(*address) if address else "an engine of this machine"
             threading.Thread(target=_serve, args=(connection, pool, engine, say), daemon=True).start()
     finally:

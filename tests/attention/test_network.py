@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import tier
+from flexengine.attention import network, tier
 from flexengine.errors import InvalidInput, WorkerLost
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
@@ -113,3 +113,16 @@ def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.renew()
     assert tried == 1 + 5 + 1
     worker.close()
+
+
+def test_a_worker_still_listens_after_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accept` returns from time to time, so that a signal that came just before it is handled."""
+    monkeypatch.setattr(network, "ACCEPT_SECONDS", 0.01)
+    with listening(4_000_000) as (address, said):
+        time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))):
+            deadline = time.monotonic() + 60
+            while not said:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert said[0].startswith("serving the engine at 127.0.0.1 port ")
