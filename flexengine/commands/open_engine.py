@@ -14,7 +14,6 @@ from flexengine.activity.terminal import is_terminal
 from flexengine.commands.messages import NORMAL, say, verbosity
 from flexengine.commands.progress import verified_line
 from flexengine.errors import ModelNotFound
-from flexengine.model.source import check_local
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
@@ -66,6 +65,8 @@ def open_engine(
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
         on_sweep, group: see EngineOptions.
     """
+    from flexengine.model.source import check_local  # imported here, as --help does without
+
     try:
         check_local(args.model, args.allow_symlinks)
         engine_class = load_libraries()
