@@ -309,6 +309,10 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     positions: Any = None
     recycles = False
 
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__(run)
+        self.gr_context = copy_context()  # else reports of the pass have no listener
+
 
 def this_pass() -> Pass:
     """Return the pass that runs. Raise RuntimeError outside of one."""
@@ -357,7 +361,6 @@ class Forward:
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = Pass(self._run)
-                self._greenlet.gr_context = copy_context()  # else reports of the pass have no listener
                 self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
                 self._greenlet.recycles = self._recycles
                 event: Pause = self._greenlet.switch()

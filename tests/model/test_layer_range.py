@@ -10,7 +10,7 @@ import transformers
 from flexengine import kernels
 from flexengine.activity import message
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows
+from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pass, Rows
 from flexengine.model.layer_range import use_range
 from flexengine.model.skeleton import Skeleton, build
 from flexengine.worker.opened import open_model
@@ -117,4 +117,5 @@ def test_reports_of_a_pass_go_to_the_listener_of_its_caller() -> None:
     ids = torch.tensor([[1]])
     with listening() as heard:
         assert isinstance(Forward(Model(), Inputs(ids, ids, ids[0])).resume(), Logits)
-    assert heard.messages == ["from the pass"]
+        Pass(lambda: message("from a trial of a layer")).switch()
+    assert heard.messages == ["from the pass", "from a trial of a layer"]
