@@ -18,8 +18,6 @@ from flexengine.attention.server import serve
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 
 CONNECT_SECONDS = 10.0
-# Python handles a signal that arrives just before the system call of `accept` when the call returns.
-ACCEPT_SECONDS = 1.0
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -80,11 +78,11 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
     """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
-        server: a listening socket.
+        server: a listening socket. If it has a timeout, waiting begins again after it. A Unix socket has none: Linux
+            does not end a wait with a timeout when such a socket is shut down.
         pool: memory and processors for all engines; it is closed at the end.
         say: gets a line when a connection begins, and when it ends.
     """
-    server.settimeout(ACCEPT_SECONDS)
     try:
         while True:
             try:

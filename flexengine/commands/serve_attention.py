@@ -13,6 +13,9 @@ from flexengine.commands.parser import Parser
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput
 
+# Python handles a signal that arrives just before the system call of `accept` when the call returns.
+ACCEPT_SECONDS = 1.0
+
 
 def parser() -> Parser:
     """Return the argument parser."""
@@ -57,5 +60,6 @@ def run(args: argparse.Namespace) -> int:
     with server:
         where = f" in a file in {args.worker_file}" if pool.folder else ""
         say(f"listening at {args.address}, with {memory:,} bytes for KV cache{where}; stop with Ctrl-C")
+        server.settimeout(ACCEPT_SECONDS)
         serve_forever(server, pool, say)
     return 0

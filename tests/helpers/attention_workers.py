@@ -66,8 +66,16 @@ def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
 
 
 @contextlib.contextmanager
-def listening(memory: int, folder: Path | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Run `serve_forever` in a thread. Yield its address, and the messages so far. folder: as in `Pool`."""
+def listening(
+    memory: int, folder: Path | None = None, timeout: float | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Run `serve_forever` in a thread. Yield its address, and the messages so far.
+
+    Args:
+        memory: bytes for pages.
+        folder: as in `Pool`.
+        timeout: of the socket, in seconds.
+    """
     said = list[str]()
 
     def run(server: socket.socket) -> None:
@@ -75,6 +83,7 @@ def listening(memory: int, folder: Path | None = None) -> Iterator[tuple[str, li
             serve_forever(server, Pool(memory, folder), said.append)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(timeout)
         thread = threading.Thread(target=run, args=(server,), daemon=True)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}", said
