@@ -182,6 +182,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
+def meant(word: str, known: Sequence[str]) -> str | None:
+    """Return the known name that the user probably meant by a word: the word itself, the one name that begins with it,
+    or the most similar one. Return None if there is none, or if several names begin with the word."""
+    begins = [word] if word in known else [name for name in known if word and name.startswith(word)]
+    if not begins:
+        import difflib
+
+        begins = difflib.get_close_matches(word, known, 1)
+    return begins[0] if len(begins) == 1 else None
+
+
 def json_fault(error: ValueError | RecursionError) -> str:
     """Return why `json.loads` refused a text.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.config import Completion, Result, SamplingParams
+from flexengine.config import Completion, Result, SamplingParams, meant
 from flexengine.errors import InvalidInput
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**5000  # Python refuses to print the last
@@ -150,3 +150,12 @@ def test_results_become_plain_json_fields() -> None:
     }  # fmt: skip
     assert Result(0).samples is None
     assert Result(0).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("opt-30b", "opt-30b"), ("opt-6", "opt-6.7b"), ("opt-31b", "opt-30b"), ("opt", None), ("", None), ("zzz", None)],
+)
+def test_the_name_that_was_meant(word: str, expected: str | None) -> None:
+    """Several names begin with opt, and opt-30b-4bit begins with opt-30b."""
+    assert meant(word, ["opt-30b", "opt-30b-4bit", "opt-6.7b"]) == expected

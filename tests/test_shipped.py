@@ -85,15 +85,15 @@ def test_a_shipped_name_is_no_file_to_write_over(elsewhere: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [("policies", "opt-31b",
-      f"there is no policy file opt-31b; is opt-30b meant? Else give a path, or a name (shipped policies:"
+      f"there is no policy file opt-31b; did you mean opt-30b? Else give a path, or a name (shipped policies:"
       f" {', '.join(POLICIES)})"),
      ("policies", "nothing-alike", "there is no policy file nothing-alike; give a path, or a name (shipped policies:"
                                    f" {', '.join(POLICIES)})"),
      ("hardware", "t4",
-      f"there is no hardware file t4; is {T4} meant? Else give a path, or a name (shipped hardware:"
+      f"there is no hardware file t4; did you mean {T4}? Else give a path, or a name (shipped hardware:"
       f" {', '.join(MACHINES)})"),
      ("policies", "x/opt-30b.json",
-      f"there is no policy file x/opt-30b.json; is opt-30b meant? Else give a path, or a name (shipped"
+      f"there is no policy file x/opt-30b.json; did you mean opt-30b? Else give a path, or a name (shipped"
       f" policies: {', '.join(POLICIES)})")],
 )  # fmt: skip
 def test_an_unknown_name_is_answered_by_the_known_ones(kind: shipped.Kind, given: str, message: str) -> None:

@@ -78,8 +78,8 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
     """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
-        server: a listening socket. If it has a timeout, waiting begins again after it. A Unix socket has none: Linux
-            does not end a wait with a timeout when such a socket is shut down.
+        server: a listening socket. After its timeout, if it has one, `accept` is called again. A Unix socket must have
+            no timeout: on Linux, `accept` with a timeout spins, and does not return, after such a socket is shut down.
         pool: memory and processors for all engines; it is closed at the end.
         say: gets a line when a connection begins, and when it ends.
     """

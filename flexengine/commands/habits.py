@@ -90,6 +90,7 @@ COMMANDS = {
     "cache": ("scan-cache", "clean", "clear"),
     "completion": ("completions", "install-completion"),
 }
+SCORE = ("score", "loglikelihood", "logprobs")  # commands whose work `run --score` does
 _NAMES = {other: name for name, others in RENAMED.items() for other in others}
 _PROMPT = ("--prompt", "-p")  # a prompt on the command line
 _LISTS = ("--weights", "--compute", "--cache", "--sparse-attention", "--sparsify")  # of quality: values with commas
@@ -167,7 +168,7 @@ def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> st
     for name, others in COMMANDS.items():
         if word in others and name in known:
             return f"{word} is called {name} here: {command_text(name, words)}"
-    if word in ("score", "loglikelihood", "logprobs"):
+    if word in SCORE:
         return f"texts are scored by run --score: {command_text('run', ['--score', *words])}"
     if word.startswith("-") or Path(word).exists() or Path(word).suffix in (".jsonl", ".csv", ".txt", ".parquet"):
         return f"the command comes first: {command_text('run', [word, *words])}"

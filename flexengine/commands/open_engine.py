@@ -59,7 +59,7 @@ def open_engine(
     args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "Group | None" = None
 ) -> "Engine":
     """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified. A model that
-    does not exist is refused before torch is imported.
+    does not exist is refused before this function imports torch.
 
     Args:
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.

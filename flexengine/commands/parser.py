@@ -1,7 +1,6 @@
 """The argument parser of all commands: general options, a file of options, and errors of one line."""
 
 import argparse
-import difflib
 import re
 import sys
 import tomllib
@@ -13,6 +12,7 @@ from flexengine import __version__
 from flexengine.commands.exit_codes import REFUSED
 from flexengine.commands.habits import correct
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
+from flexengine.config import meant
 from flexengine.errors import InvalidInput
 
 _TWIN = "_option"  # end of the attribute of an option that a positional may stand for, until both are merged
@@ -233,9 +233,8 @@ def _name(action: argparse.Action) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    begins = [name for name in known if name.startswith(word)][:1]
-    close = begins or difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    name = meant(word, known)
+    return f"; did you mean {name}?" if name else ""
 
 
 def _read(path: str, fail: Callable[[str], NoReturn]) -> dict[str, Any]:

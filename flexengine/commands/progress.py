@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flexengine.job.resume import Job
 
 SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
+SHOWN_CHARACTERS = 600  # of such an error; a row's text may be part of it
 
 
 class CommandDisplay(Display):
@@ -70,7 +71,7 @@ class RowErrors:
             return
         self._failed += 1
         if self._failed <= SHOWN_ERRORS:
-            message(f"row {result.index}: {result.error}"[:300], logging.ERROR)
+            message(f"row {result.index}: {result.error}"[:SHOWN_CHARACTERS], logging.ERROR)
         elif self._failed == SHOWN_ERRORS + 1:
             message("more rows failed; their errors are in the output", logging.ERROR)
 
@@ -110,8 +111,9 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
         return f"0 rows done: {job.rows.path} has no rows"
     if not job.finished:
         return f"{_rows(job.done)} done, {job.failed} failed; all of them were in the journal; results are in {output}"
-    return (f"finished already: {_rows(job.total)} in {output} ({job.failed} with errors); --restart runs the job"
-            " again")  # fmt: skip
+    retry = "--retry-errors runs these rows again, with more memory if they did not fit; " if job.failed else ""
+    return (f"finished already: {_rows(job.total)} in {output} ({job.failed} with errors); {retry}--restart runs the"
+            " job again")  # fmt: skip
 
 
 def _rows(number: int) -> str:

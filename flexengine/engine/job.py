@@ -106,7 +106,7 @@ class Job:
                 if item.choices:
                     size = f"context and continuation of {prompt + 1} tokens"
                 row = Row(item.index, item.line, {"prompt": item.prompt})
-                yield row.refused(f"{size} cannot be held: {plan.refusal}; --retry-errors then runs the row again")
+                yield row.refused(f"{size} cannot be held: {plan.refusal}")
             else:
                 yield item
 

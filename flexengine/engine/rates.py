@@ -143,7 +143,7 @@ def this_machine(
     machine.say_no_offload()
     try:
         if not again and store.obtain(machine, opened, dtype=computing) is not None:
-            message("this machine was measured before; --again measures it again")
+            message("rates of the machine itself were measured before; --again measures them again")
         hardware = store.obtain(machine, opened, True, again, computing)
         assert hardware is not None
         return hardware

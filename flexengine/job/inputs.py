@@ -1,6 +1,5 @@
 """Reading of input files as rows. A bad row becomes a row with an error; only an unusable file raises."""
 
-import difflib
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from flexengine.activity import advance
-from flexengine.config import json_fault, shown
+from flexengine.config import json_fault, meant, shown
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.documents import InvalidJson, elements, is_document
@@ -228,7 +227,7 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
     lacks = f"input {given.name} has no column {' or '.join(wanted)}; its columns are {columns}"
     if seems := tables.other_separator(columns, given.source.form, _AS_TSV):
         raise InvalidInput(f"{lacks}: {seems}")
-    name = next(iter(difflib.get_close_matches(wanted[0], columns, 1)), "NAME")
+    name = meant(wanted[0], columns) or "NAME"
     raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r}"
                        " in Python)")  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, cast
 
+from flexengine.config import meant
 from flexengine.errors import InvalidInput
 from flexengine.job.room import full_disk
 from flexengine.job.streams import descriptor, is_stream
@@ -140,16 +141,14 @@ class Source:
 
     def _meant(self) -> str:
         """Return a question that names a file with a similar name; "" if there is none."""
-        import difflib
-
         if is_stream(self.name):
             return ""
         try:
             names = os.listdir(self.name.parent)
         except OSError:
             return ""
-        close = difflib.get_close_matches(self.name.name, names, 1)
-        return f"is {self.name.with_name(close[0])} meant?" if close else ""
+        name = meant(self.name.name, names)
+        return f"did you mean {self.name.with_name(name)}?" if name else ""
 
     def _packing_of(self, wanted: str) -> str:
         """Return how the file is compressed: gzip, zstd or "". Its first bytes decide, so a stream needs no suffix."""

@@ -173,8 +173,8 @@ struct DecodedTasks {
 
 // A tile has DOT_ROWS x DOT_VECS registers of sums. Codes are unpacked in registers for every tile again, by execution
 // units that are idle otherwise. Unpacking once for all tiles would write and read many more bytes of memory. Tall
-// tiles unpack least. With groups of 64 columns a core reaches 16/19 of its peak of dots, as each 16 dots are followed
-// by 3 products with scales and minima, which use the same execution units.
+// tiles unpack least. With groups of 64 columns a core with VNNI reaches 16/19 of its peak of dots, as each 16 dots are
+// followed by 3 products with scales and minima, which use the same execution units.
 #if defined(FLEX_AVX512)
 constexpr int DOT_ROWS = 12, DOT_VECS = 2;
 #else
@@ -270,10 +270,11 @@ INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g,
     clear(sum);
 #if defined(FLEX_PAIRS)
     if constexpr (BITS <= 4) {
-        constexpr int MOST = 32767 / (2 * 127 * ((1 << BITS) - 1));  // pairs whose sum has 16 bits
-        constexpr int SPAN = MOST / Strip<BITS>::TOGETHER * Strip<BITS>::TOGETHER * 4;
+        // Maximum number of pairs whose sum fits in 16 bits, and the columns summed so: a sum takes a pair of each quad.
+        constexpr int MAX_PAIRS = 32767 / (2 * 127 * ((1 << BITS) - 1));
+        constexpr int COLUMNS = MAX_PAIRS / Strip<BITS>::TOGETHER * Strip<BITS>::TOGETHER * 4;
         for (int64_t d = 0, end; d < w[0].group; d = end) {
-            end = w[0].group - d < SPAN ? w[0].group : d + SPAN;
+            end = w[0].group - d < COLUMNS ? w[0].group : d + COLUMNS;
             vp part[M][N];
             clear(part);
             codes = add_quads(w, codes, g, d, end, part, [](vp a, vp u, vp v) { return pairs(a, u, v); });

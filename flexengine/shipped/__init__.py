@@ -1,10 +1,10 @@
 """Files for planning: machines, clusters, models without weights, and FlexGen's published policies."""
 
-import difflib
 import os
 from pathlib import Path, PurePath
 from typing import Literal
 
+from flexengine.config import meant
 from flexengine.errors import InvalidInput
 
 Kind = Literal["hardware", "models", "policies", "clusters"]
@@ -46,10 +46,9 @@ def find_file(kind: Kind, given: str) -> str:
     """Return the path of the file that the user means, as `find`. Raise InvalidInput if there is no such file."""
     path = find(kind, given)
     if not os.path.isfile(path):
-        begins = [name for name in names(kind) if given and name.startswith(given)]
-        similar = begins if len(begins) == 1 else difflib.get_close_matches(given, names(kind), 1)
-        meant = f"is {similar[0]} meant? Else " if similar else ""
-        raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; {meant}give a path, or a name ({listed(kind)})")
+        name = meant(PurePath(given).name.removesuffix(".json"), names(kind))
+        question = f"did you mean {name}? Else " if name else ""
+        raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; {question}give a path, or a name ({listed(kind)})")
     return path
 
 

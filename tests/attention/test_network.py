@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import tier
+from flexengine.attention import network, tier
+from flexengine.commands import serve_attention
+from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
@@ -115,8 +117,15 @@ def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.close()
 
 
-def test_a_worker_still_listens_after_it_has_waited() -> None:
-    """`accept` returns from time to time, so that a signal that came just before it is handled."""
+def test_the_command_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a signal that came just before `accept` is handled when it returns."""
+    timeouts = list[float | None]()
+    monkeypatch.setattr(network, "serve_forever", lambda server, pool, say: timeouts.append(server.gettimeout()))
+    assert main(["serve-attention", f"127.0.0.1:{free_port()}", "--worker-mem", "4M"]) == 0
+    assert timeouts == [serve_attention.ACCEPT_SECONDS]
+
+
+def test_a_worker_still_listens_after_a_timeout() -> None:
     with listening(4_000_000, timeout=0.01) as (address, said):
         time.sleep(0.1)
         with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))):

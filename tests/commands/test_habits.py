@@ -138,6 +138,7 @@ def test_no_habit_is_an_option_of_ours() -> None:
 def test_each_replacement_is_known() -> None:
     """Each right name is an option of a command."""
     known = {o for make in PARSERS.values() for a in make()._actions for o in a.option_strings}
+    assert "--score" in known
     assert set(habits.RENAMED) | {name for name, *_ in habits.FLAGS.values()} <= known
     assert set(habits.COMMANDS) <= set(front.COMMANDS)
 

@@ -65,7 +65,7 @@ def test_refused_inputs(job: Job) -> None:
     suffix.touch()
     (job.folder / "gone.json").touch()
     for path, messages in (
-        (gone, [f"input {gone} cannot be read (No such file", f"is {gone.with_name('gone.json')} meant?"]),
+        (gone, [f"input {gone} cannot be read (No such file", f"did you mean {gone.with_name('gone.json')}?"]),
         (suffix, [f"input {suffix} is a spreadsheet", "save the sheet as CSV"]),
         (job.folder, ["input", ".jsonl"]),
     ):

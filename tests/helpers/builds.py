@@ -5,8 +5,8 @@ import pytest
 from flexengine.kernels import Kernels, ReferenceKernels, build, cpu
 from flexengine.kernels.cuda import CudaKernels
 
-# avx2: without the instruction for products of bytes, which AVX-512 here has, so that both ways are run. What other
-# machines would run is compiled with -O2, which takes two thirds of the time.
+# avx2: without the instruction for products of bytes (VNNI), which machines with AVX-512 have, so that both are run.
+# What other machines would run is compiled with -O2, which takes two thirds of the time.
 BUILDS = {"native": (), "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O2"), "portable": ("-DFLEX_PORTABLE", "-O2")}
 
 # Compiling the two for other machines takes half a minute of CPU time.

@@ -250,7 +250,7 @@ def test_a_full_temporary_directory_is_named(tmp_path, monkeypatch):
 
 def test_a_file_with_a_similar_name_is_suggested(tmp_path):
     written(tmp_path, b"", "prompts.jsonl")
-    with pytest.raises(InvalidInput, match=rf"No such file.*; is {tmp_path}/prompts\.jsonl meant\?"):
+    with pytest.raises(InvalidInput, match=rf"No such file.*; did you mean {tmp_path}/prompts\.jsonl\?"):
         Rows(tmp_path / "prompt.jsonl")
     with pytest.raises(InvalidInput, match=r"No such file.*; give a file"):
         Rows(tmp_path / "zzz.csv")

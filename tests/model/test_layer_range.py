@@ -107,7 +107,7 @@ def test_layers_that_read_the_embedding_again_are_refused(tmp_path: Path) -> Non
 
 
 def test_reports_of_a_pass_go_to_the_listener_of_its_caller() -> None:
-    """Such as the compilation of kernels, which the first pass may begin."""
+    """The first pass may begin to compile kernels, which it reports."""
 
     class Model(torch.nn.Module):
         def forward(self, **_: Any) -> Any:

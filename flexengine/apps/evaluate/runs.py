@@ -1,6 +1,5 @@
 """Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from flexengine.config import SamplingParams, shown
+from flexengine.config import SamplingParams, meant, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
@@ -70,9 +69,9 @@ def _options(name: str, text: str) -> dict[str, str]:
         option, _, value = part.partition("=")
         option, value = option.strip().replace("_", "-"), value.strip()
         if option not in OPTIONS:
-            close = difflib.get_close_matches(option, OPTIONS, 1)
-            meant = f"did you mean {close[0]}? Else " if close else ""
-            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; {meant}choose from"
+            known = meant(option, OPTIONS)
+            question = f"did you mean {known}? Else " if known else ""
+            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; {question}choose from"
                                f" {', '.join(OPTIONS)}")  # fmt: skip
         if not value or option in options:
             why = "has no value" if not value else "is given twice"

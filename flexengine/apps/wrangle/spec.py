@@ -12,6 +12,8 @@ CHARACTER, TOKEN = SIMILARITIES = ("character", "token")
 YES_NO = (MATCH, DETECT, SCHEMA)  # tasks whose answer is Yes or No
 MAX_TOKENS = {MATCH: 3, DETECT: 3, SCHEMA: 3, IMPUTE: 10, TRANSFORM: 32}  # tokens of a generated answer
 DEFAULT_SHOTS = 10
+TRANSFORMATIONS = ("give --examples FILE with the columns input and output, --label COLUMN with at least two known"
+                   " results, or --instruction TEXT")  # fmt: skip
 _TAKEN_BY = {
     "column": (IMPUTE, DETECT, TRANSFORM), "show": (MATCH, IMPUTE, DETECT), "top": (MATCH, SCHEMA),
     "values": (SCHEMA,), "noun": (MATCH,),
@@ -151,7 +153,8 @@ def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
 def _check_columns(spec: Spec) -> None:
     most = len(spec.column) if spec.task == DETECT else 1
     if len(spec.column) > most:
-        raise InvalidInput(f"--column is given {len(spec.column)} times; {spec.task} takes one column")
+        raise InvalidInput(f"--column is given {len(spec.column)} times; {spec.task} takes one column; leave out the"
+                           " others")  # fmt: skip
     if spec.task in (IMPUTE, TRANSFORM) and not spec.column:
         raise InvalidInput(f"no column is given; name the column to {spec.task} by --column NAME")
     for option, names in (("--column", spec.column), ("--show", spec.show)):
@@ -195,6 +198,8 @@ def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:
     if "similarity" in used and not compared and (spec.picks != NEAREST or spec.shots == 0):
         pairs = "--top" if spec.task == SCHEMA and len(spec.tables) == 2 else "two tables"
         raise InvalidInput(f"--similarity has no effect without {pairs} or --pick nearest; leave it out")
-    if spec.task == TRANSFORM and not (spec.examples or spec.label or spec.instruction):
-        raise InvalidInput("transform needs examples or an instruction; give --examples FILE with the columns input and"
-                           " output, --label COLUMN with some known results, or --instruction TEXT")  # fmt: skip
+    if spec.task == TRANSFORM and not spec.instruction:
+        if spec.shots == 0:
+            raise InvalidInput("transform with --shots 0 needs an instruction; give --instruction TEXT")
+        if not spec.examples and not spec.label:
+            raise InvalidInput(f"transform needs examples or an instruction; {TRANSFORMATIONS}")

@@ -231,6 +231,7 @@ REFUSED: list[tuple[str, str, str | None, dict[str, Any], str]] = [
     ("transform", CITIES, "input,output\na,b\n", {"column": ["x"], "examples": ""}, "--column 'x' is no column of"),
     ("transform", "a,g\nx,1\ny,2\n", "input,output,g\na,b,1\n", {"column": ["a"], "examples": "", "group": "g"},
      "group '2' has no example"),
+    ("transform", "a,l\nx,1\ny,\n", None, {"column": ["a"], "label": "l"}, "transform has no example to show; give"),
 ]  # fmt: skip
 
 

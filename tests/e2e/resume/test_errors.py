@@ -207,7 +207,7 @@ def test_rows_that_failed_are_run_again_if_asked(job: Job, watch: Watch, whole: 
     watch.forget()
     assert job() == 1
     assert watch.ran is None
-    assert "(2 with errors)" in job.err
+    assert "(2 with errors); --retry-errors runs these rows again, with more memory if they did not fit; " in job.err
     assert job("--retry-errors") == 0
     assert watch.ran == [2, 5]
     assert job.output.read_bytes() == expected
