@@ -154,14 +154,18 @@ def form_batches(
     current: list[Piece] = []
     tokens, pages = 0, [0] * len(limited)
     for piece in pieces:
-        needs = [pool.held(piece.start + piece.count) for pool, _ in limited]
-        full = len(current) == gpu_batch_size or tokens + piece.count > token_budget
-        full = full or any(n + more > most for n, more, (_, most) in zip(pages, needs, limited, strict=True))
+        count = piece.count
+        full = len(current) == gpu_batch_size or tokens + count > token_budget
+        if limited:
+            needs = [pool.held(piece.start + count) for pool, _ in limited]
+            full = full or any(n + more > most for n, more, (_, most) in zip(pages, needs, limited, strict=True))
         if current and (full or current[-1].sequence == piece.sequence):
             batches.append(tuple(current))
             current, tokens, pages = [], 0, [0] * len(limited)
         current.append(piece)
-        tokens, pages = tokens + piece.count, [n + more for n, more in zip(pages, needs, strict=True)]
+        tokens += count
+        if limited:
+            pages = [n + more for n, more in zip(pages, needs, strict=True)]
     if current:
         batches.append(tuple(current))
     return batches
