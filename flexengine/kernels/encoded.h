@@ -270,7 +270,7 @@ INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g,
     clear(sum);
 #if defined(FLEX_PAIRS)
     if constexpr (BITS <= 4) {
-        // Maximum number of pairs whose sum fits in 16 bits, and the columns summed so: a sum takes a pair of each quad.
+        // The most pairs whose sum fits in 16 bits, and the columns summed so: a sum takes a pair of each quad.
         constexpr int MAX_PAIRS = 32767 / (2 * 127 * ((1 << BITS) - 1));
         constexpr int COLUMNS = MAX_PAIRS / Strip<BITS>::TOGETHER * Strip<BITS>::TOGETHER * 4;
         for (int64_t d = 0, end; d < w[0].group; d = end) {

@@ -7,8 +7,8 @@ namespace {
 // `dot` multiplies u8 by s8, a quad of each, and adds the products to a 32-bit sum. The instruction (vpdpbusd) is inline
 // assembly: through its intrinsic GCC 12 copies each sum before and after, which halves the speed. CPUs without it
 // multiply two neighbours at once: `pairs` adds their sum to a 16-bit sum, for codes of at most 4 bits, whose sums fit
-// as long as `dot_group` adds them, and `pairs_join` widens it. The addition in `pairs` is inline assembly, too: GCC 12 else adds several products first,
-// and keeps the sums in memory.
+// as long as `dot_group` adds them, and `pairs_join` widens it. The addition in `pairs` is inline assembly, too: GCC 12
+// else adds several products first, and keeps the sums in memory.
 #if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))
 #define FLEX_VNNI 1
 #elif defined(FLEX_AVX512) || defined(FLEX_AVX2)
