@@ -75,8 +75,8 @@ def located(
 
 
 def check_local(model: str | None, allow_symlinks: bool = False) -> None:
-    """Raise ModelNotFound if the user's model is a path without a model. Hub ids are not looked up. This does
-    not import torch, and reads no weights."""
+    """Raise ModelNotFound if the user's model is a path without a model. Hub ids are not looked up. The check
+    imports no torch and reads no weights."""
     local = _local(model, allow_symlinks)
     if local is not None and local[0].is_dir():
         check_directory(local[0])

@@ -10,7 +10,7 @@ from flexengine.apps.wrangle.pairs import matching_pairs, schema_pairs
 from flexengine.apps.wrangle.questions import Asked, Question, choices_of, questions_of, without
 from flexengine.apps.wrangle.shots import chosen, most_of_a_row, nearest_shots, shot_count
 from flexengine.apps.wrangle.similar import check_library
-from flexengine.apps.wrangle.spec import IMPUTE, MATCH, MAX_TOKENS, NEAREST, TRANSFORM, TRANSFORMATIONS, Spec
+from flexengine.apps.wrangle.spec import IMPUTE, MATCH, MAX_TOKENS, NEAREST, Spec
 from flexengine.apps.wrangle.tables import Table, read_table
 from flexengine.errors import InvalidInput
 
@@ -135,8 +135,6 @@ def _with_shots(
     for group in dict.fromkeys(q.group for q in questions):
         mine, examples = ([q for q in some if q.group == group] for some in (questions, pool))
         count = shot_count(spec, len(examples), most_of_a_row(mine, examples) if own else 0)
-        if spec.task == TRANSFORM and not count and not spec.instruction:
-            raise InvalidInput(f"transform has no example to show; {TRANSFORMATIONS}")
         if spec.picks == NEAREST and count:
             shots = list(nearest_shots(spec, mine, examples, count, own))
         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from flexengine.apps.wrangle.questions import Question
 from flexengine.apps.wrangle.similar import nearest
-from flexengine.apps.wrangle.spec import BALANCED, DEFAULT_SHOTS, GIVEN, NEAREST, Spec
+from flexengine.apps.wrangle.spec import BALANCED, DEFAULT_SHOTS, GIVEN, NEAREST, TRANSFORM, TRANSFORMATIONS, Spec
 from flexengine.errors import InvalidInput
 
 
@@ -19,13 +19,16 @@ def shot_count(spec: Spec, available: int, left_out: int) -> int:
             question. Else examples would be predicted and compared, so the default takes at most half of them.
 
     Raises:
-        InvalidInput: --shots is larger than the number of examples, or examples are wanted and there are none.
+        InvalidInput: --shots is larger than the number of examples, or there are none where they
+            are wanted or needed.
     """
     if spec.shots is None:
         count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
         if count == 0 and (spec.pick or spec.examples):
             raise InvalidInput(f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
                                " answers, or --shots 0")  # fmt: skip
+        if count == 0 and spec.task == TRANSFORM and not spec.instruction:
+            raise InvalidInput(f"transform has no example to show; {TRANSFORMATIONS}")
         return count
     most = available - left_out if spec.picks == NEAREST else available
     if spec.shots > most:
