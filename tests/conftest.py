@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest files first, then those with the most tests. An option in pyproject.toml makes xdist keep this
+    """Sort the longest files first, then those with the most tests. An option in setup.cfg makes xdist keep this
     order."""
     tests = Counter(item.path for item in items)
     if (seed := config.getoption("shuffle")) is not None:

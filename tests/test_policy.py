@@ -239,7 +239,7 @@ def test_from_fields() -> None:
 
 
 def test_shipped_policies_load() -> None:
-    paths = list((Path(__file__).parents[1] / "flexengine" / "shipped" / "policies").glob("*.json"))
+    paths = list((Path(__file__).parents[1] / "policies" / "published").glob("*.json"))
     assert len(paths) == 6
     for path in paths:
         assert Policy.load(path).to_json() == Policy(**json.loads(path.read_text())).to_json()

@@ -1,4 +1,4 @@
-"""Shipped files: names and former paths find them from any directory; other paths stay the user's."""
+"""Shipped files: names and paths in a checkout find them from any directory; other paths stay the user's."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from flexengine.commands.parser import Parser
 from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
 
-FOLDER = Path(__file__).parents[1] / "flexengine" / "shipped"
+FOLDER = Path(__file__).parents[1] / "policies"
 MODELS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
 MACHINES = ("cpu-2core_24gb", "h100-80gb_512gb", "rtx3090-24gb_128gb", "t4-16gb_208gb_ssd")
 POLICIES = ("opt-175b", "opt-175b-4bit", "opt-30b", "opt-30b-4bit", "opt-6.7b", "opt-6.7b-4bit")
@@ -42,13 +42,15 @@ def test_names() -> None:
         ("hardware", T4, f"hardware/{T4}.json"),
         ("hardware", f"{T4}.json", f"hardware/{T4}.json"),
         ("hardware", f"policies/hardware/{T4}.json", f"hardware/{T4}.json"),
-        ("policies", "opt-6.7b", "policies/opt-6.7b.json"),
-        ("policies", "./policies/published/opt-6.7b.json", "policies/opt-6.7b.json"),
+        ("policies", "opt-6.7b", "published/opt-6.7b.json"),
+        ("policies", "flexengine/shipped/policies/opt-6.7b.json", "published/opt-6.7b.json"),
+        ("hardware", f"flexengine/shipped/hardware/{T4}.json", f"hardware/{T4}.json"),
+        ("policies", "./policies/published/opt-6.7b.json", "published/opt-6.7b.json"),
         ("clusters", "policies/clusters/llm-pq-3.json", "clusters/llm-pq-3.json"),
         ("clusters", "llm-pq-3", "clusters/llm-pq-3.json"),
     ],
 )
-def test_names_and_former_paths(kind: shipped.Kind, given: str, file: str) -> None:
+def test_names_and_paths_in_a_checkout(kind: shipped.Kind, given: str, file: str) -> None:
     assert shipped.find(kind, given) == str(FOLDER / file)
 
 
@@ -72,7 +74,7 @@ def test_an_existing_path_comes_first(elsewhere: Path) -> None:
 def test_a_directory_does_not_hide_a_policy(elsewhere: Path) -> None:
     """As of a model that has the same name."""
     (elsewhere / "opt-30b").mkdir()
-    assert shipped.find_file("policies", "opt-30b") == str(FOLDER / "policies" / "opt-30b.json")
+    assert shipped.find_file("policies", "opt-30b") == str(FOLDER / "published" / "opt-30b.json")
     assert shipped.find("models", "opt-30b") == "opt-30b"
 
 
@@ -116,7 +118,7 @@ def test_an_unknown_model_is_answered_by_the_known_ones(capsys: pytest.CaptureFi
 )  # fmt: skip
 def test_plan_finds_the_files(model: str, machine: str, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     """From a directory without the files."""
-    same = str(FOLDER / "policies" / "opt-6.7b.json")
+    same = str(FOLDER / "published" / "opt-6.7b.json")
     options = ["--hardware", machine, "--compare", policy, "--policy", same, "--rows", "2", "--json"]
     assert plan.main([model, *options]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -128,6 +130,6 @@ def test_plan_finds_the_files(model: str, machine: str, policy: str, capsys: pyt
 
 @pytest.mark.parametrize("parser", [plan.parser, run.parser])
 def test_the_policy_option_finds_the_files(parser: Callable[[], Parser]) -> None:
-    policy = Policy.load(str(FOLDER / "policies" / "opt-30b.json"))
+    policy = Policy.load(str(FOLDER / "published" / "opt-30b.json"))
     assert policy_of(parser().parse_args(["x", "--policy", "opt-30b"])) == policy
     assert policy_of(parser().parse_args(["x"])) is None

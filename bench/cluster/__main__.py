@@ -9,7 +9,7 @@ python -m bench.cluster regressions [--turns 3] [--out cluster.jsonl]
 `toys`: the program and the bit transfer against brute force on 20 random instances. `skewed`: five skewed clusters,
 tokens per second in virtual time against even and PipeEdge-like stages. `large`: 64 layers on six devices of three
 types, harm different in every layer: seconds of the search. `published`: LLM-PQ's clusters with its workload; rates are
-rooflines by hand (flexengine/shipped/clusters), so only ratios between plans may be compared with its numbers.
+rooflines by hand (policies/clusters), so only ratios between plans may be compared with its numbers.
 `regressions`: errors of the seconds of a layer on shapes that were not fitted, on this CPU.
 """
 

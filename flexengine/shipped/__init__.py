@@ -1,4 +1,4 @@
-"""Files for planning: machines, clusters, models without weights, and FlexGen's published policies."""
+"""Files of `policies/`: machines, clusters, models without weights, and FlexGen's published policies."""
 
 import os
 from pathlib import Path, PurePath
@@ -8,11 +8,11 @@ from flexengine.config import meant
 from flexengine.errors import InvalidInput
 
 Kind = Literal["hardware", "models", "policies", "clusters"]
-_FILE_OF = {"hardware": "hardware file", "models": "model", "policies": "policy file",
-            "clusters": "cluster file"}  # fmt: skip
-# Folders in `policies/` of the checkout that held the files before: commands with such paths still work.
-_FORMER_FOLDERS = {"hardware": "hardware", "models": "models", "policies": "published",
-                   "clusters": "clusters"}  # fmt: skip
+_FILE_OF = {"hardware": "hardware file", "models": "model", "policies": "policy file", "clusters": "cluster file"}
+_FOLDER_OF = {"hardware": "hardware", "models": "models", "policies": "published", "clusters": "clusters"}
+# `policies/` is installed inside the package (setup.cfg); in a checkout, also an editable one, it lies beside it.
+_PACKAGE = Path(__file__).parents[1]
+FOLDER = (_PACKAGE if (_PACKAGE / "policies").is_dir() else _PACKAGE.parent) / "policies"
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -23,8 +23,9 @@ def names(kind: Kind) -> tuple[str, ...]:
 def find(kind: Kind, given: str) -> str:
     """Return the path of the file that the user means: `given` if it exists, else the shipped file of this name.
 
-    A path ending in policies/hardware/NAME.json, policies/models/NAME or policies/published/NAME.json also names the
-    shipped file. Other paths do not: facebook/opt-30b is a hub id, and my/t4.json a file of the user.
+    A path as in a checkout (policies/hardware/NAME.json, policies/models/NAME), of this or an earlier version, also
+    names the shipped file, from any directory. Other paths do not: facebook/opt-30b is a hub id, and my/t4.json a file
+    of the user.
 
     Args:
         kind: kind of file.
@@ -35,7 +36,7 @@ def find(kind: Kind, given: str) -> str:
     """
     *folders, last = PurePath(given).parts or ("",)
     name = last.removesuffix(".json")
-    named = not folders or folders[-2:] == ["policies", _FORMER_FOLDERS[kind]]
+    named = not folders or folders[-2:] in (["policies", _FOLDER_OF[kind]], ["shipped", kind])
     exists = os.path.exists if kind == "models" else os.path.isfile
     if exists(given) or not named or name not in names(kind):
         return given
@@ -58,4 +59,4 @@ def listed(kind: Kind) -> str:
 
 
 def _folder(kind: Kind) -> Path:
-    return Path(__file__).parent / kind
+    return FOLDER / _FOLDER_OF[kind]

@@ -1,6 +1,7 @@
 """Source distribution and wheel of this project, and an environment that has the wheel and its dependencies alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,19 +19,30 @@ _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build the source distribution, and the wheel from the unpacked source distribution. Return both paths."""
-    _hatch("sdist", ROOT, folder)
+    """Build the source distribution, and the wheel from the unpacked source distribution. Return both paths.
+
+    setuptools writes beside what it builds, hence the copy of the checkout.
+    """
+    copy = folder / "checkout"
+    for name in (".ci", "flexengine", "policies"):
+        shutil.copytree(ROOT / name, copy / name)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, copy)
+    _backend("sdist", copy, folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "sources", filter="data")
-    _hatch("wheel", next((folder / "sources").iterdir()), folder)
+    _backend("wheel", next((folder / "sources").iterdir()), folder)
     (wheel,) = folder.glob("*.whl")
     return sdist, wheel
 
 
-def _hatch(target: str, sources: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
-    done = subprocess.run(command, cwd=sources, capture_output=True, text=True)
+def _backend(target: str, sources: Path, folder: Path) -> None:
+    """Call the build backend as pip does, but with the installed setuptools."""
+    code = f"import build_backend; build_backend.build_{target}({str(folder)!r})"
+    path = {**os.environ, "PYTHONPATH": str(sources / ".ci")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=sources, env=path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,7 +15,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table, at
 from flexengine.policy import Policy
 
-SHIPPED = Path(__file__).parents[2] / "flexengine" / "shipped"
+SHIPPED = Path(__file__).parents[2] / "policies"
 GPU: dict[str, Any] = dict(
     name="small", kind="cuda", device_bytes=10**9, host_bytes=4 * 10**9, disk_bytes=None,
     links={"disk_read": [[4096, 1e8], [2**20, 1e9]], "disk_write": 5e8, "h2d": 1e10, "d2h": 1e10},
@@ -388,7 +388,7 @@ def test_model_configs(name: str) -> None:
 )  # fmt: skip
 def test_published_policies(name: str, percent: tuple[int, ...], shape: tuple[int, int]) -> None:
     """FlexGen's --percent: weights, cache and activations on GPU and CPU; the rest is on disk."""
-    policy = Policy.load(SHIPPED / "policies" / f"opt-{name}.json")
+    policy = Policy.load(SHIPPED / "published" / f"opt-{name}.json")
     splits = [(g / 100, c / 100, 1 - (g + c) / 100) for g, c in zip(percent[::2], percent[1::2], strict=True)]
     assert [policy.weights, policy.cache, policy.activations] == splits
     assert (policy.gpu_batch_size, policy.num_gpu_batches) == shape
