@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.messages import say
+from flexengine.commands.option_text import add_options
 from flexengine.commands.parser import Parser
 from flexengine.commands.text import ago, table
 from flexengine.config import cache_root, shown
@@ -23,21 +24,26 @@ if TYPE_CHECKING:
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds
 _MIN_KEY = 4  # characters of a key that `clear` accepts
 _ABOUT = """\
+List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again what they need.
+"""
+_END = """\
 KIND is models (converted), weights (encoded), calibrations, kernels, rates (of the machine), unfinished (encoding that
 was interrupted; a job continues with it) or leftovers (of killed jobs). NAME is a name in the list, or that of a model.
+"""
+_OPTIONS = """
+--older-than AGE  only what was not used for this time, such as 12h, 30d or 8w
+--yes             clear without a question
+--json            print one JSON object
 """
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("cache", "List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again"
-                        " what they need.", _ABOUT, "[list|clear] [KIND|NAME ...]")  # fmt: skip
-    p.add_argument("action", nargs="?", choices=("list", "clear"), default="list",
-                   help="list (default), or clear: remove what no job uses")  # fmt: skip
+    p = Parser("cache", _ABOUT, _END, "[list|clear] [KIND|NAME ...]")
+    actions = "list (default), or clear: remove what no job uses"
+    p.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help=actions)
     p.add_argument("names", nargs="*", metavar="KIND|NAME", help="only these (default: all)")
-    p.add_argument("--older-than", metavar="AGE", help="only what was not used for this time, such as 12h, 30d or 8w")
-    p.add_argument("--yes", action="store_true", help="clear without a question")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(p, _OPTIONS)
     return p
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.messages import say
-from flexengine.commands.options import named
+from flexengine.commands.option_text import add_options
 from flexengine.commands.parser import Parser
 from flexengine.commands.text import ago, table
 from flexengine.plan.words import digits, plain, size
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from flexengine.doctor.findings import Finding
 
 _LINES = ("system", "cpu", "memory", "gpu", "kernels", "compiler", "python", "extras", "cache", "environment")
+_OPTIONS = """
+--measure              measure the rates of the disks and the memory now; takes ten seconds or more
+--offload-dir DIR ...  offload directory to examine; may be repeated (default: offload in the cache)
+--json                 print one JSON object
+"""
 _WIDTH = 105  # characters of a line beside its subject
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("doctor", "Print what this machine and installation offer, and what stops or slows jobs here.",
-               "Exit code 0: jobs can run; 1: something stops them.")  # fmt: skip
-    p.add_argument("--measure", action="store_true",
-                   help="measure the rates of the disks and the memory now; takes ten seconds or more")  # fmt: skip
-    p.add_argument("--offload-dir", type=named, metavar="DIR", action="append",
-                   help="offload directory to examine; may be repeated (default: offload in the cache)")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+    about = "Print what this machine and installation offer, and what stops or slows jobs here."
+    p = Parser("doctor", about, "Exit code 0: jobs can run; 1: something stops them.")
+    add_options(p, _OPTIONS)
     return p
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import DTYPES, add_machine, file_name, named
+from flexengine.commands.option_text import add_options, file_name, named
+from flexengine.commands.options import DTYPES, add_machine
 from flexengine.commands.parser import Parser
 from flexengine.commands.text import table
 from flexengine.errors import InvalidInput
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.job.interrupt import Interrupts
 
+_END = """\
+The command can be stopped or killed at any time; the same command then continues. docs/evaluate.md describes scenario
+files and results.
+"""
+_OUTPUT = """
+-o, --output DIR  folder for results.json, results.csv, results.html, instances.jsonl and throughput.json; its folder
+                  jobs holds the rows of each run, from which the same command continues
+--restart         delete all earlier results in DIR, also of other runs, and start over
+"""
+_RUNS = """
+-m, --model MODEL ...            directory, .gguf file or hub id (default: the demo model); may be repeated
+--run NAME:OPTION=VALUE,... ...  exact, or a name and options from model, weights, compute, cache, sparse-attention,
+    flash, sparsify, calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be repeated; each is run with
+    each --model (default: exact)
+--resamples N                    draws of the bootstrap, which gives intervals of 95 %% (default: %(default)s)
+"""
 STANDING = "interrupted: finished rows are stored; run the same command again to continue"
 # From the time at which --restart has deleted the earlier results.
 STANDING_RESTARTED = "interrupted: finished rows are stored; run the same command without --restart to continue"
@@ -30,26 +47,12 @@ STANDING_RESTARTED = "interrupted: finished rows are stored; run the same comman
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("evaluate", "Evaluate models on scenarios of your own: multiple choice, generation, perplexity.",
-               "The command can be stopped or killed at any time; the same command then continues. docs/evaluate.md"
-               " describes scenario files and results.", "SCENARIO.yaml...")  # fmt: skip
+    about = "Evaluate models on scenarios of your own: multiple choice, generation, perplexity."
+    p = Parser("evaluate", about, _END, "SCENARIO.yaml...")
     p.add_argument("scenario", nargs="*", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
-    output = p.add_argument_group("output")
-    output.add_argument("-o", "--output", type=file_name, metavar="DIR",
-                        help="folder for results.json, results.csv, results.html, instances.jsonl and throughput.json;"
-                             " its folder jobs holds the rows of each run, from which the same command"
-                             " continues")  # fmt: skip
-    output.add_argument("--restart", action="store_true",
-                        help="delete all earlier results in DIR, also of other runs, and start over")  # fmt: skip
+    add_options(p.add_argument_group("output"), _OUTPUT, output={"type": file_name})
     runs = p.add_argument_group("runs", "the first run is the one that the others are compared with")
-    runs.add_argument("-m", "--model", action="append", default=[], type=named, metavar="MODEL",
-                      help="directory, .gguf file or hub id (default: the demo model); may be repeated")  # fmt: skip
-    runs.add_argument("--run", action="append", default=[], metavar="NAME:OPTION=VALUE,...",
-                      help="exact, or a name and options from model, weights, compute, cache, sparse-attention,"
-                           " flash, sparsify, calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be"
-                           " repeated; each is run with each --model (default: exact)")  # fmt: skip
-    runs.add_argument("--resamples", type=int, default=1000, metavar="N",
-                      help="draws of the bootstrap, which gives intervals of 95 %% (default: %(default)s)")  # fmt: skip
+    add_options(runs, _RUNS, {"model": [], "run": [], "resamples": 1000})
     add_machine(p.add_argument_group("machine"))
     return p
 

@@ -11,7 +11,8 @@ from flexengine import texts
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import MODEL, add_machine, named
+from flexengine.commands.option_text import add_options
+from flexengine.commands.options import MODEL, add_machine
 from flexengine.commands.parser import Parser
 from flexengine.commands.progress import verified_line
 from flexengine.commands.text import table
@@ -23,38 +24,37 @@ if TYPE_CHECKING:
     from flexengine.flash.trained import LayerPredictor, Trained
 
 TRAIN = "train"
+_ABOUT = """\
+Train predictors for flash mode, which reads only the neurons that will be active. The model must have ReLU activations,
+or others that --sparsify makes sparse.
+"""
+_END = """\
+Predictors stay in the cache (kind calibrations), with what was measured of them on a part of the text that they were
+not trained on.
+"""
+_TRAINING = f"""
+--text FILE              UTF-8 text (default: {", ".join(texts.CALIBRATION)})
+--tokens N               tokens that the model reads (default: %(default)s)
+--rank N                 rank of all predictors (default: 1/32 to 1/4 of the hidden size, at least 32, by the false
+                         alarms of a layer)
+--misses SHARE           share of the active neurons that may be missed (default: %(default)s)
+--sparsify SHARE         for jobs with --sparsify SHARE (docs/flash.md)
+--calibration-text FILE  find the thresholds of --sparsify on this UTF-8 text instead of the bundled one
+--threads N              threads that compute (default: one per core)
+"""
 _HEAD = ("layer", "neurons", "rank", "active", "predicted", "misses", "false alarms", "union of 4", "window of 4")
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("flash", "Train predictors for flash mode, which reads only the neurons that will be active. The model"
-                        " must have ReLU activations, or others that --sparsify makes sparse.",
-               "Predictors stay in the cache (kind calibrations), with what was measured of them on a part of the text"
-               " that they were not trained on.", "train [MODEL]")  # fmt: skip
+    p = Parser("flash", _ABOUT, _END, "train [MODEL]")
     p.add_argument("action", nargs="?", choices=(TRAIN,), help="train: train the predictors of a model")
-    training = p.add_argument_group("training")
-    training.add_argument("--text", type=named, metavar="FILE",
-                          help=f"UTF-8 text (default: {', '.join(texts.CALIBRATION)})")  # fmt: skip
-    training.add_argument("--tokens", type=int, default=16384, metavar="N",
-                          help="tokens that the model reads (default: %(default)s)")  # fmt: skip
-    training.add_argument("--rank", type=int, metavar="N",
-                          help="rank of all predictors (default: 1/32 to 1/4 of the hidden size, at least 32, by the"
-                               " false alarms of a layer)")  # fmt: skip
-    training.add_argument("--misses", type=float, default=0.05, metavar="SHARE",
-                          help="share of the active neurons that may be missed (default: %(default)s)")  # fmt: skip
-    training.add_argument("--sparsify", type=float, metavar="SHARE",
-                          help="for jobs with --sparsify SHARE (docs/flash.md)")
-    training.add_argument("--calibration-text", type=named, metavar="FILE",
-                          help="find the thresholds of --sparsify on this UTF-8 text instead of the bundled"
-                               " one")  # fmt: skip
-    training.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one per core)")
+    add_options(p.add_argument_group("training"), _TRAINING, {"tokens": 16384, "misses": 0.05})
     machine = p.add_argument_group("machine")
     p.add_twin(machine, "-m", "--model", **MODEL)
     add_machine(machine)
-    machine.add_argument("--verify", action="store_true",
-                         help="compare the model's files, and cached predictors, with their checksums")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
+    add_options(machine, "--verify  compare the model's files, and cached predictors, with their checksums")
+    add_options(p, "--json  print the numbers as JSON instead of a table")
     return p
 
 

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
-from flexengine.commands.options import MODEL, add_machine, file_name
+from flexengine.commands.option_text import add_options
+from flexengine.commands.options import MODEL, add_machine
 from flexengine.commands.parser import Parser
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT
 from flexengine.plan.hardware_text import hardware_text
+
+_OUTPUT = """
+--again           measure stored rates again, too
+--json            print the rates as JSON
+--save FILE.json  write a hardware file, for plan --hardware
+"""
 
 
 def parser() -> Parser:
@@ -20,11 +27,7 @@ def parser() -> Parser:
     machine = p.add_argument_group("model and machine")
     p.add_twin(machine, "-m", "--model", **(MODEL | {"help": "measure this model's layers, too (default: none)"}))
     add_machine(machine)
-    output = p.add_argument_group("output")
-    output.add_argument("--again", action="store_true", help="measure stored rates again, too")
-    output.add_argument("--json", action="store_true", help="print the rates as JSON")
-    output.add_argument("--save", type=file_name, metavar="FILE.json",
-                        help="write a hardware file, for plan --hardware")  # fmt: skip
+    add_options(p.add_argument_group("output"), _OUTPUT)
     return p
 
 

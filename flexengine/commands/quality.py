@@ -20,6 +20,7 @@ from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.option_text import add_options
 from flexengine.commands.options import (
     MODEL,
     add_bits,
@@ -27,7 +28,6 @@ from flexengine.commands.options import (
     add_machine,
     bits_file,
     calibration_of,
-    file_name,
 )
 from flexengine.commands.parser import Parser
 from flexengine.commands.quality_choices import ALL, asked, run_words
@@ -43,37 +43,41 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
 
 PROMPT, MIN_TOKENS = 32, 16  # most prompt tokens of a stretch, which are not scored; fewest tokens of a stretch
+_SHARES = """
+--sparse-attention SHARE,...  read only the values of this share when decoding
+--sparsify SHARE,...          set these shares of the activations of SiLU or GELU to 0 (docs/flash.md)
+"""
+_TEXT = f"""
+--text FILE  UTF-8 text (default: {", ".join(texts.SAMPLE)})
+--rows N     stretches of the text (default: %(default)s)
+--tokens N   tokens of each (default: %(default)s)
+"""
+_OUTPUT = """
+--json                 print the numbers as JSON instead of a table
+--save FILE.json       write the numbers to this file as JSON
+--save-bits FILE.json  write the format of every layer that --weights mixed chose to this file, for --layer-bits
+"""
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("quality", "Measure what lossy choices cost a model on real text.",
-               "If no choice is given, all choices are measured, one at a time.", "[MODEL]")  # fmt: skip
+    end = "If no choice is given, all choices are measured, one at a time."
+    p = Parser("quality", "Measure what lossy choices cost a model on real text.", end, "[MODEL]")
     choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
     known = {"weights": (*WEIGHTS, MIXED), "compute": COMPUTE, "cache": tuple(CACHE), "flash": FLASH}
     for name, values in known.items():
         choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
-    choices.add_argument("--sparse-attention", type=_several_shares, metavar="SHARE,...",
-                         help="read only the values of this share when decoding")  # fmt: skip
-    choices.add_argument("--sparsify", type=_several_shares, metavar="SHARE,...",
-                         help="set these shares of the activations of SiLU or GELU to 0 (docs/flash.md)")  # fmt: skip
+    shares = {"type": _several_shares}
+    add_options(choices, _SHARES, sparse_attention=shares, sparsify=shares)
     add_bits(choices)
     add_calibration(choices)
-    choices.add_argument("--all-together", action="store_true", help="measure combinations of the given choices, too")
-    text = p.add_argument_group("text")
-    text.add_argument("--text", metavar="FILE", help=f"UTF-8 text (default: {', '.join(texts.SAMPLE)})")
-    text.add_argument("--rows", type=int, default=8, metavar="N", help="stretches of the text (default: %(default)s)")
-    text.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of each (default: %(default)s)")
+    add_options(choices, "--all-together  measure combinations of the given choices, too")
+    add_options(p.add_argument_group("text"), _TEXT, {"rows": 8, "tokens": 512}, text={"type": str})
     machine = p.add_argument_group("machine")
     p.add_twin(machine, "-m", "--model", **MODEL)
     add_machine(machine)
-    output = p.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
-    output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the numbers to this file as JSON")
-    output.add_argument("--save-bits", type=file_name, metavar="FILE.json",
-                        help="write the format of every layer that --weights mixed chose to this file, for"
-                             " --layer-bits")  # fmt: skip
+    add_options(p.add_argument_group("output"), _OUTPUT)
     return p
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
 from flexengine.commands.messages import say, say_error
+from flexengine.commands.option_text import add_options
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
 from flexengine.errors import BadCheckpoint, InvalidInput
@@ -19,20 +20,22 @@ from flexengine.plan.words import clock, count, plain, size
 if TYPE_CHECKING:
     from flexengine.cachedir.items import Item
 
+_ABOUT = """\
+Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file names of the hub's cache),
+and weights that were prepared from it with their own. Nothing is downloaded.
+"""
+_OPTIONS = """
+--write  write checksums beside a model that is known to be good: SHA256SUMS, for FILE.gguf FILE.gguf.sha256
+--json   print one JSON object
+"""
 INTACT, DAMAGED, NO_SUMS = "intact", "damaged", "no checksums"
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("verify", "Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file"
-                         " names of the hub's cache), and weights that were prepared from it with their own. Nothing is"
-                         " downloaded.",
-               "Exit code 0: intact; 2: damaged, or there are no checksums.", "[MODEL]")  # fmt: skip
+    p = Parser("verify", _ABOUT, "Exit code 0: intact; 2: damaged, or there are no checksums.", "[MODEL]")
     p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
-    p.add_argument("--write", action="store_true",
-                   help="write checksums beside a model that is known to be good: SHA256SUMS, for FILE.gguf"
-                        " FILE.gguf.sha256")  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(p, _OPTIONS)
     return p
 
 

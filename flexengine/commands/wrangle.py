@@ -19,16 +19,14 @@ from flexengine.apps.wrangle.spec import (
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine
+from flexengine.commands.option_text import add_options, named
 from flexengine.commands.options import (
     MODEL,
     POLICY,
-    Group,
     add_lossy,
     add_machine,
     allowed,
-    file_name,
     lossy_of,
-    named,
     policy_file,
     policy_of,
 )
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = [f.name for f in fields(Spec) if f.name not in ("task", "tables")]
 _DEFAULTS = {f.name: f.default for f in fields(Spec)}
+_ANSWER_TOKENS = [(task, str(number)) for task, number in MAX_TOKENS.items()]
 _END = """\
 match takes a table of pairs, whose columns begin with left_ and right_, or two tables; schema takes a table of pairs of
 descriptions (left, right) or two tables; the others take one table. The output is the table with columns for
@@ -52,106 +51,74 @@ prediction, confidence (log probability of the answer) and failure. Rows and res
 in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command, without
 --restart, continues.
 """
-
+_COLUMNS = """
+--column NAME ...  impute, transform: the column; detect: a column whose cells are checked, may be repeated (default:
+                   whole rows)
+--show NAME ...    column that prompts show; may be repeated (default: all; match: all common columns)
+--label NAME       column of true answers, which adds metrics and examples; detect --column X: the labels of X are in
+                   the column X_NAME
+--group NAME       transform: column with the name of the transformation, in the table and the examples
+--limit N          only the first N rows of each table
+"""
+_ANSWERS = f"""
+--instruction TEXT  text at the beginning of each prompt
+--noun TEXT         match: name of an entity in prompts (default: {_DEFAULTS["noun"]})
+--error TEXT        detect: the error to search for, such as 'a spelling error' (default: {_DEFAULTS["error"]})
+--alone             detect: show the checked cell without its row
+--missing TEXT      text of an empty cell (default: {_DEFAULTS["missing"]})
+--choice TEXT ...   impute: an allowed answer, to be repeated; the most likely one is chosen
+--closed            impute: the allowed answers are the column's values
+--generate          match, detect, schema: generate the answer instead of comparing the probabilities of Yes and No
+--max-tokens N      most tokens of a generated answer (default: {", ".join(map(" ".join, _ANSWER_TOKENS))})
+--evaluate          impute: predict the cells that are filled, too, and compare
+--test N            predict only N rows with known answers, drawn at random; the others are examples
+"""
+_SHOTS = f"""
+--examples FILE  table of examples, with the columns of the table and the answers; transform: with columns input and
+                 output (default: rows of the table with known answers)
+--shots K        examples in each prompt (default: {DEFAULT_SHOTS}, or as many as there are; of labelled rows of the
+                 table at most half)
+--pick           the first rows of --examples, random, random with each answer equally often, or the most similar ones
+                 of each row (default: given with --examples, else random)
+--seed N         seed of random choices (default: {_DEFAULTS["seed"]})
+"""
+_PAIRS = f"""
+--top K       compare each row, or each column, of the first table with the K most similar ones of the second (default:
+              match 5, schema all)
+--similarity  cosine of TF-IDF over sequences of three characters, or over words (default: {_DEFAULTS["similarity"]})
+--values N    schema: values of a column that its description shows (default: {_DEFAULTS["values"]})
+"""
+_OUTPUT = """
+-o, --output OUTPUT  file for the table with predictions, in the format of the table or .jsonl
+--metrics FILE.json  write the summary to this file as JSON
+--json               print the summary as JSON instead of text
+--restart            delete the results of earlier runs, and start over
+--retry-errors       run rows again that ended with an error
+"""
 STANDING = "interrupted: the same command continues"
 RESTARTED = "interrupted: the same command without --restart continues; with --restart it starts over"
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("wrangle", "Clean a table: match entities, impute a column, detect errors, match schemas, transform by"
-                          " example.", _END, f"{'|'.join(TASKS)} TABLE [TABLE]")  # fmt: skip
+    about = "Clean a table: match entities, impute a column, detect errors, match schemas, transform by example."
+    p = Parser("wrangle", about, _END, f"{'|'.join(TASKS)} TABLE [TABLE]")
     p.add_argument("task", nargs="?", choices=TASKS, help="the task")
-    p.add_argument("tables", nargs="*", type=named, metavar="FILE",
-                   help=".csv, .tsv, .parquet, .arrow or .feather; .csv and .tsv may be compressed (.gz,"
-                        " .zst)")  # fmt: skip
-    _add_columns(p.add_argument_group("columns"))
-    _add_answers(p.add_argument_group("questions and answers"))
-    _add_shots(p.add_argument_group("examples", "rows with answers that stand before each question"))
-    _add_pairs(p.add_argument_group("two tables"))
-    _add_output(p.add_argument_group("output"))
+    formats = ".csv, .tsv, .parquet, .arrow or .feather; .csv and .tsv may be compressed (.gz, .zst)"
+    p.add_argument("tables", nargs="*", type=named, metavar="FILE", help=formats)
+    add_options(p.add_argument_group("columns"), _COLUMNS)
+    add_options(p.add_argument_group("questions and answers"), _ANSWERS)
+    shots = p.add_argument_group("examples", "rows with answers that stand before each question")
+    add_options(shots, _SHOTS, pick={"choices": PICKS})
+    add_options(p.add_argument_group("two tables"), _PAIRS, similarity={"choices": SIMILARITIES})
+    add_options(p.add_argument_group("output"), _OUTPUT)
     machine = p.add_argument_group("model and machine")
     machine.add_argument("-m", "--model", **MODEL)
-    machine.add_argument("--verify", action="store_true", help="first compare all files of the model with their"
-                                                               " checksums")  # fmt: skip
+    add_options(machine, "--verify  first compare all files of the model with their checksums")
     machine.add_argument("--policy", **POLICY)
     add_machine(machine)
     add_lossy(p.add_argument_group("lossy", "as for run"))
     return p
-
-
-def _add_columns(group: Group) -> None:
-    group.add_argument("--column", type=named, action="append", metavar="NAME",
-                       help="impute, transform: the column; detect: a column whose cells are checked, may be repeated"
-                            " (default: whole rows)")  # fmt: skip
-    group.add_argument("--show", type=named, action="append", metavar="NAME",
-                       help="column that prompts show; may be repeated (default: all; match: all common"
-                            " columns)")  # fmt: skip
-    group.add_argument("--label", type=named, metavar="NAME",
-                       help="column of true answers, which adds metrics and examples; detect --column X: the labels of"
-                            " X are in the column X_NAME")  # fmt: skip
-    group.add_argument("--group", type=named, metavar="NAME",
-                       help="transform: column with the name of the transformation, in the table and the"
-                            " examples")  # fmt: skip
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N rows of each table")
-
-
-def _add_answers(group: Group) -> None:
-    group.add_argument("--instruction", metavar="TEXT", help="text at the beginning of each prompt")
-    _add(group, "noun", "match: name of an entity in prompts", "TEXT")
-    _add(group, "error", "detect: the error to search for, such as 'a spelling error'", "TEXT")
-    group.add_argument("--alone", action="store_true", help="detect: show the checked cell without its row")
-    _add(group, "missing", "text of an empty cell", "TEXT")
-    group.add_argument("--choice", action="append", metavar="TEXT",
-                       help="impute: an allowed answer, to be repeated; the most likely one is chosen")  # fmt: skip
-    group.add_argument("--closed", action="store_true", help="impute: the allowed answers are the column's values")
-    group.add_argument("--generate", action="store_true",
-                       help="match, detect, schema: generate the answer instead of comparing the probabilities of Yes"
-                            " and No")  # fmt: skip
-    group.add_argument("--max-tokens", type=int, metavar="N",
-                       help="most tokens of a generated answer (default:"
-                            f" {', '.join(f'{task} {n}' for task, n in MAX_TOKENS.items())})")  # fmt: skip
-    group.add_argument("--evaluate", action="store_true",
-                       help="impute: predict the cells that are filled, too, and compare")  # fmt: skip
-    group.add_argument("--test", type=int, metavar="N",
-                       help="predict only N rows with known answers, drawn at random; the others are"
-                            " examples")  # fmt: skip
-
-
-def _add_shots(group: Group) -> None:
-    group.add_argument("--examples", type=named, metavar="FILE",
-                       help="table of examples, with the columns of the table and the answers; transform: with columns"
-                            " input and output (default: rows of the table with known answers)")  # fmt: skip
-    group.add_argument("--shots", type=int, metavar="K",
-                       help=f"examples in each prompt (default: {DEFAULT_SHOTS}, or as many as there are; of labelled"
-                            " rows of the table at most half)")  # fmt: skip
-    group.add_argument("--pick", choices=PICKS,
-                       help="the first rows of --examples, random, random with each answer equally often, or the most"
-                            " similar ones of each row (default: given with --examples, else random)")  # fmt: skip
-    _add(group, "seed", "seed of random choices", "N", int)
-
-
-def _add_pairs(group: Group) -> None:
-    group.add_argument("--top", type=int, metavar="K",
-                       help="compare each row, or each column, of the first table with the K most similar ones of the"
-                            " second (default: match 5, schema all)")  # fmt: skip
-    group.add_argument("--similarity", choices=SIMILARITIES,
-                       help="cosine of TF-IDF over sequences of three characters, or over words (default:"
-                            f" {_DEFAULTS['similarity']})")  # fmt: skip
-    _add(group, "values", "schema: values of a column that its description shows", "N", int)
-
-
-def _add(group: Group, name: str, text: str, metavar: str, kind: Any = str) -> None:
-    group.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"{text} (default: {_DEFAULTS[name]})")
-
-
-def _add_output(group: Group) -> None:
-    group.add_argument("-o", "--output", type=file_name, metavar="OUTPUT",
-                       help="file for the table with predictions, in the format of the table or .jsonl")  # fmt: skip
-    group.add_argument("--metrics", type=file_name, metavar="FILE.json", help="write the summary to this file as JSON")
-    group.add_argument("--json", action="store_true", help="print the summary as JSON instead of text")
-    group.add_argument("--restart", action="store_true", help="delete the results of earlier runs, and start over")
-    group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
