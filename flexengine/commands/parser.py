@@ -12,10 +12,16 @@ from flexengine import __version__
 from flexengine.commands.exit_codes import REFUSED
 from flexengine.commands.habits import correct
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
+from flexengine.commands.option_text import add_options
 from flexengine.config import meant
 from flexengine.errors import InvalidInput
 
-_TWIN = "_option"  # end of the attribute of an option that a positional may stand for, until both are merged
+_GENERAL = """
+-q, --quiet         print no messages but errors
+-v, --verbose       print the times of steps and of the command, and more
+--config FILE.toml  read options from this file, by the names of this page without dashes (max-tokens = 64); options of
+                    the command line replace them
+"""
 _VERBOSITY = ("quiet", "verbose")
 _UNSET = object()  # value of an option that is not on the command line
 # argparse's messages, and the same in this project's words. The first group is the option or argument.
@@ -59,15 +65,9 @@ class Parser(argparse.ArgumentParser):
         usage = " ".join(filter(None, ("flexengine", command, positionals, "[options]")))
         super().__init__(prog=f"flexengine {command}", usage=usage, description=about, epilog=end, allow_abbrev=False)
         self.command = command
-        self._twins: list[str] = []  # attributes that a positional or an option sets
         self._file: str | None = None  # the --config file, while its options are parsed
         self.add_argument("-V", "--version", action="version", version=f"flexengine {__version__}")
-        self.add_argument("-q", "--quiet", action="store_true", help="print no messages but errors")
-        self.add_argument("-v", "--verbose", action="store_true",
-                          help="print the times of steps and of the command, and more")  # fmt: skip
-        self.add_argument("--config", metavar="FILE.toml",
-                          help="read options from this file, by the names of this page without dashes (max-tokens ="
-                               " 64); options of the command line replace them")  # fmt: skip
+        add_options(self, _GENERAL)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: None = None
@@ -93,7 +93,6 @@ class Parser(argparse.ArgumentParser):
         if given.config is not _UNSET:
             words = self._configured(given, words) + words
         options = super().parse_intermixed_args(words)
-        self._merge_twins(options)
         if options.quiet and options.verbose:
             self.error("-q and -v are both given; leave one out")
         set_verbosity(QUIET if options.quiet else VERBOSE if options.verbose else NORMAL)
@@ -107,11 +106,10 @@ class Parser(argparse.ArgumentParser):
             names: names of the option, the long one last.
             options: as for `add_argument`.
         """
-        dest = names[-1].removeprefix("--")
-        self._twins.append(dest)
-        self.add_argument(dest, nargs="?", metavar=dest.upper(), type=options.get("type", str),
-                          help=f"the same as {names[-1]}")  # fmt: skip
-        group.add_argument(*names, dest=_twin(dest), **options)
+        dest, about = names[-1].removeprefix("--"), f"the same as {names[-1]}"
+        kind = options.get("type", str)
+        self.add_argument(dest, nargs="?", action=_Twin, metavar=dest.upper(), type=kind, help=about)
+        group.add_argument(*names, **options)
 
     def accepts(self, words: Sequence[str]) -> bool:
         """Return whether the words are a valid command line."""
@@ -139,14 +137,6 @@ class Parser(argparse.ArgumentParser):
             say_error(f"{self._near(_plain(message))}; {self.prog} --help lists the options")
         raise SystemExit(REFUSED)
 
-    def _merge_twins(self, options: argparse.Namespace) -> None:
-        for dest in self._twins:
-            positional, option = getattr(options, dest), getattr(options, _twin(dest))
-            if positional is not None and option is not None:
-                self.error(f"{positional} and --{dest} {option} are both given; leave one out")
-            setattr(options, dest, option if positional is None else positional)
-            delattr(options, _twin(dest))
-
     def _unset(self) -> argparse.Namespace:
         """Return a namespace with which argparse sets no default."""
         lists = argparse._AppendAction  # appends to the present value, which therefore must be None
@@ -169,8 +159,8 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {key}{_nearest(key, list(actions))}")
             if (first := keys.setdefault(action.dest, key)) != key:
                 self.error(f"{first} and {key} are one option; leave one out")
-            # A positional may stand for the option, and -q and -v exclude each other.
-            same = _VERBOSITY if action.dest in _VERBOSITY else (action.dest, action.dest.removesuffix(_TWIN))
+            # -q and -v exclude each other.
+            same = _VERBOSITY if action.dest in _VERBOSITY else (action.dest,)
             if all(getattr(given, name) in (_UNSET, None) for name in same):
                 more += self._option(action, key, value)
         if {"--quiet", "--verbose"} <= set(more):
@@ -204,6 +194,20 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {word}{_nearest(word.partition('=')[0], known)}"
 
 
+class _Twin(argparse.Action):
+    """A positional that sets the attribute of an option. argparse parses it after all options."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, _: object = None
+    ) -> None:
+        if value is None:  # it is not given
+            return
+        option = getattr(namespace, self.dest)
+        if option not in (None, _UNSET):
+            parser.error(f"{value} and --{self.dest} {option} are both given; leave one out")
+        setattr(namespace, self.dest, value)
+
+
 class _Invalid(Exception):
     """A command line is not valid."""
 
@@ -222,10 +226,6 @@ def _plain(message: str) -> str:
         if match := re.fullmatch(pattern, message, re.S):
             return words.format(*match.groups())
     return message
-
-
-def _twin(dest: str) -> str:
-    return dest + _TWIN
 
 
 def _name(action: argparse.Action) -> str:
