@@ -7,10 +7,11 @@ returns a line with the right command if the replaced command line is valid.
 import argparse
 import shlex
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
+
+Known = Mapping[str, argparse.Action]  # actions of a parser by option
 
 # Options of other programs that have another name here; the value stays.
 RENAMED = {
@@ -96,65 +97,95 @@ _PROMPT = ("--prompt", "-p")  # a prompt on the command line
 _LISTS = ("--weights", "--compute", "--cache", "--sparse-attention", "--sparsify")  # of quality: values with commas
 
 
-class CommandParser(Protocol):
-    """The part of a parser that `correct` uses."""
-
-    command: str
-    _actions: list[argparse.Action]
-
-    def accepts(self, words: Sequence[str]) -> bool:
-        """Return whether the words are a valid command line."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """An option with its values, or a positional.
-
-    Attributes:
-        option: name of the option; "" for a positional.
-        values: values of the option, or the positional.
-    """
+class Argument(NamedTuple):
+    """An option with its values, or a positional, whose option is ""."""
 
     option: str
     values: tuple[str, ...]
 
 
-@dataclass
-class Line:
-    """The command line in this project's words.
+class CommandLine:
+    """A command line in this project's words.
 
     Attributes:
-        items: options and positionals.
+        arguments: options and positionals.
         reasons: one text per replaced habit.
         before: command whose output is the input; "" if there is none.
     """
 
-    items: list[Item]
-    reasons: list[str]
-    before: str = ""
+    def __init__(self, words: Sequence[str], known: Known) -> None:
+        """Translate a command line. known: the parser's actions by option."""
+        self.arguments: list[Argument] = []
+        self.reasons: list[str] = []
+        self.before = ""
+        for argument in _arguments(words, known):
+            self._translate(argument, known)
 
     def words(self) -> list[str]:
         """Return the words after the name of the command."""
-        return [word for item in self.items for word in (*filter(None, (item.option,)), *item.values)]
+        return [word for option, values in self.arguments for word in (*filter(None, (option,)), *values)]
+
+    def of(self, *options: str) -> list[Argument]:
+        """Return the arguments of these options; "" for positionals."""
+        return [argument for argument in self.arguments if argument.option in options]
+
+    def replace(self, old: Argument, new: Argument) -> None:
+        """Replace an argument."""
+        self.arguments[self.arguments.index(old)] = new
+
+    def _translate(self, argument: Argument, known: Known) -> None:
+        """Add an argument in this project's words."""
+        option, values = argument
+        name = _dashed(option, known)
+        if name in known or not name:
+            pass
+        elif name in FLAGS:
+            self.arguments.append(Argument(FLAGS[name][0], FLAGS[name][1:]))
+            self.reasons.append(f"{option} is called {' '.join(FLAGS[name])} here")
+            return
+        elif name in DROPPED:
+            self.reasons.append(f"leave {option} out, {DROPPED[name][1]}")
+            return
+        elif name in _PROMPT and values:
+            self.before = f"echo {shlex.quote(values[0])} | "
+            self.arguments += [Argument("", ("-",)), Argument("--input-format", ("txt",))]
+            self.reasons.append("prompts come from a file or a pipe")
+            return
+        else:
+            name = _NAMES.get(name, name)
+        if name == "--top-k" and values and 0 < (_as_float(values[0]) or 0) < 1:
+            name = "--sparse-attention"
+        if name != option:
+            self.reasons.append(f"{option} is called {name} here")
+        value = values[0] if values else ""
+        right = VALUES.get(name, {}).get(value.lower(), value)
+        if right != value:
+            self.reasons.append(f"{value} is called {right} here" if right else f"{value} is the default")
+        if right or not value:
+            self.arguments.append(Argument(name, (right,) if values else ()))
 
 
-def correct(parser: CommandParser, words: Sequence[str]) -> str | None:
+def correct(command: str, known: Known, words: Sequence[str], accepts: Callable[[list[str]], bool]) -> str | None:
     """Return a line that says what is called otherwise here, with the right command; None if the words hold no habit,
-    or if replacing the habits does not give a valid command line."""
-    known = {name: action for action in parser._actions for name in action.option_strings}
-    line = Line([], [])
-    for item in _items(words, known):
-        _translate(item, known, line)
-    if parser.command == "quality":
+    or if replacing the habits does not give a valid command line.
+
+    Args:
+        command: name of the command.
+        known: actions of the command's parser by option.
+        words: the command line.
+        accepts: return whether words are a valid command line.
+    """
+    line = CommandLine(words, known)
+    if command == "quality":
         _join_lists(line)
-    if parser.command == "plan":
+    if command == "plan":
         _count_rows(line)
-    if parser.command == "run":
-        _name_model(line, known)
+    if command == "run":
+        _name_model(line)
         _pipe_inputs(line)
-    if not line.reasons or not parser.accepts(line.words()):
+    if not line.reasons or not accepts(line.words()):
         return None
-    return f"{'; '.join(line.reasons)}: {line.before}{command_text(parser.command, line.words())}"
+    return f"{'; '.join(line.reasons)}: {line.before}{command_text(command, line.words())}"
 
 
 def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> str | None:
@@ -180,123 +211,83 @@ def command_text(command: str, words: Sequence[str]) -> str:
     return shlex.join(["flexengine", command, *words])
 
 
-def _items(words: Sequence[str], known: Mapping[str, argparse.Action]) -> Iterator[Item]:
+def _arguments(words: Sequence[str], known: Known) -> Iterator[Argument]:
     rest = deque(words)
     while rest:
         word = rest.popleft()
         if not word.startswith("-") or word == "-" or _as_float(word) is not None:
-            yield Item("", (word,))
+            yield Argument("", (word,))
             continue
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
         if equals:
-            yield Item(name, (value,))
+            yield Argument(name, (value,))
             continue
         if name == "-q" and "--weights" in known and rest and rest[0].lower() in VALUES["--weights"]:
             name = "--quantization"
-        count = min(_num_values(name, known), len(rest))
+        count = min(_num_values(_dashed(name, known), known), len(rest))
         if name in ("--gpu", "--cuda") and rest and rest[0].isdecimal():  # the number of a GPU
             rest.popleft()
-        yield Item(name, tuple(rest.popleft() for _ in range(count)))
+        yield Argument(name, tuple(rest.popleft() for _ in range(count)))
 
 
-def _num_values(option: str, known: Mapping[str, argparse.Action]) -> int:
-    plain = _plain(option, known)
-    if plain in known:
-        return 0 if known[plain].nargs == 0 else 1
-    if plain in DROPPED:
-        return DROPPED[plain][0]
-    return int(plain in _NAMES or plain in _PROMPT)
+def _num_values(option: str, known: Known) -> int:
+    if option in known:
+        return 0 if known[option].nargs == 0 else 1
+    if option in DROPPED:
+        return DROPPED[option][0]
+    return int(option in _NAMES or option in _PROMPT)
 
 
-def _plain(option: str, known: Mapping[str, argparse.Action]) -> str:
+def _dashed(option: str, known: Known) -> str:
     """Return the option with dashes instead of underscores."""
     return option if option in known or not option.startswith("--") else "--" + option[2:].replace("_", "-")
 
 
-def _translate(item: Item, known: Mapping[str, argparse.Action], line: Line) -> None:
-    """Add an item to the line, in this project's words."""
-    name = _plain(item.option, known)
-    if name in known or not name:
-        pass
-    elif name in FLAGS:
-        line.items.append(Item(FLAGS[name][0], FLAGS[name][1:]))
-        line.reasons.append(f"{item.option} is called {' '.join(FLAGS[name])} here")
-        return
-    elif name in DROPPED:
-        line.reasons.append(f"leave {item.option} out, {DROPPED[name][1]}")
-        return
-    elif name in _PROMPT and item.values:
-        line.before = f"echo {shlex.quote(item.values[0])} | "
-        line.items += [Item("", ("-",)), Item("--input-format", ("txt",))]
-        line.reasons.append("prompts come from a file or a pipe")
-        return
-    else:
-        name = _NAMES.get(name, name)
-    if name == "--top-k" and item.values and 0 < (_as_float(item.values[0]) or 0) < 1:
-        name = "--sparse-attention"
-    if name != item.option:
-        line.reasons.append(f"{item.option} is called {name} here")
-    _translate_value(name, item, line)
-
-
-def _translate_value(name: str, item: Item, line: Line) -> None:
-    value = item.values[0] if item.values else ""
-    right = VALUES.get(name, {}).get(value.lower(), value)
-    if right != value:
-        line.reasons.append(f"{value} is called {right} here" if right else f"{value} is the default")
-    if right or not value:
-        line.items.append(Item(name, (right,) if item.values else ()))
-
-
-def _count_rows(line: Line) -> None:
+def _count_rows(line: CommandLine) -> None:
     """Give the number of rows of a job without an input as --rows."""
-    counts = [item for item in line.items if item.option == "--limit"]
-    counts += [item for item in line.items if item.option == "--input" and item.values[0].isdecimal()]
-    others = [item for item in line.items if item.option in ("-i", "--input") and item not in counts]
-    if counts and not others:
-        line.items[line.items.index(counts[0])] = Item("--rows", counts[0].values)
-        line.reasons[:] = [reason.replace(f" {counts[0].option} ", " --rows ") for reason in line.reasons]
+    inputs = line.of("-i", "--input")
+    numbers = [argument for argument in inputs if argument.option == "--input" and argument.values[0].isdecimal()]
+    counts = line.of("--limit") + numbers
+    if counts and inputs == numbers:
+        option, values = counts[0]
+        line.replace(counts[0], Argument("--rows", values))
+        line.reasons = [reason.replace(f" {option} ", " --rows ") for reason in line.reasons]
 
 
-def _join_lists(line: Line) -> None:
+def _join_lists(line: CommandLine) -> None:
     """Join values that follow an option of a list: --weights int8 int4 becomes --weights int8,int4."""
-    items: list[Item] = []
-    for item in line.items:
-        if not item.option and items and items[-1].option in _LISTS and _is_value(items[-1].option, item.values[0]):
-            items[-1] = replace(items[-1], values=(f"{items[-1].values[0]},{item.values[0]}",))
-            line.reasons[:] = ["several values are joined by commas"]
+    arguments: list[Argument] = []
+    for option, values in line.arguments:
+        last = arguments[-1] if arguments else Argument("", ())
+        if not option and last.option in _LISTS and _is_value(last.option, values[0]):
+            arguments[-1] = Argument(last.option, (f"{last.values[0]},{values[0]}",))
+            line.reasons = ["several values are joined by commas"]
         else:
-            items.append(item)
-    line.items = items
+            arguments.append(Argument(option, values))
+    line.arguments = arguments
 
 
 def _is_value(option: str, text: str) -> bool:
     return _as_float(text) is not None if option.startswith("--spars") else text in ("bf16", *_INT8, *_INT4, "int3")
 
 
-def _name_model(line: Line, known: Mapping[str, argparse.Action]) -> None:
+def _name_model(line: CommandLine) -> None:
     """Give a model that is a positional as --model."""
-    if any(item.option in ("-m", "--model") for item in line.items):
-        return
-    positional = [item for item in line.items if not item.option]
-    others = [item for item in line.items if item.option in ("-i", "--input")]
-    if len(positional) + len(others) == 2 and (model := next((x for x in positional if is_model(x.values[0])), None)):
-        line.items[line.items.index(model)] = Item("--model", model.values)
+    models = [argument for argument in line.of("") if is_model(argument.values[0])]
+    if models and not line.of("-m", "--model") and len(line.of("", "-i", "--input")) == 2:
+        line.replace(models[0], Argument("--model", models[0].values))
         line.reasons.append("the model is given by --model")
 
 
-def _pipe_inputs(line: Line) -> None:
+def _pipe_inputs(line: CommandLine) -> None:
     """Join several inputs of lines by a pipe."""
-    positional = [item for item in line.items if not item.option]
-    names = [item.values[0] for item in positional]
+    names = [argument.values[0] for argument in line.of("")]
     formats = {Path(name).suffix for name in names}
     if len(names) < 2 or len(formats) != 1 or not formats <= {".jsonl", ".ndjson", ".txt"}:
         return
     line.before = f"{shlex.join(['cat', *names])} | "
-    line.items = [item for item in line.items if item.option]
-    line.items.insert(0, Item("", ("-",)))
-    if formats == {".txt"}:
-        line.items.append(Item("--input-format", ("txt",)))
+    text = [Argument("--input-format", ("txt",))] if formats == {".txt"} else []
+    line.arguments = [Argument("", ("-",)), *(argument for argument in line.arguments if argument.option), *text]
     line.reasons.append("a job has one input")
 
 

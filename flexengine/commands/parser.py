@@ -131,10 +131,10 @@ class Parser(argparse.ArgumentParser):
         """Print one line: the right command if the words have an option of another program, else the message."""
         if self._file is not None:
             say_error(f"{self._file}: {_plain(message)}")
-        elif (right := correct(self, words)) is not None:
-            say_error(right)
         else:
-            say_error(f"{self._near(_plain(message))}; {self.prog} --help lists the options")
+            known = {name: action for action in self._actions for name in action.option_strings}
+            hint = f"{self._near(_plain(message))}; {self.prog} --help lists the options"
+            say_error(correct(self.command, known, words, self.accepts) or hint)
         raise SystemExit(REFUSED)
 
     def _unset(self) -> argparse.Namespace:
