@@ -68,9 +68,7 @@ class Work:
 
     def _report(self, state: State) -> None:
         if self._listener is not None:
-            self._listener(
-                replace(self._first, done=self._done, total=self._total, details=self._details, state=state)
-            )
+            self._listener(replace(self._first, done=self._done, total=self._total, details=self._details, state=state))
         elif state == "began":
             log.log(self._first.level, "%s", self._first.text)
 

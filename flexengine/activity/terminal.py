@@ -7,17 +7,15 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flexengine.activity import MESSAGE, Activity, Listener, listener
-
-if TYPE_CHECKING:
-    from flexengine.activity.bar import Bar
 
 LINE_SECONDS = 10.0  # between two plain lines of one activity
 QUICK_SECONDS = 2.0  # an activity of level DEBUG prints no plain line before
 MIN_ETA_SECONDS, MIN_ETA_TOTAL = 2.0, 20  # seconds of an activity, and its total, for which remaining time is shown
 COLUMNS = 80  # of a terminal that does not tell its width
+MIN_BAR = 5  # characters of the bar itself
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Display:
         self.level, self.all_ends = level, False
         self._lock = threading.RLock()
         self._shown: dict[tuple[str, str], _Shown] = {}  # by name and text, in the order of their starts
-        self._bar: Bar | None = None
+        self._bar: Any = None  # a tqdm
         self._drawn: _Shown | None = None  # the activity of the bar
 
     def __call__(self, record: Activity) -> None:
@@ -117,11 +115,39 @@ class Display:
         self._drawn = last
         if last is None:
             return
+        part, width = share(last.record), columns() - 1
+        form = bar_format(last.record.name, part, facts(last.record, now - last.began), width)
+        shape = {"total": part and 1.0, "ncols": width, "bar_format": form}
         if self._bar is None:
-            from flexengine.activity.bar import Bar
+            self._bar = _drawn_bar(initial=part or 0, **shape)
+        else:
+            vars(self._bar).update(n=part or 0, **shape)
+            self._bar.refresh()
 
-            self._bar = Bar()
-        self._bar.draw(last.record.name, share(last.record), facts(last.record, now - last.began), columns() - 1)
+
+def _drawn_bar(**shape: Any) -> Any:
+    """Return a tqdm without its monitor thread, as malloc gives each new thread an arena of its own. Other bars of the
+    process keep theirs."""
+    from tqdm import tqdm  # imported here, as most commands never need it
+
+    return type("Bar", (tqdm,), {"monitor_interval": 0})(file=sys.stderr, leave=False, **shape)
+
+
+def bar_format(name: str, part: float | None, numbers: list[str], columns: int) -> str:
+    """Return tqdm's format of a bar with its facts. They are left out, the last one first, where the line is too short.
+
+    Args:
+        name: name of the activity.
+        part: finished part, 0 to 1; None if it is unknown, which has no bar.
+        numbers: facts of the moment, the most important first.
+        columns: most characters.
+    """
+    head, tail = (f"{name} ", "") if part is None else (f"{name} {part:4.0%} |", "| ")
+    room = columns - len(head) - (0 if part is None else MIN_BAR + len(tail))
+    while numbers and len(", ".join(numbers)) > room:
+        numbers = numbers[:-1]
+    text = (head, tail + ", ".join(numbers))
+    return ("" if part is None else "{bar}").join(each.replace("{", "{{").replace("}", "}}") for each in text)
 
 
 def is_terminal() -> bool:
@@ -155,8 +181,7 @@ def facts(record: Activity, seconds: float) -> list[str]:
 
 
 def amount(done: float, total: float | None, unit: str) -> str:
-    """Return a count, of a total if there is one, with its unit. Bytes (unit "B") have a prefix, as in 1.2 of 3.4 GB.
-    """
+    """Return a count, of a total if there is one, with its unit. Bytes (unit "B") have a prefix, as in 1.2 of 3.4 GB."""
     if unit != "B":
         return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
     largest = max(done, total or 0.0)
