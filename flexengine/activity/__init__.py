@@ -51,7 +51,7 @@ class Activity:
 Listener = Callable[[Activity], None]
 
 
-class Work:
+class RunningActivity:
     """Work that is under way. Its methods may be called from any thread; reports never overlap.
 
     Args:
@@ -103,7 +103,7 @@ class Work:
 
 
 _listener: ContextVar[Listener | None] = ContextVar("flexengine listener", default=None)
-_work: ContextVar[Work | None] = ContextVar("flexengine work", default=None)
+_work: ContextVar[RunningActivity | None] = ContextVar("flexengine work", default=None)
 
 
 def listener() -> Listener | None:
@@ -140,13 +140,13 @@ def reported(to: Listener | None, made: Generator[T, None, Any]) -> Generator[T]
 @contextmanager
 def activity(
     name: str, text: str, total: float | None = None, unit: str = "", level: int = logging.DEBUG
-) -> Iterator[Work]:
+) -> Iterator[RunningActivity]:
     """Report the block as one activity. Must not enclose a `yield` of a generator.
 
     Args:
         name, text, total, unit, level: see `Activity`.
     """
-    work = Work(_listener.get(), Activity(name, text, total=total, unit=unit, level=level))
+    work = RunningActivity(_listener.get(), Activity(name, text, total=total, unit=unit, level=level))
     token = _work.set(work)
     try:
         yield work

@@ -181,7 +181,7 @@ def facts(record: Activity, seconds: float) -> list[str]:
 
 
 def amount(done: float, total: float | None, unit: str) -> str:
-    """Return a count, of a total if there is one, with its unit. Bytes (unit "B") have a prefix, as in 1.2 of 3.4 GB."""
+    """Return a count, of a total if there is one, with its unit. Bytes (unit "B") have a prefix: 1.2 of 3.4 GB."""
     if unit != "B":
         return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
     largest = max(done, total or 0.0)

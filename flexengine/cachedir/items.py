@@ -47,7 +47,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class Item:
+class CacheItem:
     """Something that flexengine made in the cache.
 
     Attributes:
@@ -98,7 +98,7 @@ class Contents:
     """
 
     root: Path
-    items: tuple[Item, ...] = ()
+    items: tuple[CacheItem, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -112,7 +112,7 @@ class _Scan:
 
     began: float = field(default_factory=time.time)
     opened: set[str] = field(default_factory=open_files)
-    items: list[Item] = field(default_factory=list)
+    items: list[CacheItem] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -170,7 +170,7 @@ def _list_folder(scan: _Scan, root: Path, top: int, folder: str) -> None:
         os.close(place)
 
 
-def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[str]) -> Item | None:
+def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[str]) -> CacheItem | None:
     """Return the item of a directory entry; None if flexengine gives no such name to such a file."""
     named = [found for pattern, found in _NAMES[folder].items() if re.fullmatch(pattern, entry.name)]
     about = os.stat(entry.name, dir_fd=place, follow_symlinks=False)
@@ -181,8 +181,9 @@ def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[s
     note: dict[str, Any] = {}
     if kind == "":
         (kind, note), newest = _prepared(place, entry.name), about.st_mtime
-    item = Item(kind, folder, entry.name, str(note.get("source") or ""), str(note.get("label") or ""), size, newest,
-                "", (about.st_dev, about.st_ino))  # fmt: skip
+    source, label = (str(note.get(name) or "") for name in ("source", "label"))
+    inode = (about.st_dev, about.st_ino)
+    item = CacheItem(kind, folder, entry.name, source, label, size, newest, "", inode)
     mounted |= about.st_dev != os.fstat(place).st_dev
     return replace(item, busy=MOUNT if mounted else _busy(scan, root, place, item))
 
@@ -217,7 +218,7 @@ def _read_note(directory: int) -> dict[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def _busy(scan: _Scan, root: Path, place: int, item: Item) -> str:
+def _busy(scan: _Scan, root: Path, place: int, item: CacheItem) -> str:
     if item.kind in PREPARED:
         return IN_USE if locked(item.file, place, os.O_DIRECTORY) else ""
     if item.folder == "prepared":
@@ -269,7 +270,7 @@ def _total(place: int, name: str) -> tuple[int, bool, float]:
     return total, mounted, newest
 
 
-def _origin(source: str, root: Path, items: list[Item]) -> str:
+def _origin(source: str, root: Path, items: list[CacheItem]) -> str:
     """Return the user's model of a source, which may itself be a converted model in the cache."""
     prepared = os.path.realpath(root / "prepared")
     known = {os.path.join(prepared, item.file): item.source for item in items if item.folder == "prepared"}

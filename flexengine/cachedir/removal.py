@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flexengine.cachedir.items import IN_USE, WRITTEN, Item, key_of
+from flexengine.cachedir.items import IN_USE, WRITTEN, CacheItem, key_of
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -17,7 +17,7 @@ class Kept(Exception):
     """An item was not removed; the message gives the reason."""
 
 
-def remove(root: Path, item: Item) -> None:
+def remove(root: Path, item: CacheItem) -> None:
     """Remove an item of the cache directory `root`.
 
     A prepared directory is renamed while it is locked, so that no job finds a part of it, and then removed. If this
@@ -50,7 +50,7 @@ def remove(root: Path, item: Item) -> None:
         os.close(top)
 
 
-def _remove_prepared(place: int, item: Item) -> None:
+def _remove_prepared(place: int, item: CacheItem) -> None:
     key = key_of(item.file)
     garbage = f"{key}.tmp-{os.getpid()}"
     with _locked(f"{key}.lock", place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, WRITTEN):
@@ -77,7 +77,7 @@ def _locked(name: str, place: int, flags: int, reason: str) -> Iterator[None]:
         os.close(handle)
 
 
-def _check_same(place: int, item: Item) -> None:
+def _check_same(place: int, item: CacheItem) -> None:
     about = os.stat(item.file, dir_fd=place, follow_symlinks=False)
     if (about.st_dev, about.st_ino) != item.inode:
         raise Kept("changed since it was listed")

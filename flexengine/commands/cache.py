@@ -19,7 +19,7 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.words import count, plain, size
 
 if TYPE_CHECKING:
-    from flexengine.cachedir.items import Contents, Item
+    from flexengine.cachedir.items import CacheItem, Contents
 
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds
 _MIN_KEY = 4  # characters of a key that `clear` accepts
@@ -80,7 +80,7 @@ def age(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def selected(cached: "Contents", names: Sequence[str]) -> list["Item"]:
+def selected(cached: "Contents", names: Sequence[str]) -> list["CacheItem"]:
     """Return the items of these kinds and names, or all if no name is given. Raise InvalidInput if a name is unknown.
     """
     from flexengine.cachedir.items import KINDS
@@ -97,7 +97,7 @@ def selected(cached: "Contents", names: Sequence[str]) -> list["Item"]:
     return [item for item in cached.items if item in chosen]
 
 
-def _is_named(item: "Item", name: str) -> bool:
+def _is_named(item: "CacheItem", name: str) -> bool:
     if name == item.kind or (item.source and name in (item.model, Path(item.source).name, item.source)):
         return True
     return len(name) >= _MIN_KEY and (item.file.startswith(name) or item.file.removeprefix("cpu-").startswith(name))
@@ -106,7 +106,7 @@ def _is_named(item: "Item", name: str) -> bool:
 # Listing.
 
 
-def _print_list(cached: "Contents", items: Sequence["Item"], as_json: bool) -> None:
+def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool) -> None:
     from flexengine.cachedir.hub import hub_cache
 
     hub = hub_cache()
@@ -130,12 +130,12 @@ def _print_list(cached: "Contents", items: Sequence["Item"], as_json: bool) -> N
 _HEAD = ("kind", "name", "model", "size", "last use", "state", "path")
 
 
-def _cells(item: "Item") -> tuple[str, ...]:
+def _cells(item: "CacheItem") -> tuple[str, ...]:
     model = plain(item.model) + (f" ({plain(item.label)})" if item.label else "")
     return (item.kind, item.name, model, size(item.bytes), ago(item.used), item.busy, f"{item.folder}/{item.file}")
 
 
-def _fields(item: "Item") -> dict[str, Any]:
+def _fields(item: "CacheItem") -> dict[str, Any]:
     return {"kind": item.kind, "name": item.name, "path": f"{item.folder}/{item.file}", "model": item.source or None,
             "format": item.label or None, "bytes": item.bytes, "last_use": item.used,
             "busy": item.busy or None}  # fmt: skip
@@ -144,7 +144,7 @@ def _fields(item: "Item") -> dict[str, Any]:
 # Clearing.
 
 
-def _clear(cached: "Contents", items: Sequence["Item"], args: argparse.Namespace) -> int:
+def _clear(cached: "Contents", items: Sequence["CacheItem"], args: argparse.Namespace) -> int:
     """Remove items, print what was freed, and return the exit code."""
     free = [item for item in items if not item.busy]
     if free and not args.yes and not _agreed(cached, free):
@@ -164,7 +164,7 @@ def _clear(cached: "Contents", items: Sequence["Item"], args: argparse.Namespace
     return SOME_FAILED if failed else DONE
 
 
-def _agreed(cached: "Contents", items: Sequence["Item"]) -> bool:
+def _agreed(cached: "Contents", items: Sequence["CacheItem"]) -> bool:
     """Ask on a terminal whether to remove the items. Raise InvalidInput if standard input is no terminal."""
     what = f"{count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}, from {plain(cached.root)}"
     if not sys.stdin.isatty():
@@ -175,14 +175,14 @@ def _agreed(cached: "Contents", items: Sequence["Item"]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-Reasons = list[tuple["Item", str]]
+Reasons = list[tuple["CacheItem", str]]
 
 
-def _remove(root: Path, items: Iterable["Item"]) -> tuple[list["Item"], Reasons, Reasons]:
+def _remove(root: Path, items: Iterable["CacheItem"]) -> tuple[list["CacheItem"], Reasons, Reasons]:
     """Remove items. Return those that were removed, those that stay because they are used, and failures."""
     from flexengine.cachedir.removal import Kept, remove
 
-    removed: list[Item] = []
+    removed: list[CacheItem] = []
     kept: Reasons = []
     failed: Reasons = []
     for item in items:
@@ -196,7 +196,7 @@ def _remove(root: Path, items: Iterable["Item"]) -> tuple[list["Item"], Reasons,
     return removed, kept, failed
 
 
-def _title(item: "Item") -> str:
+def _title(item: "CacheItem") -> str:
     model = f" of {plain(item.model)}" if item.model else ""
     label = f" ({plain(item.label)})" if item.label else ""
     return f"{item.kind} {item.name}{model}{label}, {size(item.bytes)}"

@@ -31,7 +31,7 @@ from flexengine.commands.options import (
 )
 from flexengine.commands.parser import Parser
 from flexengine.commands.quality_choices import ALL, asked, run_words
-from flexengine.commands.quality_cost import Cost, Scored, cost
+from flexengine.commands.quality_cost import LossyCost, Scored, cost
 from flexengine.commands.written import check_written, write
 from flexengine.config import Result
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Text:
+class SampleText:
     """The text on which choices are measured.
 
     Attributes:
@@ -136,14 +136,14 @@ class Text:
         return min(PROMPT, self.tokens // 2)
 
 
-def read(path: str | None, rows: int, tokens: int) -> Text:
+def read(path: str | None, rows: int, tokens: int) -> SampleText:
     """Return the text of a file, or the bundled sample. Raise InvalidInput if the file cannot be read."""
     if path is None:
-        return Text(", ".join(texts.SAMPLE), texts.sample(), rows, tokens)
-    return Text(Path(path).name, texts.read(path), rows, tokens)
+        return SampleText(", ".join(texts.SAMPLE), texts.sample(), rows, tokens)
+    return SampleText(Path(path).name, texts.read(path), rows, tokens)
 
 
-def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]]:
+def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[list[int]]:
     """Return the token ids of the stretches, spread evenly over the text. Each stretch begins with the tokenizer's
     `opening`, and has `text.tokens` tokens.
 
@@ -172,8 +172,11 @@ def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]
 
 
 def measure(
-    make: Callable[[Lossy], AbstractContextManager["Engine"]], text: Text, choices: Sequence[Lossy], named: bool = True
-) -> Iterator[tuple[Cost, dict[str, Any]]]:
+    make: Callable[[Lossy], AbstractContextManager["Engine"]],
+    text: SampleText,
+    choices: Sequence[Lossy],
+    named: bool = True,
+) -> Iterator[tuple[LossyCost, dict[str, Any]]]:
     """Yield the cost and the run's facts of the exact model, then of each choice. One engine exists at a time.
 
     Args:
@@ -204,7 +207,7 @@ def measure(
             with make(lossy) as engine:
                 scored, about = score(engine, rows, text.prompt), facts(engine)
         except FlexError as error:
-            yield Cost(lossy, refused=_line(error)), about
+            yield LossyCost(lossy, refused=_line(error)), about
         else:
             yield cost(lossy, exact, scored), about
 
@@ -251,7 +254,7 @@ def facts(engine: "Engine") -> dict[str, Any]:
 # Output.
 
 
-def header(about: Mapping[str, Any], text: Text) -> str:
+def header(about: Mapping[str, Any], text: SampleText) -> str:
     """Return the lines above the table: model, machine, text, and the meaning of the columns."""
     judged = text.rows * (text.tokens - text.prompt)
     return (f"{about['model']} on {about['kind']} ({about['machine']}, {about['dtype']})\n"
@@ -260,7 +263,7 @@ def header(about: Mapping[str, Any], text: Text) -> str:
             )  # fmt: skip
 
 
-def table(costs: Sequence[Cost]) -> str:
+def table(costs: Sequence[LossyCost]) -> str:
     """Return the table, one line per choice. The first line, exact, has bytes; the other lines have shares of them."""
     exact = costs[0]
     lines = [_HEAD, *(_cells(c, exact) for c in costs)]
@@ -272,7 +275,7 @@ def table(costs: Sequence[Cost]) -> str:
     )
 
 
-def _cells(c: Cost, exact: Cost) -> tuple[str, ...]:
+def _cells(c: LossyCost, exact: LossyCost) -> tuple[str, ...]:
     if c.refused is not None:
         return c.name, f"not measured: {c.refused}"
     more = f"{c.more:+.4f}" + (f" ± {c.error:.4f}" if c.error is not None else "")
@@ -283,14 +286,14 @@ def _cells(c: Cost, exact: Cost) -> tuple[str, ...]:
             f"{c.seconds:.1f}")  # fmt: skip
 
 
-def brief(c: Cost) -> str:
+def brief(c: LossyCost) -> str:
     """Return a progress line for one measured choice."""
     if c.refused is not None:
         return f"{c.name}: not measured: {c.refused}"
     return f"{c.name}: nll {c.nll:.4f}, {c.more:+.4f} against exact, {c.seconds:.1f} s"
 
 
-def hint(costs: Sequence[Cost], model: str | None) -> str:
+def hint(costs: Sequence[LossyCost], model: str | None) -> str:
     """Return a line with the command that uses the choice of the smallest increase in nll."""
     best = min((c for c in costs if c.lossy and c.refused is None), key=lambda c: c.more, default=None)
     if best is None:
@@ -299,7 +302,7 @@ def hint(costs: Sequence[Cost], model: str | None) -> str:
     return f"to use one: {command_text('run', words)}"
 
 
-def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict[str, Any]:
+def as_json(about: Mapping[str, Any], text: SampleText, costs: Sequence[LossyCost]) -> dict[str, Any]:
     """Return the table as a JSON object. NaN and infinity become None."""
     digest = hashlib.sha256(text.content.encode()).hexdigest()
     cut = {"text": text.name, "text_sha256": digest, "rows": text.rows, "tokens": text.tokens, "prompt": text.prompt}
@@ -350,7 +353,7 @@ def run(args: argparse.Namespace) -> int:
     return sum(c.refused is not None for c in costs)
 
 
-def _save_bits(file: str, model: str, costs: Sequence[Cost]) -> None:
+def _save_bits(file: str, model: str, costs: Sequence[LossyCost]) -> None:
     """Write the formats that the first choice of weights `mixed` got; report if there are none."""
     if bits := next((c.bits for c in costs if c.lossy.weights == MIXED and c.bits is not None), None):
         write(file, layer_formats.as_json(model, bits))

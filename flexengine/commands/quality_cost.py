@@ -31,7 +31,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Cost:
+class LossyCost:
     """The cost of a choice.
 
     Attributes:
@@ -65,7 +65,7 @@ class Cost:
         return f"{self.lossy} ({weights_text(self.bits)})" if self.bits and not self.lossy.decided else str(self.lossy)
 
 
-def cost(lossy: Lossy, exact: Scored, scored: Scored) -> Cost:
+def cost(lossy: Lossy, exact: Scored, scored: Scored) -> LossyCost:
     """Return the cost of a choice.
 
     Args:
@@ -76,7 +76,7 @@ def cost(lossy: Lossy, exact: Scored, scored: Scored) -> Cost:
     more, error = increase(exact.logprobs, scored.logprobs)
     perplexity = math.exp(nll) if nll < 700 else math.inf
     same = agreement(exact.likeliest, scored.likeliest)
-    return Cost(lossy, nll, more, error, perplexity, same, scored.weights, scored.cache, scored.seconds,
+    return LossyCost(lossy, nll, more, error, perplexity, same, scored.weights, scored.cache, scored.seconds,
                 scored.bits)  # fmt: skip
 
 

@@ -53,6 +53,6 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
 def _recorder(args: argparse.Namespace, job: "Job") -> NoReport:
     if not args.report:
         return NoReport()
-    from flexengine.report.recorder import Recorder
+    from flexengine.report.recorder import ReportRecorder
 
-    return Recorder(args.report, ["flexengine", "run", *args.argv], job, say)
+    return ReportRecorder(args.report, ["flexengine", "run", *args.argv], job, say)

@@ -18,7 +18,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.plan.words import clock, count, plain, size
 
 if TYPE_CHECKING:
-    from flexengine.cachedir.items import Item
+    from flexengine.cachedir.items import CacheItem
 
 _ABOUT = """\
 Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file names of the hub's cache),
@@ -120,7 +120,7 @@ def verified(model: Path, name: str) -> Comparison:
     return comparison
 
 
-def _prepared(model: Path) -> list[tuple["Item", Path]]:
+def _prepared(model: Path) -> list[tuple["CacheItem", Path]]:
     """Return the finished directories in the cache that were made from a model."""
     from flexengine.cachedir.items import PREPARED, contents
     from flexengine.config import cache_root

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+_NETWORK_NAMES = """
+nfs nfs4 cifs smb3 smbfs ceph fuse.ceph glusterfs fuse.glusterfs lustre beegfs gpfs fuse.sshfs fuse.s3fs fuse.gcsfuse
+fuse.rclone 9p afs
+"""
 _IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "fuse.ceph", "glusterfs", "fuse.glusterfs", "lustre",
-            "beegfs", "gpfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "9p", "afs")  # fmt: skip
+_NETWORK = frozenset(_NETWORK_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,19 @@ def disk(use: str, path: Path, root: Path = Path("/")) -> Disk:
     space = shutil.disk_usage(there)
     writable = space.total > 0 and there.is_dir() and os.access(there, os.W_OK | os.X_OK)  # /proc has 0 bytes
     return Disk(
-        use, str(path.absolute()), path.is_dir(), mount.point, mount.filesystem, device_of(there), space.total,
-        space.free, writable and not os.statvfs(there).f_flag & os.ST_RDONLY, mount.filesystem in _IN_RAM,
-        mount.filesystem in _NETWORK, _rotational(mount, root),
-    )  # fmt: skip
+        use=use,
+        path=str(path.absolute()),
+        exists=path.is_dir(),
+        mount=mount.point,
+        filesystem=mount.filesystem,
+        device=device_of(there),
+        total=space.total,
+        free=space.free,
+        writable=writable and not os.statvfs(there).f_flag & os.ST_RDONLY,
+        in_ram=mount.filesystem in _IN_RAM,
+        network=mount.filesystem in _NETWORK,
+        rotational=_rotational(mount, root),
+    )
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:

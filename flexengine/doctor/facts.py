@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from flexengine import __version__
+from flexengine.cachedir.hub import hub_cache, hub_directory
+from flexengine.cachedir.items import contents
 from flexengine.config import cache_root
 from flexengine.doctor.attempt import Failed, attempt
 from flexengine.doctor.disks import Disk, disk
-from flexengine.doctor.machine import Cpu, Memory, cpu, memory
+from flexengine.doctor.machine import Cpu, MemoryFacts, cpu, memory
 from flexengine.doctor.software import Compiler, Software, compilers, software
 from flexengine.places import MOST_DISKS
 
@@ -24,7 +27,7 @@ _TORCH_SECONDS, _MEASURE_SECONDS = 120, 900  # limits of the process that import
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheFacts:
     """The cache directory.
 
     Attributes:
@@ -55,11 +58,11 @@ class Facts:
     """
 
     cpu: Cpu | Failed
-    memory: Memory | Failed
+    memory: MemoryFacts | Failed
     disks: tuple[Disk | Failed, ...]
     software: Software | Failed
     compilers: tuple[Compiler, ...] | Failed
-    cache: Cache | Failed
+    cache: CacheFacts | Failed
     engine: dict[str, Any] | Failed
 
     def part(self, name: str) -> dict[str, Any]:
@@ -87,16 +90,12 @@ def collect(offload: Sequence[Path] = (), measure: bool = False) -> Facts:
         measure: measure the rates of the disks and the memory, which takes about ten seconds.
     """
     cached = attempt(cache_root)
-    root = None if isinstance(cached, Failed) else cached
-    directories = list(offload) or ([root / "offload"] if root else [])
-    hub = attempt(_hub)
-    named = [("cache", root), *(("offload", path) for path in directories),
-             ("hub", None if isinstance(hub, Failed) else hub), ("current", Path())]  # fmt: skip
-    disks = tuple(attempt(partial(_disk, use, path)) for use, path in named if path is not None)
-    return Facts(
-        attempt(cpu), attempt(memory), disks, attempt(software), attempt(compilers),
-        attempt(_cache), attempt(lambda: _engine(directories, disks, measure)),
-    )  # fmt: skip
+    directories = list(offload) or ([] if isinstance(cached, Failed) else [cached / "offload"])
+    hub = attempt(hub_directory)
+    named = [("cache", cached), *(("offload", path) for path in directories), ("hub", hub), ("current", Path())]
+    disks = tuple(attempt(partial(_disk, use, path)) for use, path in named if not isinstance(path, Failed))
+    engine = attempt(lambda: _engine(directories, disks, measure))
+    return Facts(attempt(cpu), attempt(memory), disks, attempt(software), attempt(compilers), attempt(_cache), engine)
 
 
 def _disk(use: str, path: Path) -> Disk:
@@ -106,27 +105,18 @@ def _disk(use: str, path: Path) -> Disk:
         raise RuntimeError(f"the {use} directory cannot be examined: {error}") from error
 
 
-def _hub() -> Path:
-    from flexengine.cachedir.hub import hub_directory
-
-    return hub_directory()
-
-
-def _cache() -> Cache:
-    from flexengine.cachedir.hub import hub_cache
-    from flexengine.cachedir.items import contents
-
+def _cache() -> CacheFacts:
     root, hub = cache_root(), hub_cache()
     problem = _unwritable(root)
     try:
         cached = contents(root)
     except OSError as error:
-        return Cache(str(root), 0, {}, 0, str(hub.path), hub.bytes, problem or f"cannot be read: {error.strerror}")
-    by_kind: dict[str, int] = {}
+        return CacheFacts(str(root), 0, {}, 0, str(hub.path), hub.bytes, problem or f"cannot be read: {error.strerror}")
+    by_kind: Counter[str] = Counter()
     for item in cached.items:
-        by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes
+        by_kind[item.kind] += item.bytes
     garbage = sum(item.bytes for item in cached.items if item.kind == "leftovers" and not item.busy)
-    return Cache(str(root), cached.bytes, by_kind, garbage, str(hub.path), hub.bytes, problem)
+    return CacheFacts(str(root), cached.bytes, dict(by_kind), garbage, str(hub.path), hub.bytes, problem)
 
 
 def _unwritable(root: Path) -> str:
@@ -149,10 +139,15 @@ def _engine(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bo
     request = json.dumps({"offload": first, "disks": _apart(disks), "measure": measure})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", "flexengine.doctor.probe", request], env=environment, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=None if measure else subprocess.PIPE, stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "flexengine.doctor.probe", request],
+        env=environment,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if measure else subprocess.PIPE,
         timeout=_MEASURE_SECONDS if measure else _TORCH_SECONDS,
-    )  # fmt: skip
+    )
     if ran.returncode:
         lines = (ran.stderr or "").strip().splitlines() or ["see above"]
         how = f"signal {signal.Signals(-ran.returncode).name}" if ran.returncode < 0 else lines[-1]

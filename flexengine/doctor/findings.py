@@ -7,7 +7,7 @@ from pathlib import Path
 from flexengine.doctor.attempt import Failed
 from flexengine.doctor.disks import Disk
 from flexengine.doctor.facts import Facts
-from flexengine.doctor.machine import Cpu, Memory
+from flexengine.doctor.machine import Cpu, MemoryFacts
 from flexengine.doctor.software import EXTRAS, NEWEST_TESTED, Software
 from flexengine.plan.words import percent, size
 
@@ -33,7 +33,7 @@ class Finding:
     level: str
     effect: float
     text: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
@@ -51,7 +51,7 @@ def findings(facts: Facts) -> list[Finding]:
         try:
             problems += check(facts)
         except Exception as error:  # facts of a kind that the check does not expect
-            problems.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}", ""))
+            problems.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}"))
     return sorted(problems, key=lambda one: (_LEVELS.index(one.level), -one.effect))
 
 
@@ -63,53 +63,53 @@ def _failures(facts: Facts) -> Iterator[Finding]:
         for name, part in facts.engine.items():
             if isinstance(part, dict) and "error" in part:
                 stops = name in ("torch", "kernels")
-                yield Finding(STOPS if stops else NOTE, 80, f"{name} cannot be examined: {part['error']}", "")
+                yield Finding(STOPS if stops else NOTE, 80, f"{name} cannot be examined: {part['error']}")
     for name in ("cpu", "memory", "software", "compilers", "cache"):
         if isinstance(part := getattr(facts, name), Failed):
             stops = name == "cache"
-            yield Finding(STOPS if stops else NOTE, 5, f"{name} cannot be examined: {part.error}", "")
+            yield Finding(STOPS if stops else NOTE, 5, f"{name} cannot be examined: {part.error}")
     for each in facts.disks:
         if isinstance(each, Failed):
-            yield Finding(NOTE, 5, each.error, "")
+            yield Finding(NOTE, 5, each.error)
 
 
 def _libraries(facts: Facts) -> Iterator[Finding]:
     if not isinstance(facts.software, Software):
         return
     if not facts.software.system.startswith("Linux"):
-        yield Finding(STOPS, 99, f"the system is {facts.software.system}; flexengine runs on Linux", "")
+        yield Finding(STOPS, 99, f"the system is {facts.software.system}; flexengine runs on Linux")
     for library in facts.software.libraries:
-        wanted = f"{library.name}{library.allowed}"
+        wanted, installed = f"{library.name}{library.allowed}", f"{library.name} {library.version}"
         if library.version is None:
             yield Finding(STOPS, 100, f"{library.name} is missing", f"pip install '{wanted}'")
         elif not library.fits:
-            yield Finding(NOTE, 60, f"{library.name} {library.version} is not among the versions that flexengine"
-                                    f" supports ({library.allowed})", f"pip install '{wanted}'")  # fmt: skip
+            text = f"{installed} is not among the versions that flexengine supports ({library.allowed})"
+            yield Finding(NOTE, 60, text, f"pip install '{wanted}'")
         elif not library.tested:
-            yield Finding(NOTE, 20, f"{library.name} {library.version} is newer than the newest tested version,"
-                                    f" {NEWEST_TESTED[library.name]}", "")  # fmt: skip
+            text = f"{installed} is newer than the newest tested version, {NEWEST_TESTED[library.name]}"
+            yield Finding(NOTE, 20, text)
 
 
 def _cache(facts: Facts) -> Iterator[Finding]:
     if isinstance(facts.cache, Failed):
         return
     if facts.cache.problem:
-        yield Finding(STOPS, 70, f"the cache cannot be used: {facts.cache.problem}",
-                      "set FLEXENGINE_CACHE to a directory that can be written")  # fmt: skip
+        remedy = "set FLEXENGINE_CACHE to a directory that can be written"
+        yield Finding(STOPS, 70, f"the cache cannot be used: {facts.cache.problem}", remedy)
     if facts.cache.leftovers:
-        yield Finding(NOTE, 10, f"killed jobs have left {size(facts.cache.leftovers)} in the cache",
-                      "flexengine cache clear leftovers")  # fmt: skip
+        text = f"killed jobs have left {size(facts.cache.leftovers)} in the cache"
+        yield Finding(NOTE, 10, text, "flexengine cache clear leftovers")
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
     kernels, torch = facts.part("kernels"), facts.part("torch")
     if torch.get("onednn") is False and kernels.get("name") == "reference":
-        yield Finding(STOPS, 85, f"torch {torch['version']} was built without oneDNN, which plain torch kernels need",
-                      "apt install g++, or install pip's build of torch for Linux")  # fmt: skip
+        text = f"torch {torch['version']} was built without oneDNN, which plain torch kernels need"
+        yield Finding(STOPS, 85, text, "apt install g++, or install pip's build of torch for Linux")
     forced = _variable(facts, "FLEXENGINE_KERNELS") == "reference"
     if forced:
-        yield Finding(SLOWS, 5, "FLEXENGINE_KERNELS=reference: kernels run in plain torch, several times slower",
-                      "unset it")  # fmt: skip
+        text = "FLEXENGINE_KERNELS=reference: kernels run in plain torch, several times slower"
+        yield Finding(SLOWS, 5, text, "unset it")
     if isinstance(facts.compilers, Failed) or forced:
         return
     working = [compiler for compiler in facts.compilers if compiler.works]
@@ -117,10 +117,11 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         broken = "".join(f" ({c.command} {c.version})" for c in facts.compilers)
         yield Finding(SLOWS, 5, f"no C++ compiler{broken}: attention runs several times slower", "apt install g++")
     elif kernels and not kernels["compiled"]:
-        yield Finding(NOTE, 30, "the kernels are not compiled yet: the first job compiles them (20 to 60 s)", "")
+        yield Finding(NOTE, 30, "the kernels are not compiled yet: the first job compiles them (20 to 60 s)")
     elif kernels.get("simd") == 0 and isinstance(facts.cpu, Cpu) and "AVX2" in facts.cpu.features:
-        yield Finding(SLOWS, 4, f"{working[0].command} ({working[0].version}) has built kernels without this CPU's"
-                                " vector instructions", "install a newer g++, or set CXX to one")  # fmt: skip
+        compiler = f"{working[0].command} ({working[0].version})"
+        text = f"{compiler} has built kernels without this CPU's vector instructions"
+        yield Finding(SLOWS, 4, text, "install a newer g++, or set CXX to one")
 
 
 def _gpu(facts: Facts) -> Iterator[Finding]:
@@ -130,21 +131,21 @@ def _gpu(facts: Facts) -> Iterator[Finding]:
     present = _nvidia()
     if facts.gpus:
         if isinstance(facts.software, Software) and facts.software.extras.get("triton") is None:
-            yield Finding(SLOWS, 6, "triton is missing: kernels on the GPU run in plain torch, several times slower",
-                          "pip install triton")  # fmt: skip
+            text = "triton is missing: kernels on the GPU run in plain torch, several times slower"
+            yield Finding(SLOWS, 6, text, "pip install triton")
     elif torch["hip_build"]:
-        yield Finding(NOTE, 40, f"torch is a ROCm build ({torch['hip_build']}), but no GPU is visible: jobs run on the"
-                                " CPU", "")  # fmt: skip
+        text = f"torch is a ROCm build ({torch['hip_build']}), but no GPU is visible: jobs run on the CPU"
+        yield Finding(NOTE, 40, text)
     elif torch["cuda_build"] and present:
         hidden = _variable(facts, "CUDA_VISIBLE_DEVICES")
         why = f"CUDA_VISIBLE_DEVICES={hidden!r} may hide it" if hidden is not None else "nvidia-smi may say why"
         yield Finding(SLOWS, 20, "this machine has an NVIDIA GPU, but torch cannot use it: jobs run on the CPU", why)
     elif torch["cuda_build"]:
-        yield Finding(NOTE, 40, f"torch is a CUDA build ({torch['cuda_build']}), but no GPU is visible: jobs run on the"
-                                " CPU", "in a container: give it the GPU (docker run --gpus all)")  # fmt: skip
+        text = f"torch is a CUDA build ({torch['cuda_build']}), but no GPU is visible: jobs run on the CPU"
+        yield Finding(NOTE, 40, text, "in a container: give it the GPU (docker run --gpus all)")
     elif present:
-        yield Finding(SLOWS, 20, f"this machine has an NVIDIA GPU, but torch {torch['version']} is built for CPUs only",
-                      "install torch for CUDA (pytorch.org has the command)")  # fmt: skip
+        text = f"this machine has an NVIDIA GPU, but torch {torch['version']} is built for CPUs only"
+        yield Finding(SLOWS, 20, text, "install torch for CUDA (pytorch.org has the command)")
 
 
 def _nvidia() -> bool:
@@ -158,14 +159,15 @@ def _cpu(facts: Facts) -> Iterator[Finding]:
         return
     cpu, whole = facts.cpu, facts.cpu.cores
     if cpu.machine in ("x86_64", "AMD64") and "AVX2" not in cpu.features:
-        yield Finding(SLOWS, 3, f"the CPU ({cpu.model}) has no AVX2: kernels use portable code, several times slower",
-                      "if this is a virtual machine, give it the CPU type of its host")  # fmt: skip
+        text = f"the CPU ({cpu.model}) has no AVX2: kernels use portable code, several times slower"
+        yield Finding(SLOWS, 3, text, "if this is a virtual machine, give it the CPU type of its host")
     if cpu.usable < whole:
-        yield Finding(SLOWS, whole / cpu.usable, f"this process may run on {cpu.usable} of {whole} cores",
-                      "widen its CPU affinity (taskset, cpuset, docker run --cpuset-cpus)")  # fmt: skip
+        text = f"this process may run on {cpu.usable} of {whole} cores"
+        remedy = "widen its CPU affinity (taskset, cpuset, docker run --cpuset-cpus)"
+        yield Finding(SLOWS, whole / cpu.usable, text, remedy)
     if cpu.quota is not None and cpu.quota < cpu.usable:
-        yield Finding(SLOWS, cpu.usable / cpu.quota, f"a cgroup limits this process to {cpu.quota:g} of {cpu.usable}"
-                      " cores", "raise it (docker run --cpus, systemd CPUQuota)")  # fmt: skip
+        text = f"a cgroup limits this process to {cpu.quota:g} of {cpu.usable} cores"
+        yield Finding(SLOWS, cpu.usable / cpu.quota, text, "raise it (docker run --cpus, systemd CPUQuota)")
 
 
 def _threads(facts: Facts) -> Iterator[Finding]:
@@ -176,32 +178,32 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     name = next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if _variable(facts, name) is not None), None)
     setting = f"{name}={_variable(facts, name)}: " if name else ""
     if threads > max(1.0, cores) and facts.cpu.quota is not None:
-        yield Finding(SLOWS, 1.5, f"{setting}torch computes in {threads} threads, but may use {cores:g} cores",
-                      f"set OMP_NUM_THREADS={max(1, int(cores))}")  # fmt: skip
+        text = f"{setting}torch computes in {threads} threads, but may use {cores:g} cores"
+        yield Finding(SLOWS, 1.5, text, f"set OMP_NUM_THREADS={max(1, int(cores))}")
     elif name and threads < int(cores):
         text = f"{setting}torch computes in {threads} of {cores:g} cores"
         yield Finding(SLOWS, cores / threads, text, f"unset {name}")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    if not isinstance(facts.memory, Memory):
+    if not isinstance(facts.memory, MemoryFacts):
         return
     memory = facts.memory
     if memory.limit is not None:
         below = " and below the free RAM" if memory.limit < memory.free else ""
         share = percent(memory.limit / memory.total)
-        yield Finding(SLOWS, 1.2, f"a cgroup limits memory to {size(memory.limit)}, {share} of the RAM{below}",
-                      "raise it (docker run --memory, systemd MemoryMax)")  # fmt: skip
+        text = f"a cgroup limits memory to {size(memory.limit)}, {share} of the RAM{below}"
+        yield Finding(SLOWS, 1.2, text, "raise it (docker run --memory, systemd MemoryMax)")
     if memory.usable < MIN_USABLE_MEMORY:
         yield Finding(SLOWS, 1.4, f"only {size(memory.usable)} of memory can be used now", "end other programs")
     elif memory.usable < 0.5 * min(memory.limit or memory.total, memory.total):
-        yield Finding(NOTE, 35, f"other programs use more than half of the memory: {size(memory.usable)} are free", "")
+        yield Finding(NOTE, 35, f"other programs use more than half of the memory: {size(memory.usable)} are free")
     if memory.swap_used > 0.05 * memory.total:
-        yield Finding(NOTE, 25, f"{size(memory.swap_used)} of memory are swapped out: other programs need more RAM than"
-                                " there is", "")  # fmt: skip
+        swapped = size(memory.swap_used)
+        yield Finding(NOTE, 25, f"{swapped} of memory are swapped out: other programs need more RAM than there is")
     if memory.huge_pages == "never":
-        yield Finding(SLOWS, 1.05, "transparent huge pages are off, so page faults take longer",
-                      "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Finding(SLOWS, 1.05, "transparent huge pages are off, so page faults take longer", remedy)
 
 
 def _disks(facts: Facts) -> Iterator[Finding]:
@@ -213,21 +215,22 @@ def _disks(facts: Facts) -> Iterator[Finding]:
         yield from _device([each for each in together if each.use in _SETTINGS and (each.exists or each.use != "hub")])
         one = together[0]
         if one.free < MIN_FREE_DISK and one.free < MIN_FREE_SHARE * one.total and not one.in_ram:
-            yield Finding(NOTE, 50, f"the disk of {one.path} is nearly full: {size(one.free)} of {size(one.total)} are"
-                                    " free", "flexengine cache lists what can be cleared")  # fmt: skip
+            text = f"the disk of {one.path} is nearly full: {size(one.free)} of {size(one.total)} are free"
+            yield Finding(NOTE, 50, text, "flexengine cache lists what can be cleared")
 
 
 def _directory(disk: Disk) -> Iterator[Finding]:
     where = f"the {disk.use} directory {disk.path}"
+    in_ram = f"{where} is on {disk.filesystem}, which is RAM"
     if disk.in_ram and disk.use == "offload":
-        yield Finding(SLOWS, 1.3, f"{where} is on {disk.filesystem}, which is RAM: what is offloaded takes memory",
-                      "set --offload-dir to a directory on a disk")  # fmt: skip
+        text = f"{in_ram}: what is offloaded takes memory"
+        yield Finding(SLOWS, 1.3, text, "set --offload-dir to a directory on a disk")
     elif disk.in_ram and disk.use == "cache":
-        yield Finding(SLOWS, 1.25, f"{where} is on {disk.filesystem}, which is RAM: prepared weights take memory",
-                      "set FLEXENGINE_CACHE to a directory on a disk")  # fmt: skip
+        text = f"{in_ram}: prepared weights take memory"
+        yield Finding(SLOWS, 1.25, text, "set FLEXENGINE_CACHE to a directory on a disk")
     if disk.use == "offload" and not disk.writable:
-        yield Finding(NOTE, 45, f"{where} cannot be written: nothing is offloaded to disk",
-                      "set --offload-dir to a directory that can be written")  # fmt: skip
+        text = f"{where} cannot be written: nothing is offloaded to disk"
+        yield Finding(NOTE, 45, text, "set --offload-dir to a directory that can be written")
 
 
 def _device(disks: Sequence[Disk]) -> Iterator[Finding]:
@@ -237,15 +240,15 @@ def _device(disks: Sequence[Disk]) -> Iterator[Finding]:
     uses = list(dict.fromkeys(each.use for each in disks))
     where = f"the director{'y' if len(uses) == 1 else 'ies'} for {' and '.join(uses)}"
     kind = f"a network file system ({disks[0].filesystem})" if disks[0].network else "a hard disk"
-    yield Finding(SLOWS, 2.5, f"{where}: {disks[0].path} is on {kind}",
-                  f"set {', '.join(_SETTINGS[use] for use in uses)} to directories on a local SSD")  # fmt: skip
+    remedy = f"set {', '.join(_SETTINGS[use] for use in uses)} to directories on a local SSD"
+    yield Finding(SLOWS, 2.5, f"{where}: {disks[0].path} is on {kind}", remedy)
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if (_variable(facts, name) or "").upper() in _TRUE:
-            yield Finding(NOTE, 15, f"{name}={_variable(facts, name)}: models that are not in the hub's cache cannot be"
-                                    " downloaded", "")  # fmt: skip
+        value = _variable(facts, name) or ""
+        if value.upper() in _TRUE:
+            yield Finding(NOTE, 15, f"{name}={value}: models that are not in the hub's cache cannot be downloaded")
     chosen = _variable(facts, "ATEN_CPU_CAPABILITY") or _variable(facts, "ONEDNN_MAX_CPU_ISA")
     if chosen:
         yield Finding(SLOWS, 1.1, f"ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA limits torch to {chosen}", "unset it")
@@ -256,12 +259,11 @@ def _rest(facts: Facts) -> Iterator[Finding]:
         text = "this machine's rates are not measured yet: the first job predicted to take over a minute does so"
         yield Finding(NOTE, 12, text, "flexengine measure")
     if isinstance(facts.software, Software):
-        missing = [f"{name} ({EXTRAS[name]})" for name, version in facts.software.extras.items()
-                   if version is None and name != "triton"]  # fmt: skip
+        extras = facts.software.extras.items()
+        missing = [f"{name} ({EXTRAS[name]})" for name, version in extras if version is None and name != "triton"]
         if missing:
-            yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}", "")
+            yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}")
 
 
 def _variable(facts: Facts, name: str) -> str | None:
     return facts.software.environment.get(name) if isinstance(facts.software, Software) else None
-

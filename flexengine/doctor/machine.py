@@ -7,9 +7,17 @@ from pathlib import Path
 
 # Names of instruction sets, by the flags of /proc/cpuinfo (x86: flags, ARM: Features).
 _FEATURES = {
-    "avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI",
-    "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "asimd": "NEON", "sve": "SVE", "i8mm": "I8MM", "bf16": "BF16",
-}  # fmt: skip
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFacts:
     """RAM.
 
     Attributes:
@@ -78,7 +86,7 @@ def cpu(root: Path = Path("/")) -> Cpu:
     return Cpu(model, platform.machine(), os.cpu_count() or usable, usable, cgroup_cores(root), features)
 
 
-def memory(root: Path = Path("/")) -> Memory:
+def memory(root: Path = Path("/")) -> MemoryFacts:
     """Return the RAM. root: directory that holds proc/ and sys/."""
     import psutil
 
@@ -88,7 +96,8 @@ def memory(root: Path = Path("/")) -> Memory:
     limit, used = min(cgroup_memory(root), default=(None, None))
     if limit is None or limit >= ram.total:
         limit = used = None
-    return Memory(ram.total, ram.available, usable_memory(root), limit, used, swap.total, swap.used, _huge_pages(root))
+    usable, pages = usable_memory(root), _huge_pages(root)
+    return MemoryFacts(ram.total, ram.available, usable, limit, used, swap.total, swap.used, pages)
 
 
 def _huge_pages(root: Path) -> str | None:

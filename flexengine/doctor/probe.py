@@ -31,24 +31,28 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def torch_facts() -> dict[str, Any]:
     """Return version, build and threads of torch."""
     return {
-        "version": torch.__version__, "cuda_build": torch.version.cuda, "hip_build": torch.version.hip,
-        "cuda_available": cuda.available(), "threads": torch.get_num_threads(), "onednn": has_onednn(),
+        "version": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "hip_build": torch.version.hip,
+        "cuda_available": cuda.available(),
+        "threads": torch.get_num_threads(),
+        "onednn": has_onednn(),
         "openmp": build.openmp_runtime(),
-    }  # fmt: skip
+    }
 
 
 def kernel_facts() -> dict[str, Any]:
     """Return which kernels jobs use: name (native, or reference: plain torch), and of compiled native kernels the
     library and the width of vectors in bits; `compiled` is false if the first job compiles them."""
-    if kernels.choice() == "reference":
-        return {"name": "reference", "compiled": False, "library": None, "simd": None, "bf16": None}
-    library = build.compiled()
-    if library is None:
-        name = "native" if any(compiler.works for compiler in compilers()) else "reference"
-        return {"name": name, "compiled": False, "library": None, "simd": None, "bf16": None}
-    loaded: Any = kernels.load()
-    return {"name": loaded.name, "compiled": True, "library": str(library), "simd": getattr(loaded, "simd", None),
-            "bf16": getattr(loaded, "bf16", None)}  # fmt: skip
+    library, loaded, name = None, None, "reference"
+    if kernels.choice() != "reference":
+        library = build.compiled()
+        loaded = kernels.load() if library is not None else None
+        usable = any(compiler.works for compiler in compilers())
+        name = loaded.name if loaded is not None else "native" if usable else "reference"
+    path = None if library is None else str(library)
+    features = {feature: getattr(loaded, feature, None) for feature in ("simd", "bf16")}
+    return {"name": name, "compiled": loaded is not None, "library": path, **features}
 
 
 def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:

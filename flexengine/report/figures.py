@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from flexengine.plan.feedback import LaneSeconds
 from flexengine.plan.picture import draw_memory
 from flexengine.plan.words import clock, count, digits, lane_name, percent, size
 from flexengine.report.record import Planned
-from flexengine.report.series import Bucket, Histogram
+from flexengine.report.series import Bucket, LengthCounts
 from flexengine.report.svg import FAINT, INK, SERIES, STYLE, to_svg
-from flexengine.report.timeline import KINDS, Span, SweepLine
+from flexengine.report.timeline import KINDS, LaneSpan, SweepLine
 from flexengine.schedule.program import LOADING
 from flexengine.schedule.routes import by_way
 
@@ -93,7 +94,7 @@ def sweep(line: SweepLine, shared: bool) -> str:
     return _drawn("sweep", "Time line of one sweep by lane", words, (WIDTH, 1.2 + 0.4 * len(lanes)), draw)
 
 
-def _span_words(span: Span, shared: bool) -> str:
+def _span_words(span: LaneSpan, shared: bool) -> str:
     def several(name: str, ends: tuple[int, int]) -> str:
         low, high = ends
         return "" if high < 0 else f", {name} {high}" if low in (-1, high) else f", {name}s {low} to {high}"
@@ -144,52 +145,53 @@ def rates(buckets: Sequence[Bucket]) -> str:
 
 def lanes(plan: Planned) -> str:
     """Return measured and predicted seconds of work by lane."""
-    order = [*by_way(lane for lane in plan.lanes if lane != LOADING), *([LOADING] if LOADING in plan.lanes else [])]
-    order = [lane for lane in order if any(plan.lanes[lane])]
-    named = [loading_name(lane, plan.shared) for lane in order]
-    words = "; ".join(f"{name} predicted {clock(plan.lanes[lane][0])}, measured {clock(plan.lanes[lane][1])}"
-                      for name, lane in zip(named, order, strict=True))  # fmt: skip
+    rows = [(name, lane) for name, lane in lane_seconds(plan) if lane.predicted or lane.measured]
+    words = "; ".join(f"{name} predicted {clock(x.predicted)}, measured {clock(x.measured)}" for name, x in rows)
+    named = [name for name, _ in rows]
 
     def draw(axes: Any) -> Tips:
         tips: Tips = {}
         looks = {"predicted": {"facecolor": "none", "edgecolor": INK, "hatch": "///"}, "measured": {"color": SERIES[3]}}
         for i, (what, look) in enumerate(looks.items()):
-            seconds = [plan.lanes[lane][i] for lane in order]
-            bars = axes.barh([row + 0.4 * i - 0.2 for row in range(len(order))], seconds, 0.36, label=what, **look)
+            seconds = [getattr(lane, what) for _, lane in rows]
+            bars = axes.barh([row + 0.4 * i - 0.2 for row in range(len(rows))], seconds, 0.36, label=what, **look)
             for name, bar, spent in zip(named, bars, seconds, strict=True):
                 bar.set_gid(f"{what}-{name}".replace(" ", "-"))
                 tips[f"{what}-{name}".replace(" ", "-")] = f"{name}: {what} {clock(spent)}"
-        axes.set_yticks(range(len(order)), named)
+        axes.set_yticks(range(len(rows)), named)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds of work")
         axes.legend(**ABOVE, ncols=2)
         return tips
 
-    return _drawn("lanes", "Predicted and measured seconds of work by lane", words, (WIDTH, 1.2 + 0.5 * len(order)),
-                  draw)  # fmt: skip
+    inches = (WIDTH, 1.2 + 0.5 * len(rows))
+    return _drawn("lanes", "Predicted and measured seconds of work by lane", words, inches, draw)
 
 
-def loading_name(lane: str, shared: bool) -> str:
-    """Return the name of a lane, or of the reads of resident weights, which are listed beside the lanes."""
-    return "reading resident weights" if lane == LOADING else lane_name(lane, shared)
+def lane_seconds(plan: Planned) -> list[tuple[str, LaneSeconds]]:
+    """Return name and seconds of work of the lanes, in the order in which data passes them, and of the reads of
+    resident weights."""
+    lanes = dict(plan.report.lanes)
+    reads = [("reading resident weights", lanes.pop(LOADING))] if LOADING in lanes else []
+    return [*((lane_name(lane, plan.shared), lanes[lane]) for lane in by_way(lanes)), *reads]
 
 
 # Lengths.
 
 
-def lengths(name: str, title: str, what: str, histogram: Histogram, color: str) -> str:
+def lengths(name: str, title: str, what: str, counts: LengthCounts, color: str) -> str:
     """Return a histogram of numbers of tokens.
 
     Args:
         name: prefix of ids.
         title: title of the picture.
         what: noun of the counted things, in the singular: row, sample.
-        histogram: the counts.
+        counts: numbers by tokens.
         color: in SERIES.
     """
-    bins = histogram.bins()
-    words = f"{histogram.least:,} to {histogram.largest:,} tokens, mean {digits(histogram.mean)}"
+    bins = counts.bins()
+    words = f"{min(counts):,} to {max(counts):,} tokens, mean {digits(counts.mean)}"
 
     def draw(axes: Any) -> Tips:
         boxes = [(low - 0.46, high + 0.46, 0.0, float(n)) for low, high, n in bins]

@@ -1,4 +1,4 @@
-"""Render a Record as one HTML page without references to other files. Jinja escapes all text of the job."""
+"""Render a ReportRecord as one HTML page without references to other files. Jinja escapes all text of the job."""
 
 import base64
 import hashlib
@@ -12,17 +12,14 @@ from markupsafe import Markup
 
 from flexengine.plan.words import clock, count, digits, percent, plain, size
 from flexengine.report import figures
-from flexengine.report.figures import loading_name
-from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Record
+from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, ReportRecord
 from flexengine.report.svg import SERIES
-from flexengine.schedule.program import LOADING
-from flexengine.schedule.routes import by_way
 
 HEADLINES = {RUNNING: "running when this page was written", DONE: "done", INTERRUPTED: "interrupted", FAILED: "failed"}
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
-def render(record: Record) -> str:
+def render(record: ReportRecord) -> str:
     """Return the page of a job."""
     source = files("flexengine.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -41,51 +38,54 @@ def _digest(source: str) -> str:
     return base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
 
 
-def _pictures(record: Record) -> dict[str, Markup]:
+def _pictures(record: ReportRecord) -> dict[str, Markup]:
     """Return the SVG elements by name. Those without data are missing."""
     plan, drawn = record.plan, dict[str, str]()
     if plan is not None:
         drawn["memory"] = figures.memory(plan)
-        if any(map(any, plan.lanes.values())):
+        if any(lane.predicted or lane.measured for lane in plan.report.lanes.values()):
             drawn["lanes"] = figures.lanes(plan)
     if plan is not None and record.sweep is not None:
         drawn["sweep"] = figures.sweep(record.sweep, plan.shared)
     if record.rates:
         drawn["rates"] = figures.rates(record.rates)
     lengths = record.lengths
-    if lengths.prompts.number:
+    if lengths.prompts:
         drawn["prompts"] = figures.lengths("prompts", "Prompt tokens of rows", "row", lengths.prompts, SERIES[0])
-    if lengths.completions.number:
+    if lengths.completions:
         drawn["completions"] = figures.lengths(
             "completions", "Generated tokens of samples", "sample", lengths.completions, SERIES[3]
         )
     return {name: Markup(svg) for name, svg in drawn.items()}
 
 
-def _tiles(record: Record) -> list[tuple[str, str, str]]:
+def _tiles(record: ReportRecord) -> list[tuple[str, str, str]]:
     """Return (value, name, remark) of the most important numbers."""
     counts, totals, plan = record.counts, record.totals, record.plan
     before = f"{counts.done_before:,} in earlier runs" if counts.done_before else f"{counts.failed:,} with an error"
     tiles = [(f"{counts.done + counts.failed:,} of {counts.rows:,}", "rows finished", before)]
     if totals.seconds:
-        tiles.append((f"{digits(totals.tokens / totals.seconds)} tok/s", "generated",
-                      f"{totals.tokens:,} tokens in {clock(totals.seconds)}"))  # fmt: skip
+        tiles.append(_rate("generated", totals.tokens, totals.seconds))
     if totals.prefill_seconds:
-        tiles.append((f"{digits(totals.computed_prompt_tokens / totals.prefill_seconds)} tok/s", "prompts computed",
-                      f"{totals.computed_prompt_tokens:,} tokens in {clock(totals.prefill_seconds)}"))  # fmt: skip
+        tiles.append(_rate("prompts computed", totals.computed_prompt_tokens, totals.prefill_seconds))
     tiles.append((clock(record.elapsed), "from start to this page", count(totals.sweeps, "sweep", "sweeps")))
-    if plan is not None and plan.measured_seconds:
-        rates = "measured rates" if plan.measured else "assumed rates"
-        tiles.append((clock(plan.predicted_seconds), "predicted",
-                      f"for these sweeps, which took {clock(plan.measured_seconds)}; {rates}"))  # fmt: skip
+    if plan is not None and plan.report.measured_seconds:
+        rates = "measured rates" if plan.report.measured else "assumed rates"
+        took = f"for these sweeps, which took {clock(plan.report.measured_seconds)}; {rates}"
+        tiles.append((clock(plan.report.predicted_seconds), "predicted", took))
     return tiles
 
 
-def _lanes(record: Record) -> list[tuple[str, float, float, str]]:
+def _rate(name: str, tokens: int, seconds: float) -> tuple[str, str, str]:
+    return f"{digits(tokens / seconds)} tok/s", name, f"{tokens:,} tokens in {clock(seconds)}"
+
+
+def _lanes(record: ReportRecord) -> list[tuple[str, float, float, str]]:
     """Return (name, predicted seconds, measured seconds, remark) by lane, in the order in which data passes."""
     if record.plan is None:
         return []
-    plan, spent = record.plan, record.plan.measured_seconds
-    order = [*by_way(lane for lane in plan.lanes if lane != LOADING), *([LOADING] if LOADING in plan.lanes else [])]
-    return [(loading_name(lane, plan.shared), *plan.lanes[lane], percent(plan.lanes[lane][1] / spent) if spent else "-")
-            for lane in order]  # fmt: skip
+    spent = record.plan.report.measured_seconds
+    return [
+        (name, lane.predicted, lane.measured, percent(lane.measured / spent) if spent else "-")
+        for name, lane in figures.lane_seconds(record.plan)
+    ]

@@ -1,5 +1,6 @@
 """Everything that a page shows, as plain values. Made from a running or an ended job by `recorder.py`."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,13 +8,12 @@ from typing import Any
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.plan import explain
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import PlanReport, Watch
 from flexengine.plan.picture import Memory
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import HIDDEN, fraction
 from flexengine.plan.words import place_name
-from flexengine.report.errors import Errors
-from flexengine.report.series import Bucket, Histogram
+from flexengine.report.series import Bucket, ErrorCounts, LengthCounts
 from flexengine.report.timeline import SweepLine
 
 RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
@@ -29,9 +29,9 @@ class Lengths:
         endings: number of samples by finish reason.
     """
 
-    prompts: Histogram = field(default_factory=Histogram)
-    completions: Histogram = field(default_factory=Histogram)
-    endings: dict[str, int] = field(default_factory=dict)
+    prompts: LengthCounts = field(default_factory=LengthCounts)
+    completions: LengthCounts = field(default_factory=LengthCounts)
+    endings: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -40,35 +40,29 @@ class Planned:
 
     Attributes:
         hardware: name, kind and origin of the rates.
-        measured: whether the rates were measured on this machine.
         shared: whether host and device are one memory.
         places: names of the places.
         placement: by kind of data, its bytes in each place.
         memories: name, bytes by purpose and capacity of each memory.
-        lanes: by lane, predicted and measured seconds of work so far.
-        predicted_seconds: prediction of the sweeps so far.
-        measured_seconds: seconds of the sweeps so far.
+        report: predicted and measured seconds of the sweeps so far, as in the summary.
         job_seconds: prediction of the whole job.
         policy: fields of the policy file.
         text: the plan in words.
     """
 
     hardware: str
-    measured: bool
     shared: bool
     places: tuple[str, ...]
     placement: dict[str, tuple[int, ...]]
     memories: list[Memory]
-    lanes: dict[str, tuple[float, float]]
-    predicted_seconds: float
-    measured_seconds: float
+    report: PlanReport
     job_seconds: float
     policy: dict[str, Any]
     text: str
 
 
 @dataclass(frozen=True)
-class Record:
+class ReportRecord:
     """A job as a page shows it.
 
     Attributes:
@@ -98,7 +92,7 @@ class Record:
     counts: JobCounts
     totals: Progress
     lengths: Lengths
-    errors: Errors
+    errors: ErrorCounts
     rates: list[Bucket]
     plan: Planned | None
     sweep: SweepLine | None
@@ -116,17 +110,17 @@ def planned(watch: Watch, model: str) -> Planned:
     cost, layout = watch.cost, watch.layout
     hardware, facts, workload = cost.hardware, cost.model, cost.workload
     prediction = cost.predict(layout)
-    seen = watch.report()
     return Planned(
-        hardware=explain.machine(hardware), measured=hardware.measured, shared=hardware.shared,
+        hardware=explain.machine(hardware),
+        shared=hardware.shared,
         places=tuple(place_name(place, hardware.shared) for place in layout.places),
         placement=_placement(watch, prediction),
         memories=explain.tiers(prediction, hardware),
-        lanes={lane: (x.predicted, x.measured) for lane, x in seen.lanes.items()},
-        predicted_seconds=seen.predicted_seconds, measured_seconds=seen.measured_seconds,
-        job_seconds=prediction.total_seconds, policy=layout.policy.to_json(),
+        report=watch.report(),
+        job_seconds=prediction.total_seconds,
+        policy=layout.policy.to_json(),
         text=explain.report(model, facts, hardware, workload, prediction),
-    )  # fmt: skip
+    )
 
 
 def _placement(watch: Watch, prediction: Prediction) -> dict[str, tuple[int, ...]]:

@@ -18,10 +18,9 @@ from flexengine.job.resume import Job
 from flexengine.job.whole_file import part_path
 from flexengine.plan.feedback import Watch
 from flexengine.report.base import NoReport
-from flexengine.report.errors import Errors
 from flexengine.report.machine import machine
-from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Lengths, Record, planned
-from flexengine.report.series import Bucket, Rates
+from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Lengths, ReportRecord, planned
+from flexengine.report.series import Bucket, ErrorCounts, SweepRates
 from flexengine.report.timeline import SweepSample
 
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
@@ -51,7 +50,7 @@ def check(path: str) -> None:
         raise InvalidInput(f"--report needs matplotlib ({error}); {INSTALL}") from error
 
 
-class Recorder(NoReport):
+class ReportRecorder(NoReport):
     """Recorder of a job, which writes the page. Use as a context manager around the job.
 
     A page that cannot be written or drawn does not stop the job: `say` gets the reason, each reason once.
@@ -75,7 +74,7 @@ class Recorder(NoReport):
             clock: return seconds.
         """
         self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
-        self.sample, self._rates, self._errors, self._lengths = SweepSample(), Rates(), Errors(), Lengths()
+        self.sample, self._rates, self._errors, self._lengths = SweepSample(), SweepRates(), ErrorCounts(), Lengths()
         self._engine: BaseEngine | None = None
         self._watch: Watch | None = None
         self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
@@ -92,10 +91,10 @@ class Recorder(NoReport):
         prefill = now.prefill_seconds > last.prefill_seconds
         tokens = max(0, now.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
         self._decodes += not prefill
-        self._rates.add(Bucket(
-            1, now.prefill_seconds - last.prefill_seconds, now.decode_seconds - last.decode_seconds,
-            now.computed_prompt_tokens - last.computed_prompt_tokens, tokens * prefill, tokens * (not prefill),
-        ))  # fmt: skip
+        prefill_seconds = now.prefill_seconds - last.prefill_seconds
+        decode_seconds = now.decode_seconds - last.decode_seconds
+        prompt_tokens = now.computed_prompt_tokens - last.computed_prompt_tokens
+        self._rates.add(Bucket(1, prefill_seconds, decode_seconds, prompt_tokens, tokens * (not prefill)))
         assert self._engine is not None
         if self._engine.watch is not self._watch:
             if self._watch is not None:
@@ -110,12 +109,10 @@ class Recorder(NoReport):
         if result.error is not None:
             self._errors.add(result.index, result.error)
             return
-        self._lengths.prompts.add(result.prompt_tokens)
+        self._lengths.prompts[result.prompt_tokens] += 1
         samples: Sequence[Completion | Result] = result.samples or [result]
-        for sample in samples:
-            self._lengths.completions.add(len(sample.token_ids))
-            reason = sample.finish_reason or "none"
-            self._lengths.endings[reason] = self._lengths.endings.get(reason, 0) + 1
+        self._lengths.completions.update(len(sample.token_ids) for sample in samples)
+        self._lengths.endings.update(sample.finish_reason or "none" for sample in samples)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,19 +130,30 @@ class Recorder(NoReport):
         else:
             self._write(FAILED, str(error) or kind.__name__)
 
-    def record(self, state: str, error: str = "") -> Record:
-        """Return the job so far. Arguments as in Record."""
+    def record(self, state: str, error: str = "") -> ReportRecord:
+        """Return the job so far. Arguments as in ReportRecord."""
         assert self._engine is not None
         name, watch = self._engine.core.source.name, self._engine.watch
         mean = self._totals.decode_seconds / max(1, self._decodes)
-        return Record(
-            model=name, state=state, error=error, began=_time(self._began), written=_time(time.time()),
-            elapsed=self._clock() - self._since, command=shlex.join(self._command), folder=os.getcwd(),
+        return ReportRecord(
+            model=name,
+            state=state,
+            error=error,
+            began=_time(self._began),
+            written=_time(time.time()),
+            elapsed=self._clock() - self._since,
+            command=shlex.join(self._command),
+            folder=os.getcwd(),
             counts=JobCounts(self._rows.total, self._rows.done, self._rows.failed, self._rows.resumed),
-            totals=self._totals, lengths=self._lengths, errors=self._errors, rates=self._rates.buckets,
-            plan=planned(watch, name) if watch is not None else None, sweep=self.sample.typical(mean),
-            summary=self._engine.summary.to_json() if state != RUNNING else {}, machine=machine(),
-        )  # fmt: skip
+            totals=self._totals,
+            lengths=self._lengths,
+            errors=self._errors,
+            rates=self._rates.buckets,
+            plan=planned(watch, name) if watch is not None else None,
+            sweep=self.sample.typical(mean),
+            summary=self._engine.summary.to_json() if state != RUNNING else {},
+            machine=machine(),
+        )
 
     def _write(self, state: str, error: str = "") -> None:
         """Write the page under a temporary name, and rename it."""

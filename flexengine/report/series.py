@@ -1,9 +1,17 @@
-"""Series of unlimited length in bounded memory: rates in time buckets, and counts of lengths in bins."""
+"""Series of unlimited length in bounded memory: rates in time buckets, counts of lengths, and errors by kind."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
+
+from flexengine.job.rows import without_place
 
 MOST_BUCKETS = 240
 MOST_BINS = 40
+MOST_KINDS = 30
+MOST_CHARACTERS = 300  # of a stored message
+
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]?|\d[\d,.]*")
 
 
 @dataclass
@@ -15,15 +23,13 @@ class Bucket:
         prefill_seconds: seconds of the sweeps that computed a prompt.
         decode_seconds: seconds of the other sweeps.
         prompt_tokens: prompt tokens computed.
-        mixed_tokens: tokens generated in sweeps that computed a prompt.
-        decode_tokens: tokens generated in the other sweeps.
+        decode_tokens: tokens generated in the sweeps without a prompt.
     """
 
     sweeps: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
-    mixed_tokens: int = 0
     decode_tokens: int = 0
 
     @property
@@ -37,7 +43,7 @@ class Bucket:
             setattr(self, name, getattr(self, name) + value)
 
 
-class Rates:
+class SweepRates:
     """Tokens and seconds of all sweeps, in at most MOST_BUCKETS buckets of equally many sweeps.
 
     Attributes:
@@ -46,58 +52,80 @@ class Rates:
 
     def __init__(self, most: int = MOST_BUCKETS) -> None:
         self.buckets: list[Bucket] = []
-        self._most, self._per = most, 1
+        self._most, self._sweeps = most, 1
 
     def add(self, sweep: Bucket) -> None:
         """Add a sweep. If all buckets are full, merge each two."""
-        if self._full and len(self.buckets) == self._most:
-            self._halve()
-        if self._full:
+        full = not self.buckets or self.buckets[-1].sweeps >= self._sweeps
+        if full and len(self.buckets) == self._most:
+            for first, second in zip(self.buckets[::2], self.buckets[1::2], strict=False):
+                first.add(second)
+            del self.buckets[1::2]
+            self._sweeps *= 2
+            full = self.buckets[-1].sweeps >= self._sweeps
+        if full:
             self.buckets.append(Bucket())
         self.buckets[-1].add(sweep)
 
-    @property
-    def _full(self) -> bool:
-        return not self.buckets or self.buckets[-1].sweeps >= self._per
 
-    def _halve(self) -> None:
-        for first, second in zip(self.buckets[::2], self.buckets[1::2], strict=False):
-            first.add(second)
-        del self.buckets[1::2]
-        self._per *= 2
-
-
-class Histogram:
-    """Counts of whole numbers in at most `most` bins of one width, which doubles as larger numbers come.
-
-    Attributes:
-        counts: by bin; bin i holds i * width to (i + 1) * width - 1.
-        width: width of a bin.
-        number, total, least, largest: number, sum and limits of all values; 0 if there are none.
-    """
-
-    def __init__(self, most: int = MOST_BINS) -> None:
-        self.counts, self.width = [0] * most, 1
-        self.number = self.total = self.least = self.largest = 0
-
-    def add(self, value: int) -> None:
-        """Add a number of at least 0."""
-        while value >= self.width * len(self.counts):
-            pairs = zip(self.counts[::2], self.counts[1::2], strict=True)
-            self.counts = [a + b for a, b in pairs] + [0] * (len(self.counts) // 2)
-            self.width *= 2
-        self.counts[value // self.width] += 1
-        self.least = min(self.least, value) if self.number else value
-        self.largest = max(self.largest, value)
-        self.number, self.total = self.number + 1, self.total + value
+class LengthCounts(Counter[int]):
+    """Numbers of sequences by their tokens. Memory is bounded, as sequences are."""
 
     @property
     def mean(self) -> float:
-        """Return the mean; 0 without values."""
-        return self.total / self.number if self.number else 0.0
+        """Return the mean length; 0 without sequences."""
+        return sum(length * number for length, number in self.items()) / (self.total() or 1)
 
-    def bins(self) -> list[tuple[int, int, int]]:
-        """Return (first number, last number, count) of the bins from the first to the last that holds a value."""
-        used = [i for i, n in enumerate(self.counts) if n]
-        span = range(used[0], used[-1] + 1) if used else range(0)
-        return [(i * self.width, (i + 1) * self.width - 1, self.counts[i]) for i in span]
+    def bins(self, most: int = MOST_BINS) -> list[tuple[int, int, int]]:
+        """Return (first length, last length, number) of bins of one width, from the first to the last that is used."""
+        width = 1
+        while self and max(self) >= width * most:
+            width *= 2
+        numbers: Counter[int] = Counter()
+        for length, number in self.items():
+            numbers[length // width] += number
+        used = range(min(numbers), max(numbers) + 1) if numbers else ()
+        return [(i * width, (i + 1) * width - 1, numbers[i]) for i in used]
+
+
+@dataclass
+class ErrorKind:
+    """Rows whose errors are of one kind.
+
+    Attributes:
+        count: number of rows.
+        row: number of the first row.
+        message: the first row's error, at most MOST_CHARACTERS characters.
+    """
+
+    count: int
+    row: int
+    message: str
+
+
+class ErrorCounts:
+    """Counts of rows' errors by kind. Messages that differ only in numbers and quoted text are of one kind.
+
+    Attributes:
+        kinds: by pattern, in the order of their first rows; at most MOST_KINDS.
+        others: rows with errors of further kinds.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, ErrorKind] = {}
+        self.others = 0
+
+    def add(self, row: int, message: str) -> None:
+        """Add a row's error."""
+        pattern = _VARIES.sub("*", without_place(message[: 4 * MOST_CHARACTERS]))[:MOST_CHARACTERS]
+        if pattern in self.kinds:
+            self.kinds[pattern].count += 1
+        elif len(self.kinds) < MOST_KINDS:
+            cut = message if len(message) <= MOST_CHARACTERS else message[: MOST_CHARACTERS - 4] + " ..."
+            self.kinds[pattern] = ErrorKind(1, row, cut)
+        else:
+            self.others += 1
+
+    def by_count(self) -> list[ErrorKind]:
+        """Return the kinds, the most frequent first."""
+        return sorted(self.kinds.values(), key=lambda kind: -kind.count)

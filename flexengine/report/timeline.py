@@ -21,7 +21,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Span:
+class LaneSpan:
     """Time of one task, or of consecutive tasks of a lane.
 
     Attributes:
@@ -46,13 +46,13 @@ class Span:
     busy: float = 0.0
 
     @staticmethod
-    def of(task: Task, began: float, end: float) -> "Span":
+    def of(task: Task, began: float, end: float) -> "LaneSpan":
         """Return the span of a task."""
         layer, batch = task.cell.layer, task.cell.batch
         kind = _KINDS.get(task.op, COMPUTE)
-        return Span(task.lane, task.op.value, kind, began, end, (layer, layer), (batch, batch), 1, end - began)
+        return LaneSpan(task.lane, task.op.value, kind, began, end, (layer, layer), (batch, batch), 1, end - began)
 
-    def joined(self, other: "Span") -> "Span":
+    def joined(self, other: "LaneSpan") -> "LaneSpan":
         """Return one span for this one and a later one of the same lane."""
         longer = self if self.busy >= other.busy else other
         return replace(
@@ -82,7 +82,7 @@ class SweepLine:
     sweep: int
     prefill: bool
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
     busy: dict[str, float]
     cut: bool = False
 
@@ -107,7 +107,7 @@ def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], 
     if not own:
         return None
     zero, last = min(began for began, _ in own), max(end for _, end in own)
-    spans = [Span.of(task, max(began, zero) - zero, min(end, last) - zero)
+    spans = [LaneSpan.of(task, max(began, zero) - zero, min(end, last) - zero)
              for task, began, end in tasks if end > zero and began < last]  # fmt: skip
     busy: dict[str, float] = {}
     for span in spans:
@@ -115,12 +115,12 @@ def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], 
     return SweepLine(sweep, prefill, last - zero, tuple(merged(spans)), busy, cut)
 
 
-def merged(spans: Iterable[Span], most: int = MOST_DRAWN) -> list[Span]:
+def merged(spans: Iterable[LaneSpan], most: int = MOST_DRAWN) -> list[LaneSpan]:
     """Return at most about `most` spans: consecutive spans of a lane are joined until they are few enough.
 
     Spans of one operation are joined first, then short spans of several.
     """
-    lanes: dict[str, list[Span]] = {}
+    lanes: dict[str, list[LaneSpan]] = {}
     for span in sorted(spans, key=lambda span: span.began):
         lanes.setdefault(span.lane, []).append(span)
     whole = max((span.end for each in lanes.values() for span in each), default=0.0)
@@ -134,10 +134,10 @@ def merged(spans: Iterable[Span], most: int = MOST_DRAWN) -> list[Span]:
     return list(chain.from_iterable(lines))
 
 
-def _joined(spans: list[Span], gap: float, longest: float) -> list[Span]:
+def _joined(spans: list[LaneSpan], gap: float, longest: float) -> list[LaneSpan]:
     """Return the spans of one lane with neighbours joined that are at most `gap` seconds apart, and that are of one
     operation or at most `longest` seconds long together."""
-    joined: list[Span] = []
+    joined: list[LaneSpan] = []
     for span in spans:
         last = joined[-1] if joined else None
         adjacent = last is not None and span.began - last.end <= gap

@@ -11,7 +11,7 @@ import pytest
 from flexengine import activity as module
 from flexengine.activity import (
     Activity,
-    Work,
+    RunningActivity,
     activity,
     advance,
     listener,
@@ -75,7 +75,7 @@ def test_reports_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_reported_after_the_end() -> None:
     heard = Heard()
-    work = Work(heard, Activity("a", ""))
+    work = RunningActivity(heard, Activity("a", ""))
     work.end(failed=True)
     work.end()
     work.advance()
@@ -156,7 +156,7 @@ def test_a_function_is_called_by_one_thread_at_a_time() -> None:
 
     to = listener_of(slow)
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(Work(to, Activity(str(i), "")).advance) for i in range(20)]:
+        for done in [pool.submit(RunningActivity(to, Activity(str(i), "")).advance) for i in range(20)]:
             done.result()
     assert calls[0] == 40  # began and running
 

@@ -197,7 +197,7 @@ def test_no_home(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert {each["use"] for each in found["disks"]} == {"hub", "current"}
 
 
-@pytest.mark.parametrize("probe", ["cpu", "memory", "disk", "software", "compilers", "_cache", "_hub", "_engine"])
+@pytest.mark.parametrize("probe", ["cpu", "memory", "disk", "software", "compilers", "_cache", "hub_directory", "_engine"])
 @pytest.mark.parametrize("error", [OSError(5, "a\nb"), KeyError("x"), RecursionError(), UnicodeError()])
 def test_a_probe_that_fails(
     here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch, probe: str, error: Exception
@@ -209,7 +209,7 @@ def test_a_probe_that_fails(
     monkeypatch.setattr(collected, probe, fail)
     code, found, _ = run()
     assert code == (1 if probe in ("_cache", "_engine") else 0)
-    if probe != "_hub":
+    if probe != "hub_directory":
         assert any(type(error).__name__ in text or "cannot be examined" in text for text in texts(found))
 
 

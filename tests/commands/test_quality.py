@@ -15,8 +15,8 @@ import torch
 
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality, quality_choices
-from flexengine.commands.quality import Text, asked, stretches
-from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
+from flexengine.commands.quality import SampleText, asked, stretches
+from flexengine.commands.quality_cost import LossyCost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
@@ -118,7 +118,7 @@ def test_bundled_texts_hold_nothing_but_the_works() -> None:
 
 def test_stretches_are_spread_and_begin_as_texts_do() -> None:
     tokenizer = byte_tokenizer()
-    rows = stretches(Text("t", "abcdefghij" * 20, rows=3, tokens=21), tokenizer, context=21)
+    rows = stretches(SampleText("t", "abcdefghij" * 20, rows=3, tokens=21), tokenizer, context=21)
     assert [len(row) for row in rows] == [21] * 3
     assert all(row[0] == 0 and 0 not in row[1:] for row in rows)
     assert [tokenizer.decode(row[1:]) for row in rows] == [
@@ -148,12 +148,12 @@ def test_opening() -> None:
 )
 def test_texts_that_cannot_be_cut(cut: dict[str, int], context: int | None, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        stretches(Text("t", "x" * 100, **cut), byte_tokenizer(), context)
+        stretches(SampleText("t", "x" * 100, **cut), byte_tokenizer(), context)
 
 
 def test_no_tokenizer() -> None:
     with pytest.raises(InvalidInput, match="no tokenizer"):
-        stretches(Text("t", "x", 1, 16), None, None)
+        stretches(SampleText("t", "x", 1, 16), None, None)
 
 
 def test_unreadable_text(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_unreadable_text(tmp_path: Path) -> None:
 COSTS = [
     cost(EXACT, scored(), scored()),
     cost(Lossy(weights="int4"), scored(), scored(OTHER_ROWS, weights=1_000_000)),
-    Cost(Lossy(cache="int2"), refused="keys of 3 values cannot be packed in a long sentence of many words"),
+    LossyCost(Lossy(cache="int2"), refused="keys of 3 values cannot be packed in a long sentence of many words"),
 ]
 ABOUT = {"model": "m", "kind": "cpu", "machine": "c, 2 cores", "dtype": "float32"}
 
@@ -188,7 +188,7 @@ def test_table() -> None:
 
 
 def test_header_and_hint() -> None:
-    text = Text("t", "x", rows=8, tokens=512)
+    text = SampleText("t", "x", rows=8, tokens=512)
     first, second, _ = quality.header(ABOUT, text).splitlines()
     assert first == "m on cpu (c, 2 cores, float32)"
     assert second.startswith("t: 8 x 512 tokens, 3,840 of them predicted")
@@ -198,7 +198,7 @@ def test_header_and_hint() -> None:
 
 
 def test_json_has_no_nan() -> None:
-    made = quality.as_json(ABOUT, Text("t", "x", rows=8, tokens=512), COSTS)
+    made = quality.as_json(ABOUT, SampleText("t", "x", rows=8, tokens=512), COSTS)
     made = json.loads(json.dumps(made, allow_nan=False))
     assert (made["model"], made["rows"], made["tokens"], made["prompt"]) == ("m", 8, 512, 32)
     assert [c["lossy"] for c in made["choices"]] == [{}, {"weights": "int4"}, {"cache": "int2"}]
@@ -232,7 +232,7 @@ def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
         engine.core.opened.refusal = lambda each: "no bf16 here" if each.compute == "bf16" else None
         return contextlib.nullcontext(engine)
 
-    text, among = quality.Text("t", "words " * 200, 2, 64), [Lossy(compute="bf16"), INT8]
+    text, among = quality.SampleText("t", "words " * 200, 2, 64), [Lossy(compute="bf16"), INT8]
     for named, expected in ((False, [EXACT, INT8]), (True, [EXACT, *among])):
         assert [c.lossy for c, _ in quality.measure(make, text, among, named)] == expected
 
@@ -264,7 +264,7 @@ class Stand:
         return Entered()
 
 
-TEXT = Text("t", "x" * 100, rows=2, tokens=40)
+TEXT = SampleText("t", "x" * 100, rows=2, tokens=40)
 
 
 def test_one_engine_at_a_time_and_refusals_cost_no_other_choice() -> None:

@@ -11,7 +11,7 @@ import pytest
 from flexengine.config import Result
 from flexengine.job.resume import JournalJob
 from flexengine.report import recorder
-from flexengine.report.recorder import Recorder
+from flexengine.report.recorder import ReportRecorder
 from tests.helpers.families import NEW
 from tests.helpers.job import Job
 
@@ -139,15 +139,15 @@ def test_a_job_that_ends_early_leaves_a_page(
 ) -> None:
     """A page is written while the job runs, and another one at its end."""
     written: list[str] = []
-    clock, write = Interrupting(error, 7), Recorder._write
+    clock, write = Interrupting(error, 7), ReportRecorder._write
 
-    def noted(self: Recorder, state: str, reason: str = "") -> None:
+    def noted(self: ReportRecorder, state: str, reason: str = "") -> None:
         write(self, state, reason)
         written.append(Path(self.path).read_text())
 
-    init = Recorder.__init__
-    monkeypatch.setattr(Recorder, "__init__", lambda *args: init(*args, clock=clock))
-    monkeypatch.setattr(Recorder, "_write", noted)
+    init = ReportRecorder.__init__
+    monkeypatch.setattr(ReportRecorder, "__init__", lambda *args: init(*args, clock=clock))
+    monkeypatch.setattr(ReportRecorder, "_write", noted)
     assert job(*offloaded, "--report", str(job.folder / "r.html")) in (3, 130)
     assert "running when this page was written" in written[0]
     assert words in written[-1]
@@ -169,7 +169,7 @@ def test_an_output_that_cannot_be_written_is_on_the_page(job: Job, monkeypatch: 
 def test_samples_are_counted_each(tmp_path: Path) -> None:
     from flexengine.config import Completion
 
-    made = Recorder(str(tmp_path / "r.html"), ["run"], None, print)  # type: ignore[arg-type]
+    made = ReportRecorder(str(tmp_path / "r.html"), ["run"], None, print)  # type: ignore[arg-type]
     samples = [Completion("", [1, 2], "stop"), Completion("", [1], "length")]
     made.take(Result(0, "", [1, 2], "stop", 9, 3, samples=samples))
     made.take(Result(1, error="row 1: no"))

@@ -10,9 +10,9 @@ import pytest
 from flexengine.doctor import findings as module
 from flexengine.doctor.attempt import Failed
 from flexengine.doctor.disks import Disk
-from flexengine.doctor.facts import Cache, Facts
+from flexengine.doctor.facts import CacheFacts, Facts
 from flexengine.doctor.findings import NOTE, SLOWS, STOPS, findings
-from flexengine.doctor.machine import Cpu, Memory
+from flexengine.doctor.machine import Cpu, MemoryFacts
 from flexengine.doctor.software import EXTRAS, Compiler, Library, Software
 
 GB = 10**9
@@ -32,9 +32,10 @@ def good() -> Facts:
         "kernels": {"name": "native", "compiled": True, "simd": 512}, "gpus": [], "rates": {"when": 1.0},
     }  # fmt: skip
     return Facts(
-        Cpu("A CPU", "x86_64", 8, 8, None, ("AVX2",)), Memory(64 * GB, 60 * GB, 60 * GB, None, None, 0, 0, "madvise"),
+        Cpu("A CPU", "x86_64", 8, 8, None, ("AVX2",)),
+        MemoryFacts(64 * GB, 60 * GB, 60 * GB, None, None, 0, 0, "madvise"),
         (good_disk("cache"), good_disk("offload"), good_disk("hub"), good_disk("current")), software,
-        (Compiler("g++", "g++ 13", True),), Cache("/cache", GB, {}, 0, "/hub", 0, ""), engine,
+        (Compiler("g++", "g++ 13", True),), CacheFacts("/cache", GB, {}, 0, "/hub", 0, ""), engine,
     )  # fmt: skip
 
 

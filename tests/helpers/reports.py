@@ -1,43 +1,45 @@
 """Records of invented jobs, for the tests of pages."""
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
-from flexengine.report.errors import Errors
-from flexengine.report.record import DONE, Lengths, Planned, Record
-from flexengine.report.series import Bucket
-from flexengine.report.timeline import COMPUTE, WEIGHTS, Span, SweepLine
+from flexengine.plan.feedback import LaneSeconds, PlanReport
+from flexengine.report.record import DONE, Lengths, Planned, ReportRecord
+from flexengine.report.series import Bucket, ErrorCounts
+from flexengine.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine
 
 GB = 10**9
 SPANS = (
-    Span("disk_read", "load weight", WEIGHTS, 0.0, 0.4, (0, 0), (-1, -1), 1, 0.4),
-    Span("disk_read", "load weight", WEIGHTS, 0.5, 0.9, (1, 1), (-1, -1), 1, 0.4),
-    Span("device", "compute", COMPUTE, 0.4, 1.0, (0, 1), (0, 2), 3, 0.6),
+    LaneSpan("disk_read", "load weight", WEIGHTS, 0.0, 0.4, (0, 0), (-1, -1), 1, 0.4),
+    LaneSpan("disk_read", "load weight", WEIGHTS, 0.5, 0.9, (1, 1), (-1, -1), 1, 0.4),
+    LaneSpan("device", "compute", COMPUTE, 0.4, 1.0, (0, 1), (0, 2), 3, 0.6),
 )
 PLAN = Planned(
-    hardware="box (sim, measured)", measured=True, shared=False, places=("device", "host", "disk"),
+    hardware="box (sim, measured)", shared=False, places=("device", "host", "disk"),
     placement={"weights": (2 * GB, 3 * GB, 5 * GB), "KV cache": (GB, 0, 0), "activations": (10**6, 0, 0)},
     memories=[("device", {"weights": 2 * GB, "KV cache": GB}, 4 * GB), ("host", {"weights": 3 * GB}, None),
               ("disk", {}, 100 * GB)],
-    lanes={"disk_read": (10.0, 12.0), "device": (5.0, 4.0), "loading": (1.0, 1.5)}, predicted_seconds=14.0,
-    measured_seconds=15.0, job_seconds=20.0, policy={"gpu_batch_size": 3}, text="the plan in words",
+    report=PlanReport("box", True, 14.0, 15.0, {
+        "disk_read": LaneSeconds(10.0, 12.0), "device": LaneSeconds(5.0, 4.0), "loading": LaneSeconds(1.0, 1.5)}),
+    job_seconds=20.0, policy={"gpu_batch_size": 3}, text="the plan in words",
 )  # fmt: skip
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> ReportRecord:
     """Return a finished job with some errors, with these fields changed."""
-    lengths, errors = Lengths(endings={"length": 3, "stop": 1}), Errors()
+    lengths, errors = Lengths(endings=Counter({"length": 3, "stop": 1})), ErrorCounts()
     for n in (5, 9, 30, 31):
-        lengths.prompts.add(n)
-        lengths.completions.add(n // 2)
+        lengths.prompts[n] += 1
+        lengths.completions[n // 2] += 1
     errors.add(4, "line 5: max_tokens is 0; it must be at least 1")
-    made = Record(
+    made = ReportRecord(
         model="toy", state=DONE, error="", began="2026-01-01 10:00:00", written="2026-01-01 10:00:20", elapsed=20.0,
         command="python -m flexengine.run in.jsonl --report r.html", folder="/data", counts=JobCounts(5, 4, 1, 0),
         totals=Progress(6, 4, 1, 75, 75, 30, 30, 5.0, 10.0), lengths=lengths, errors=errors,
-        rates=[Bucket(1, 5.0, 0.0, 75, 4, 0), Bucket(5, 0.0, 10.0, 0, 0, 26)], plan=PLAN,
+        rates=[Bucket(1, 5.0, 0.0, 75, 0), Bucket(5, 0.0, 10.0, 0, 26)], plan=PLAN,
         sweep=SweepLine(4, False, 1.0, SPANS, {"disk_read": 0.8, "device": 0.6}),
         summary={"load_seconds": 0.5, "device": "sim", "dtype": "float32", "lossy": {}, "bytes": {"h2d": GB},
                  "peak_bytes": {"device": GB}, "replanned": []},

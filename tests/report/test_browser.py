@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.report.errors import Errors
 from flexengine.report.page import render
+from flexengine.report.series import ErrorCounts
 from tests.helpers.reports import record
 from tests.report.test_page import HOSTILE, SECTIONS
 
@@ -48,7 +48,7 @@ def browse(page: Path, *more: str, width: int = 1100) -> subprocess.CompletedPro
 
 
 def hostile_page() -> str:
-    errors = Errors()
+    errors = ErrorCounts()
     errors.add(0, HOSTILE)
     return render(record(model=HOSTILE, error=HOSTILE, command=HOSTILE, errors=errors))
 

@@ -9,9 +9,9 @@ import pytest
 
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
-from flexengine.report.errors import Errors
 from flexengine.report.page import render
 from flexengine.report.record import FAILED, INTERRUPTED, RUNNING, Lengths
+from flexengine.report.series import ErrorCounts
 from tests.helpers.reports import PLAN, record
 
 pytest.importorskip("matplotlib")
@@ -65,7 +65,7 @@ def test_all_sections_and_numbers() -> None:
 
 
 def test_text_of_the_job_is_escaped() -> None:
-    errors = Errors()
+    errors = ErrorCounts()
     errors.add(0, HOSTILE)
     errors.add(1, "half a pair: \ud800")
     plan = dataclasses.replace(PLAN, hardware=HOSTILE, text=HOSTILE, policy={"schedule": HOSTILE})
@@ -133,7 +133,7 @@ def test_pictures_have_titles_and_colors_of_the_page() -> None:
 @pytest.mark.parametrize("state", [RUNNING, INTERRUPTED, FAILED])
 def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
     page = Page(render(record(
-        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=Errors(), summary={},
+        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=ErrorCounts(), summary={},
         counts=JobCounts(0, 0, 0, 0), totals=Progress(), machine=[],
     )))  # fmt: skip
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
@@ -144,16 +144,16 @@ def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
 def test_a_large_job_is_a_small_page() -> None:
     """The bounds of all series together stay below 1 MB."""
     from flexengine.report.series import MOST_BUCKETS, Bucket
-    from flexengine.report.timeline import KINDS, MOST_DRAWN, Span, SweepLine
+    from flexengine.report.timeline import KINDS, MOST_DRAWN, LaneSpan, SweepLine
 
     lanes = ["disk_read", "cpu", "h2d", "device", "d2h", "disk_write"]
-    spans = tuple(Span(lanes[i % 6], "compute from the rows on", KINDS[i % 4], i / 1000, (i + 4) / 1000, (i, i + 9),
+    spans = tuple(LaneSpan(lanes[i % 6], "compute from the rows on", KINDS[i % 4], i / 1000, (i + 4) / 1000, (i, i + 9),
                        (0, 99), 10, 0.0039) for i in range(MOST_DRAWN))  # fmt: skip
-    rates = [Bucket(100, 1.1 + i % 7, 2.2, 1000 + i, 100, 200) for i in range(MOST_BUCKETS)]
+    rates = [Bucket(100, 1.1 + i % 7, 2.2, 1000 + i, 200) for i in range(MOST_BUCKETS)]
     lengths = Lengths()
     for i in range(2000):
-        lengths.prompts.add(i)
-        lengths.completions.add(i)
+        lengths.prompts[i] += 1
+        lengths.completions[i] += 1
     line = SweepLine(1, False, 1.0, spans, dict.fromkeys(lanes, 0.5))
     page = render(record(sweep=line, rates=rates, lengths=lengths))
     assert len(page) < 600_000

@@ -3,17 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.report.errors import MOST_CHARACTERS, MOST_KINDS, Errors
-from flexengine.report.series import Bucket, Histogram, Rates
+from flexengine.report.series import MOST_CHARACTERS, MOST_KINDS, Bucket, ErrorCounts, LengthCounts, SweepRates
 
-sweeps = st.builds(
-    Bucket, st.just(1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9), st.integers(0, 9)
-)
+sweeps = st.builds(Bucket, st.just(1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9))
 
 
 @given(st.lists(sweeps, max_size=100), st.integers(2, 9))
 def test_rates_keep_all_sums_in_few_buckets(made: list[Bucket], most: int) -> None:
-    rates = Rates(most)
+    rates = SweepRates(most)
     for sweep in made:
         rates.add(sweep)
     assert len(rates.buckets) <= most
@@ -30,25 +27,23 @@ def test_rates_keep_all_sums_in_few_buckets(made: list[Bucket], most: int) -> No
 
 
 @given(st.lists(st.integers(0, 10**7), max_size=60), st.sampled_from([2, 8, 40]))
-def test_histogram_counts_every_value_once(values: list[int], most: int) -> None:
-    histogram = Histogram(most)
-    for value in values:
-        histogram.add(value)
-    bins = histogram.bins()
+def test_bins_count_every_length_once(values: list[int], most: int) -> None:
+    counts = LengthCounts(values)
+    bins = counts.bins(most)
     assert len(bins) <= most
     assert sum(n for _, _, n in bins) == len(values)
     for low, high, n in bins:
         assert n == sum(low <= value <= high for value in values)
     if values:
-        assert (histogram.least, histogram.largest) == (min(values), max(values))
-        assert histogram.mean == sum(values) / len(values)
+        assert counts.mean == sum(values) / len(values)
         assert bins[0][2]
         assert bins[-1][2]
-        assert histogram.width == 1 or 2 * max(values) >= histogram.width * most
+        width = bins[0][1] - bins[0][0] + 1
+        assert width == 1 or 2 * max(values) >= width * most
 
 
 def test_errors_of_one_kind_differ_in_numbers_and_quotes() -> None:
-    errors = Errors()
+    errors = ErrorCounts()
     said = ["max_tokens is 0; it must be at least 1", "max_tokens is -7; it must be at least 1", "prompt is 'a b'",
             "prompt is \"it's\"", "line 3: prompt is 'c'", "row 9 (line 10): prompt is 'd'", "holds [1, 2"]  # fmt: skip
     for row, message in enumerate(said):
@@ -58,7 +53,7 @@ def test_errors_of_one_kind_differ_in_numbers_and_quotes() -> None:
 
 
 def test_errors_are_bounded() -> None:
-    errors = Errors()
+    errors = ErrorCounts()
     for row in range(1000):
         errors.add(row, f"{'x' * row}{'z' * 10_000}")
     assert len(errors.kinds) <= MOST_KINDS

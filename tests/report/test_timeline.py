@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine.report import timeline
-from flexengine.report.timeline import MOST_KEPT, Span, SweepSample, line, merged
+from flexengine.report.timeline import MOST_KEPT, LaneSpan, SweepSample, line, merged
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Op, Task
 from flexengine.schedule.routes import by_way
@@ -48,20 +48,20 @@ def test_a_sweep_is_clipped_to_its_own_tasks() -> None:
 
 
 @st.composite
-def lanes_of_spans(draw: st.DrawFn) -> list[Span]:
+def lanes_of_spans(draw: st.DrawFn) -> list[LaneSpan]:
     made = []
     for lane in draw(st.lists(st.sampled_from(["disk_read", "device", "d2h"]), unique=True, min_size=1)):
         now = 0.0
         for i in range(draw(st.integers(1, 150))):
             gap, length = draw(st.sampled_from([0.0, 0.001, 0.3])), draw(st.sampled_from([0.001, 0.02, 0.5]))
             op = draw(st.sampled_from(["load weight", "compute"]))
-            made.append(Span(lane, op, "compute", now + gap, now + gap + length, (i, i), (-1, -1), 1, length))
+            made.append(LaneSpan(lane, op, "compute", now + gap, now + gap + length, (i, i), (-1, -1), 1, length))
             now += gap + length
     return made
 
 
 @given(lanes_of_spans(), st.sampled_from([20, 60, 500]))
-def test_merged_spans_are_few_and_keep_the_work(spans: list[Span], most: int) -> None:
+def test_merged_spans_are_few_and_keep_the_work(spans: list[LaneSpan], most: int) -> None:
     found = merged(spans, most)
     assert len(found) <= max(most, 3 * 11)  # at the coarsest, a lane has about ten boxes
     if len(spans) <= most:
