@@ -197,7 +197,10 @@ def test_no_home(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert {each["use"] for each in found["disks"]} == {"hub", "current"}
 
 
-@pytest.mark.parametrize("probe", ["cpu", "memory", "disk", "software", "compilers", "_cache", "hub_directory", "_engine"])
+PROBES = ["cpu", "memory", "disk", "software", "compilers", "_cache", "hub_directory", "_engine"]
+
+
+@pytest.mark.parametrize("probe", PROBES)
 @pytest.mark.parametrize("error", [OSError(5, "a\nb"), KeyError("x"), RecursionError(), UnicodeError()])
 def test_a_probe_that_fails(
     here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch, probe: str, error: Exception
