@@ -5,7 +5,6 @@ import gc
 import os
 import random
 import signal
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 import torch
 
 from flexengine.activity import terminal
+from tests.helpers import durations
 from tests.helpers.families import Family
 
 # Tests compare all that a command prints, on machines of any speed: work prints no line because it lasts.
@@ -37,51 +37,36 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(name: str, dtype: torch.dtype = torch.float32) -> Family:
         if (name, dtype) not in made:
-            made[name, dtype] = Family(name, tmp_path_factory.mktemp(name), dtype)
+            with durations.ONCE.counted():
+                made[name, dtype] = Family(name, tmp_path_factory.mktemp(name), dtype)
         return made[name, dtype]
 
     return get
 
 
-# Files whose tests take minutes together, the longest first: a worker that has one of them last ends alone. The first
-# compiles the kernels; the second needs none, so that its worker does not wait for them.
-LONGEST = (
-    "e2e/test_architectures", "plan/test_search", "plan/test_disks", "docs/test_blocks", "e2e/test_exactness",
-    "attention/test_losses", "e2e/test_windows", "e2e/test_pipeline", "engine/pipeline/test_tokens",
-    "e2e/resume/test_signals", "e2e/test_faults", "kernels/test_cache", "bench/test_scale", "e2e/resume/test_python",
-    "e2e/test_demo", "plan/test_command", "worker/test_topk", "engine/test_lossy", "e2e/test_accounting",
-    "attention/test_jobs", "e2e/test_stages", "plan/test_policies", "plan/test_clock", "plan/test_profile",
-    "plan/test_explain", "engine/calibration/test_jobs", "attention/test_command", "worker/test_experts",
-    "e2e/test_samples", "e2e/test_places", "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance",
-    "worker/test_waiting", "worker/test_delegation", "measure/test_model", "measure/test_store", "engine/test_planning",
-    "bench/test_harness", "bench/test_compare", "bench/test_plan", "engine/test_recovery", "kernels/test_build",
-    "schedule/test_edges", "e2e/hostile/test_configs", "e2e/test_wheel", "apps/evaluate/test_models",
-    "e2e/test_scoring", "model/test_identity", "engine/calibration/test_importances", "plan/cluster/test_search",
-    "measure/test_kernels", "e2e/resume/test_errors", "worker/test_lifetime", "apps/fleet/test_job",
-    "commands/test_run", "apps/helm/test_exchange", "apps/wrangle/test_interrupted", "plan/test_feedback",
-    "measure/test_links", "e2e/resume/test_refusals", "plan/test_topk", "report/test_browser",
-)  # fmt: skip
-
 GARBAGE = 50_000  # new objects between two collections of garbage; Python's default is 700
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --shuffle SEED, which shows whether a file depends on those that ran before it."""
+    """Add --shuffle SEED, which shows whether a file depends on those that ran before it, and --record-durations."""
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in an order drawn with this seed")
+    parser.addoption("--record-durations", action="store_true", help="run all tests, and write tests/durations.json")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(durations.Recorder(config))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest files first, then those with the most tests. An option in setup.cfg makes xdist keep this
-    order."""
-    tests = Counter(item.path for item in items)
+    """Sort the longest files first: a worker that has one of them last ends alone. An option of pytest-xdist in the
+    settings keeps this order."""
+    files = durations.order([item.nodeid for item in items], durations.read())
     if (seed := config.getoption("shuffle")) is not None:
-        paths = sorted(tests)
-        random.Random(seed).shuffle(paths)
-        items.sort(key=lambda item: paths.index(item.path))
-        return
-    order = {name: i for i, name in enumerate(LONGEST)}
-    names = {path: path.relative_to(HERE).with_suffix("").as_posix() for path in tests}
-    items.sort(key=lambda item: (order.get(names[item.path], len(order)), -tests[item.path]))
+        files.sort()
+        random.Random(seed).shuffle(files)
+    places = {file: place for place, file in enumerate(files)}
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(wrapper=True)
