@@ -55,11 +55,11 @@ PRODUCTS = (
 def interpreted(cases: tuple[str, ...]) -> None:
     """Runs tests of CudaKernels on a CPU with TRITON_INTERPRET=1, which must be set before kernels are defined."""
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "", "-k", "cuda", "-W", "error:kernels run in plain torch"]
+    options = ["-n", "0", "-m", "", "-k", "cuda", "-W", "error:kernels run in plain torch"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
-        [*command, *(str(here / case) for case in cases)], env=environment, cwd=here.parents[1], capture_output=True,
-        text=True, timeout=300,
+        [sys.executable, "-m", "pytest", *options, *(str(here / case) for case in cases)], env=environment,
+        cwd=here.parents[1], capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     if "only 0-dimensional arrays can be converted" in out.stdout:
         pytest.skip("this Triton's interpreter cannot count with this numpy")
