@@ -63,9 +63,9 @@ def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: 
         int8: round x to 8 bits.
         out: [M, rows] in x's dtype.
     """
+    x = x.contiguous()  # BLAS rounds matrices with other strides differently
     if int8 or (len(x) <= MAX_FUSED_ROWS and x.dtype != torch.float32):
-        _multiplied(_rounded(x, form) if int8 else _Rows(x if x.stride(-1) == 1 else x.contiguous()), weight, form,
-                    bias, out)  # fmt: skip
+        _multiplied(_rounded(x, form) if int8 else _Rows(x), weight, form, bias, out)
         return
     step = max(1, DECODED // (form.columns * x.itemsize) // ROWS) * ROWS
     for low in range(0, form.rows, step):

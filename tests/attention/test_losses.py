@@ -106,7 +106,6 @@ def test_only_lost_sequences_are_computed_again(
         assert f"worker; {count} row{'s' * (count > 1)} {PART} {'are' if count > 1 else 'is'} computed again" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "fields", "at"), [
     ("llama", BY_REQUESTS, (20, 100, 180)), ("gemma2", BY_REQUESTS, (33, 99)), ("gemma2", CHUNKS, (29, 160, 330)),
     ("gpt-oss", BY_REQUESTS | {"schedule": "zigzag"}, (70, 130)),

@@ -191,7 +191,6 @@ def test_peers_that_cannot_run_this_job_say_why(tiny: Path, name: str) -> None:
     assert ran.get("skipped"), ran
 
 
-@pytest.mark.slow
 def test_disk_offload_gives_the_tokens_of_the_engine(tiny: Path, tmp_path: Path) -> None:
     words = ["--runs", "1", "--peers", "accelerate-disk", "--peer-batches", "4"]
     args = compare.parse(["smoke", "--model", str(tiny), *words])

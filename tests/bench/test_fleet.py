@@ -21,7 +21,6 @@ def address(run_cache: Path) -> Iterator[str]:
             yield found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kills(case: Case, address: str, tmp_path: Path) -> None:
     record, right = measure(case, 240, tmp_path, address)

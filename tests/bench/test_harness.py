@@ -195,7 +195,6 @@ def test_a_failing_side_becomes_an_error_with_its_last_words() -> None:
     assert "no_such_side" in failed["stderr"]
 
 
-@pytest.mark.slow
 def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from bench import harness; import time; {}; time.sleep(60)"
     run = limit.run
@@ -208,7 +207,6 @@ def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: 
         assert bool(stopped["seconds_at_least"]) == ("report_loaded" in said)
 
 
-@pytest.mark.slow
 def test_padded_peer_gives_each_row_what_one_row_at_a_time_gives(tiny: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

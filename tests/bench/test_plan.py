@@ -214,7 +214,6 @@ def test_error_of_a_tiny_model(tiny: Path) -> None:
     assert str(tiny) not in json.dumps(record)
 
 
-@pytest.mark.slow
 def test_auto_on_a_tiny_model_that_is_streamed(tiny: Path) -> None:
     case = replace(AUTO_QUICK["host"], tried=2)
     record = run_auto(bench(tiny, in_this_process, quick=True), case, pairs=1)
@@ -225,7 +224,6 @@ def test_auto_on_a_tiny_model_that_is_streamed(tiny: Path) -> None:
     assert len(record["auto"]) == 3
 
 
-@pytest.mark.slow
 def test_side_in_a_process_of_its_own(tiny: Path) -> None:
     shape = Shape(2, weights=(0.0, 0.0, 1.0))
     job = Job(str(tiny / "opt-tiny"), tuple(FOUR.requests(512)), policy=shape.policy, scratch=str(tiny / "scratch"))

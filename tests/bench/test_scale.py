@@ -42,7 +42,6 @@ def test_too_few_samples_prove_nothing() -> None:
         scale.grown(samples({})[:5])
 
 
-@pytest.mark.slow
 def test_every_part_in_its_smallest_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "scale.jsonl"
     assert scale.main(["--smoke", "--out", str(out)]) == 0

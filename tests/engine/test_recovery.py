@@ -101,7 +101,6 @@ def counted(summary: Summary) -> list[int]:
     return [summary.rows, summary.failed, summary.prompt_tokens, summary.generated_tokens]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")  # with two, this memory gives blocks of one sequence
 def test_any_task(families: Any, faults: Faults) -> None:
     """Memory that runs out at one of 12 tasks, spread over a job of all three tiers: sampled text, log probabilities,

@@ -69,7 +69,8 @@ def interpreted(cases: tuple[str, ...]) -> None:
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, divisible: bool = True
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, divisible: bool = True,
+    spilled: int = 16,
 ) -> Any:  # fmt: skip
     """Return a kernel compiled for an H100, in the variant that a launch with such arguments compiles.
 
@@ -77,6 +78,7 @@ def compiled(
         types: of its other parameters, as "*fp32" or "i32". All pointers are multiples of 16.
         divisible: whether integers are, too, as the sizes of most models. A launch asks this of each integer that the
             kernel does not exempt.
+        spilled: most bytes of registers that are spilled.
     """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -89,7 +91,7 @@ def compiled(
     cubin.write_bytes(found.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= 16, usage  # hardly a register is spilled
+    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= spilled, usage
     return found
 
 
@@ -118,7 +120,9 @@ def test_attention_compiles(dim: int, group: int, bits: int | None, dtype: torch
         table="i32", spans="i32", scale="fp32", window="i32", softcap="fp32",
     )  # fmt: skip
     constants = dict(CAPPED=True, SPAN=attention.SPAN, WIDEN=False, **asdict(tile))
-    found = compiled(attention.span_kernel, types, constants, tile.warps)
+    # On an H200 one warp was the fastest. Triton 3.9 spills 80 bytes of it, and none of two warps.
+    spilled = 80 if bits and tile.NARROW and tile.COLUMNS == 128 else 16
+    found = compiled(attention.span_kernel, types, constants, tile.warps, spilled=spilled)
     assert ("mma" in found.asm["ptx"]) == tile.NARROW * tile.DOT
     assert "tf32" not in found.asm["ptx"]
     assert found.metadata.shared <= 96 << 10  # so that two fit an H100, and one most others

@@ -79,7 +79,6 @@ def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     assert kernels.measure_crosstalk(machine)["device"]["h2d"] == 0
 
 
-@pytest.mark.slow
 def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Throttled disks do not slow each other. Two directories on one throttled disk share its rate: then reads of both
     take as long as one after the other. Other programs may disturb a measurement, so one of three must be right."""

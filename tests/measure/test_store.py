@@ -127,7 +127,6 @@ def test_corrected(families: Any, tmp_path: Path) -> None:
     assert [y for _, y in two.links["h2d"]] == pytest.approx([10.0, 20.0])
 
 
-@pytest.mark.slow
 def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is measured once, each model once, and what is free is asked for every time."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))

@@ -36,7 +36,6 @@ def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
         assert told.seconds == pytest.approx(walked.seconds, rel=0.1), policy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "median", "most", "worst"), [(1, 0.005, 0.05, 0.2), (2, 0.03, 0.12, 0.45)])
 def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float, most: float, worst: float) -> None:
     """Where KV cache or hidden states share a slow lane with weights, or lie spread over tiers, a lane that is first
@@ -51,7 +50,6 @@ def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float
     assert errors[-1] < worst
 
 
-@pytest.mark.slow
 def test_lanes_do_the_work_of_their_tasks() -> None:
     """Lane by lane. Blocks are full: how the last, smaller one is spread over the tiers is another matter."""
     rng = random.Random(2)

@@ -63,7 +63,6 @@ def line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 SHAPE = ("--prompt-tokens", "30", "--max-tokens", "10", "--rows", "6")
 
 
-@pytest.mark.slow
 def test_the_linear_program_is_written(line: Line) -> None:
     """That of the policy's block: all kinds of data, lanes and memories have a name in it."""
     file = line.folder / "a.lp"
@@ -99,7 +98,6 @@ def test_a_short_context_bounds_the_default_prompt(line: Line, context: int, pro
     assert f"--prompt-tokens {context - 9} and --max-tokens 10 make more than the {context} tokens" in error
 
 
-@pytest.mark.slow
 def test_rows_of_a_file(line: Line) -> None:
     rows = [{"prompt_token_ids": [5] * n, "max_tokens": 4} for n in (3, 9, 30)]
     (line.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -112,7 +110,6 @@ def test_rows_of_a_file(line: Line) -> None:
     assert "has no row that can be run" in line("--input", str(line.folder / "in.jsonl"), code=2)
 
 
-@pytest.mark.slow
 def test_compare_and_frontier(line: Line) -> None:
     files = {"small": Policy(1, 1, (0, 0, 1), prefill_tokens=32), "huge": Policy(64, 64, prefill_tokens=1 << 20)}
     for name, policy in files.items():
@@ -153,7 +150,6 @@ def test_lossy_switches_change_the_plan(line: Line) -> None:
     assert text.startswith("tiny (weights int4) on toy")
 
 
-@pytest.mark.slow
 def test_what_run_may_choose_plan_chooses(line: Line) -> None:
     chosen = json.loads(line(*SHAPE, "--quality", "small", "--json"))
     exact = json.loads(line(*SHAPE, "--json"))

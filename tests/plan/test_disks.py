@@ -47,7 +47,6 @@ def fastest(kind: str, *rates: float) -> Prediction:
     return search(MODEL, machine(*rates, kind=kind), WORK).best
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
 def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
@@ -62,7 +61,6 @@ def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
     assert seconds[1] <= 1.25 * seconds[0] / (1 + ratio)
 
 
-@pytest.mark.slow
 def test_no_other_split_of_the_weights_is_better() -> None:
     hardware = machine(1e8, 6e7, 2e8, kind="sim")
     best = search(MODEL, hardware, WORK).best

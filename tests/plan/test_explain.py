@@ -112,7 +112,6 @@ def test_help_is_told_with_what_it_is_worth() -> None:
 # What if.
 
 
-@pytest.mark.slow
 def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
     facts = replace(model(layers=32, bytes_=1), kv_heads=1)  # 403 MB; already too narrow to shrink much
     machine = replace(
@@ -130,7 +129,6 @@ def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
     assert any(h.label == "+62.9 MB device memory" for h in found)
 
 
-@pytest.mark.slow
 def test_when_time_is_up_the_rest_is_a_lower_bound() -> None:
     best = toy_search().best
     whole = {h.label: h for h in whatif.helps(model(), GPU, WORK, best, budget=1e9)}

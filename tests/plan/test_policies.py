@@ -78,7 +78,6 @@ def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
     assert said("published result, tok/s", name) == [PUBLISHED[name]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_is_what_the_commands_print(name: str) -> None:
     """Both predictions, and the chosen policy, which is no worse than the published one on the same rows."""

@@ -76,7 +76,6 @@ def test_everything_tried_fits_and_the_best_is_the_best(seed: int, kind: str) ->
     assert len(found.tried) > 25
 
 
-@pytest.mark.slow
 def test_two_hundred_policies_rounded_from_the_program_fit() -> None:
     """Counts the placements that are no corner: the program's fractions after rounding."""
     rounded = 0
@@ -165,7 +164,6 @@ def plain(seed: int) -> tuple[Hardware, float]:
     return hardware, totals(search(SMALL, hardware, LONG).best)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["device_bytes", "host_bytes", "checkpoint_read", "h2d d2h", "disk_read disk_write", "products"]
 )
@@ -189,7 +187,6 @@ def test_without_overlap_lanes_add_up() -> None:
     assert totals(found.best) > totals(search(SMALL, hardware, WORK).best)
 
 
-@pytest.mark.slow
 def test_the_latency_limit_is_kept() -> None:
     """The limit holds; it costs throughput; one that nothing keeps is refused with the least there is."""
     hardware = squeezed(machine_of(random.Random(4), "sim"), 0.6, 0.5)
@@ -220,7 +217,6 @@ def test_where_all_fits_smaller_blocks_serve_the_latency() -> None:
     assert kept.policy.block_size < WORK.count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_frontier_adds_policies_and_changes_no_choice(seed: int) -> None:
     rng = random.Random(f"frontier {seed}")
@@ -274,7 +270,6 @@ def test_the_frontier_is_what_nothing_dominates() -> None:
     assert [p.latency for p in kept] == sorted(p.latency for p in kept)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_question_has_the_same_answer(kind: str) -> None:
     def answer() -> Search:

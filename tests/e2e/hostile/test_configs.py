@@ -79,7 +79,6 @@ print(json.dumps({"faults": faults, "refused": refused, "memory": memory}))
 """
 
 
-@pytest.mark.slow
 def test_hostile_configs(families: Any, tmp_path: Path) -> None:
     """In a process of its own, whose memory stays below 1 GB (it is 0.4 GB when torch and transformers are there)."""
     shutil.copytree(families("llama").directory, tmp_path / "m")

@@ -257,7 +257,6 @@ with Engine(model, device="cpu", on_sweep=on_sweep) as engine:
 """
 
 
-@pytest.mark.slow
 def test_killed(job: Job, whole: Any) -> None:
     expected = whole()
     words = [str(job.family.directory), str(job.input), str(job.output)]

@@ -17,7 +17,6 @@ from tests.helpers.resuming import ROOT, Watch, journal_of, rows_done
 # The disk of the output.
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_at_any_record(job: Job, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, real = whole(), os.pwrite
     for room in (0, 1, 2, 3, 6, 9, 10, 11):  # manifest, settings, eight rows, the note of the output; then all fit
@@ -107,7 +106,6 @@ def goes_on(job: Job, child: Forked, code: int, expected: bytes) -> None:
     assert job.output.read_bytes() == expected
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) -> None:
@@ -122,7 +120,6 @@ def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) 
     goes_on(job, child, 128 + number, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_signal_while_a_lane_hangs(job: Job, whole: Any, twice: bool) -> None:
@@ -168,7 +165,6 @@ def test_results_are_saved_first_and_a_lost_signal_is_raised_again() -> None:
 
 
 # kill -9. More of the same: python -m bench.faults.kills MODEL --kills 100
-@pytest.mark.slow
 def test_kills(families: Any, tmp_path: Path) -> None:
     arguments = [str(families("llama").directory), "--kills", "10", "--rows", "24", "--seed", "1"]
     cases = ["--cases", "greedy", "sampled", "two samples", "offloaded"]

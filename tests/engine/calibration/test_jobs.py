@@ -121,7 +121,6 @@ def test_a_disk_that_fails_while_calibrating_is_not_the_cache(
             engine.prepare()
 
 
-@pytest.mark.slow
 def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> None:
     """The exact model has room for a third of its weights; the encoded one is run with the layout it is given."""
     directory = reader("llama")
