@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench import harness
+from bench.cluster import baselines
 from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published
 from bench.cluster.held_out import held_out
 from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
 from flexengine import shipped
-from flexengine.plan.cluster import baselines, file, harm, model
+from flexengine.plan.cluster import file, harm, model
 from flexengine.plan.cluster.costs import Task
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline

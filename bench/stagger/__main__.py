@@ -2,7 +2,7 @@
 
 python -m bench.stagger [--cases sleeping engines] [--most 8] [--unit 20] [--turns 3] [--out stagger.jsonl]
 
-sleeping: the programs of `flexengine.schedule.stagger` run on the engine's executor, whose lanes are threads that
+sleeping: the programs of `bench.stagger.orders` run on the engine's executor, whose lanes are threads that
 sleep: a slice takes t_m, attention t_a, and a move between replicas a tenth of t_a. For n = 2 to 8 and t_a (n - 1) /
 t_m = 1, 0.5 and 2, each order runs until a period is within 2 % of the virtual clock, at most so often (--turns); the
 fastest run counts, as other programs of the machine only delay. Period and busy shares are those of a window between
@@ -25,11 +25,11 @@ from pathlib import Path
 from bench import harness
 from bench.harness import Record
 from bench.stagger.engines import LIMIT, engines
+from bench.stagger.orders import POOL, Stagger, fixed, interleaved, replica_lane, rotational, steady
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Op, Task
 from flexengine.schedule.simulate import simulate
-from flexengine.schedule.stagger import POOL, Stagger, fixed, interleaved, replica_lane, rotational, steady
 
 ORDERS: dict[str, Callable[[int], Stagger]] = {"fixed": fixed, "rotational": rotational, "interleaved": interleaved}
 BALANCES = (1.0, 0.5, 2.0)  # t_a (n - 1) / t_m

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-from flexengine.plan.clock import simulated
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
@@ -12,6 +11,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.schedule.simulate import Forecast
+from tests.helpers.clock import simulated
 from tests.helpers.drawn import model_of
 
 DEVICE: Split = (1, 0, 0)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexengine.plan.clock import simulated
 from flexengine.plan.cost import Cost
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
@@ -16,6 +15,7 @@ from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Op
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from tests.helpers.clock import simulated
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, OPT, SPLITS, both, machine_of, opt, random_case
 
 # The virtual clock.

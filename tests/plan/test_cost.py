@@ -8,7 +8,6 @@ import pytest
 
 from flexengine.places import TIERS
 from flexengine.plan.attention import Attention
-from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
@@ -22,6 +21,7 @@ from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.routes import STAGED
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from tests.helpers.clock import Clock
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, opt, predicted, random_case
 
 # Formulas.

@@ -10,7 +10,6 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import store
-from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, Watch
 from flexengine.plan.layout import lay_out
@@ -20,6 +19,7 @@ from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
 from flexengine.worker.weights import Weights
+from tests.helpers.clock import Clock
 from tests.helpers.plans import DEVICE, DISK, HOST, machine_of, opt
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from bench.stagger.orders import POOL, Stagger, replica_lane, steady
 from flexengine.plan import explain
 from flexengine.plan.stagger import MOST_ENGINES, Pace, Sharing, as_json, best, sharing_words
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.program import Op
 from flexengine.schedule.simulate import simulate
-from flexengine.schedule.stagger import POOL, Stagger, replica_lane, steady
 from tests.helpers.explained import model
 from tests.helpers.plans import both
 from tests.plan.test_links import POLICY, WORK, machine, run

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
+from bench.stagger.orders import POOL, Stagger, Steady, fixed, interleaved, replica_lane, rotational, steady
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.routes import DIRECT
 from flexengine.schedule.simulate import simulate
-from flexengine.schedule.stagger import POOL, Stagger, Steady, fixed, interleaved, replica_lane, rotational, steady
 
 NS = range(2, 9)
 MOVING = {"rotational": rotational, "interleaved": interleaved,

@@ -83,33 +83,3 @@ class Pipeline:
     def simulate(self) -> Forecast:
         """Return the simulated round."""
         return simulate(self.program(), self.seconds)
-
-
-def phases(forecast: Forecast) -> dict[str, tuple[float, float]]:
-    """Return by phase the time at which its first task begins and its last task ends."""
-    found: dict[str, tuple[float, float]] = {}
-    for task, start, end in forecast.spans:
-        first, last = found.get(task.home, (start, end))
-        found[task.home] = (min(first, start), max(last, end))
-    return found
-
-
-def utilisation(forecast: Forecast, stages: int, phase: str | None = None) -> list[float]:
-    """Return the busy share of each stage in a phase, or in the whole round. Its complement is the bubble."""
-    begin, end = phases(forecast)[phase] if phase else (0.0, forecast.seconds)
-    busy = [0.0] * stages
-    for task, start, stop in forecast.spans:
-        if task.lane.startswith("stage") and (phase is None or task.home == phase):
-            busy[task.cell.layer] += stop - start
-    return [seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
-
-
-def prefill_bubble(stages: int, parts: int) -> float:
-    """Return the idle share of equal stages while `parts` micro-batches pass once: (m - 1) / (m - 1 + parts)."""
-    return (stages - 1) / (stages - 1 + parts)
-
-
-def decode_bubble(stages: int, cohorts: int) -> float:
-    """Return the idle share of equal stages in steady decoding: a step takes max(stages, cohorts), and a stage works
-    `cohorts` of them."""
-    return max(0.0, 1 - cohorts / stages)

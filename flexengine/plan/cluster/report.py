@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flexengine.plan.cluster.events import Pipeline, utilisation
+from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format
 from flexengine.plan.cluster.plan import Plan
@@ -155,11 +155,6 @@ def help_lines(helps: Sequence[Help]) -> list[str]:
     width = max((len(h.label) for h in helps), default=0)
     lines = [f"  {h.label:<{width}}  {h.ratio:.2f}x" for h in helps]
     return ["Would help  (the whole job, one change at a time, each planned again)", *lines]
-
-
-def mean_utilisation(plan: Plan) -> list[float]:
-    """Return the busy share of each stage in a simulated round."""
-    return utilisation(Pipeline.of(plan).simulate(), len(plan.devices))
 
 
 def as_json(found: Found, helps: Sequence[Help] = ()) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -227,8 +226,3 @@ def min_bytes(numbers: Numbers) -> int:
     units = np.bincount(numbers.classes, minlength=numbers.memory.shape[1])
     both = np.where(np.isfinite(numbers.decode), numbers.memory + numbers.host, np.inf)
     return int(both.min(axis=(0, 2)) @ units + numbers.fixed_memory[[0, -1]].min())
-
-
-def among(plans: Sequence[Plan]) -> Plan | None:
-    """Return the plan of least cost that fits, or None."""
-    return min((p for p in plans if p.priced.fits), key=lambda p: p.priced.cost, default=None)

@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from bench.cluster import baselines
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.cluster import baselines, whatif
+from flexengine.plan.cluster import whatif
 from flexengine.plan.cluster.costs import Costs, orders
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline

@@ -9,7 +9,6 @@ from flexengine.plan.cluster.costs import Costs, Order, Task, orders
 from flexengine.plan.cluster.job import Shape, batches
 from flexengine.plan.cluster.numbers import Array, Numbers
 from flexengine.plan.cluster.plan import Plan
-from flexengine.plan.cluster.search import among
 
 Partition = Callable[[Numbers, int], Sequence[int] | None]
 
@@ -90,3 +89,8 @@ def balanced(numbers: Numbers, choice: int) -> list[int] | None:
         stage_of[start:end] = [j - 1] * (end - start)
         end = start
     return stage_of
+
+
+def among(plans: Sequence[Plan]) -> Plan | None:
+    """Return the plan of least cost that fits, or None."""
+    return min((p for p in plans if p.priced.fits), key=lambda p: p.priced.cost, default=None)
