@@ -27,7 +27,7 @@ from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.cluster.model import shape_name
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import stage_layers
 from flexengine.plan.workload import Workload
@@ -109,7 +109,7 @@ class BaseEngine(ABC):
         return self._job.layout if self._job else None
 
     @property
-    def watch(self) -> Watch | None:
+    def watch(self) -> SweepMonitor | None:
         """Return predicted and measured seconds of the last job so far; None without a layout."""
         return self._job.watch if self._job else None
 

@@ -18,7 +18,7 @@ from flexengine.model.verify import Verifier
 from flexengine.places import DISK
 from flexengine.plan.experts import demand_of
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import has_room
 from flexengine.policy import Policy
@@ -129,7 +129,7 @@ class Core:
         verified = Verified(self.verifier.files, self.verifier.bytes, self.verifier.seconds) if self.verifier else None
         return Summary(self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified)
 
-    def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
+    def prepare(self, watch: SweepMonitor, load_first: bool = False) -> JobResources:
         """Return the resources of a job, of all stages. Arguments and errors as in `stage`."""
         if self.driver is None:
             return JobResources([self.stage(watch, load_first)])
@@ -144,7 +144,7 @@ class Core:
         return resources
 
     @torch.no_grad()
-    def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> LocalStage:
+    def stage(self, watch: SweepMonitor, load_first: bool = False, ports: Ports = NO_PORTS) -> LocalStage:
         """Allocate all large memory of a job, and return its stage.
 
         Weights of an earlier job stay in memory if the layout has them at the same places.
@@ -173,7 +173,7 @@ class Core:
         machine.synchronize()
         return LocalStage(worker, self._program(worker, watch), executor, watch)
 
-    def _program(self, worker: Worker, watch: Watch) -> Program:
+    def _program(self, worker: Worker, watch: SweepMonitor) -> Program:
         """Return a program that begins with empty weight slots. Add weights that are not read yet to `watch`."""
         weights, layout = worker.weights, worker.cache.layout
         if weights.arriving:
@@ -184,7 +184,7 @@ class Core:
         )  # fmt: skip
 
     @torch.no_grad()
-    def renew(self, stage: LocalStage, lost: str, watch: Watch) -> str:
+    def renew(self, stage: LocalStage, lost: str, watch: SweepMonitor) -> str:
         """Replace a lost attention worker, between two sweeps of a stage. KV cache at other places stays.
 
         Args:

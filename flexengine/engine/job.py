@@ -34,7 +34,7 @@ from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
 from flexengine.places import is_disk
 from flexengine.plan.brief import plan_line
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.runtime.frames import forget_variables
@@ -63,7 +63,7 @@ class Job:
         self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
         self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows or JobRows()
         self.layout: Layout | None = None
-        self.watch: Watch | None = None
+        self.watch: SweepMonitor | None = None
         self.summary = core.empty_summary()
 
     def results(
@@ -138,7 +138,7 @@ class Job:
             state.report(replanned(lack, layout, smaller, state.rows, replans))
             layout = smaller
 
-    def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
+    def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
         """Yield results until all rows are done, memory runs out, or several attention workers are lost.
 
         Returns:
@@ -201,7 +201,7 @@ class Job:
             state.take_busy(stage.executor.busy)
             state.report(renewed(loss, generation.lose(home), whole=False))
 
-    def _reports(self, resources: JobResources, state: JobState, watch: Watch) -> Generating:
+    def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> Generating:
         disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]
         reports = Generating(
             listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
@@ -210,7 +210,7 @@ class Job:
         resources.watch(reports.look)
         return reports
 
-    def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage | WorkerLost:
+    def _prepare(self, watch: SweepMonitor, state: JobState) -> JobResources | Shortage | WorkerLost:
         """Return the resources of the sweeps; the shortage if their allocation ran out of memory, or the loss of an
         attention worker."""
         core, began = self.core, time.perf_counter()
@@ -244,7 +244,7 @@ class Job:
         except OSError as error:
             message(f"the trace is lost: {error}; the results are complete", logging.WARNING)
 
-    def _summarise(self, state: JobState, watch: Watch | None) -> Summary:
+    def _summarise(self, state: JobState, watch: SweepMonitor | None) -> Summary:
         """Return the summary of the job so far."""
         core = self.core
         tiers = [t for t in core.machine.tiers if not (core.machine.capacity.shared and t == "host")]

@@ -16,7 +16,7 @@ from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import is_worker
 from flexengine.plan.attended import unused
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
@@ -257,9 +257,9 @@ class Planner:
         """Return the cost model of a workload, with the rates known so far. Measure nothing."""
         return Cost(self.opened.facts, self.rates.known(), workload, self.overlap)
 
-    def watch(self, workload: Workload, layout: Layout) -> Watch:
+    def watch(self, workload: Workload, layout: Layout) -> SweepMonitor:
         """Return what compares a job's sweeps with their prediction under a layout."""
-        return Watch(self.cost(workload), layout)
+        return SweepMonitor(self.cost(workload), layout)
 
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:

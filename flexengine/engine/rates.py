@@ -15,7 +15,7 @@ from flexengine.measure.quick import quick_rates
 from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.plan.assumed import assumed
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
@@ -82,7 +82,7 @@ class Rates:
         self._hardware = self.known()
         return self._hardware
 
-    def learn(self, watch: Watch) -> None:
+    def learn(self, watch: SweepMonitor) -> None:
         """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
 
         Args:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from flexengine.errors import InvalidInput
 from flexengine.model.sample import Sampled
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import SHARED
 from flexengine.policy import Policy
@@ -117,7 +117,7 @@ class LocalStage(Stage):
         watch: compares sweeps with their prediction.
     """
 
-    def __init__(self, worker: Worker, program: Program, executor: Executor, watch: Watch) -> None:
+    def __init__(self, worker: Worker, program: Program, executor: Executor, watch: SweepMonitor) -> None:
         self.worker, self.program, self.executor, self.watch = worker, program, executor, watch
         self.layers = (*worker.skeleton.layer_range, worker.skeleton.total)
         self.policy, self.pools = watch.layout.policy, watch.layout.pools

@@ -1,7 +1,7 @@
 """Compare the measured seconds of a job's sweeps with the predicted seconds, lane by lane."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,17 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array
 from flexengine.plan.problem import CACHE, HIDDEN, fraction
-from flexengine.plan.profile import Profile
-from flexengine.schedule.order import Batch
+from flexengine.plan.profile import Profile, SweepCounts
+from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import LOADING
 
 MAX_RELATIVE_ERROR = 0.25  # smaller errors of a lane are tolerated
 MIN_JOB_SECONDS, MIN_JOB_SWEEPS = 10.0, 8  # shorter jobs correct no rates
 MIN_LANE_SHARE = 0.1  # share of the job's seconds; errors of lanes with less work are ignored
 _BATCH_SWEEPS = 512  # sweeps that are priced together
+
+# Counts of a finished sweep, its sequences by place of their KV cache, and its tokens by place of their hidden states.
+_Sweep = tuple[SweepCounts[float], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,33 +71,7 @@ class PlanReport:
         }
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """Counts of one finished sweep, in the units of `Profile`.
-
-    Attributes:
-        logits: tokens whose logits are computed, beyond one for each sequence.
-        homes: sequences by place of their KV cache.
-        hidden: tokens by place of their hidden states.
-    """
-
-    entering: int = 0
-    decoding: int = 0
-    prompt: int = 0
-    cached: int = 0
-    loaded: float = 0.0
-    stored: float = 0.0
-    prompt_loaded: float = 0.0
-    prompt_stored: float = 0.0
-    homes: tuple[int, ...] = ()
-    hidden: tuple[int, ...] = ()
-    windows: Mapping[int, int] = field(default_factory=dict)
-    pairs: Mapping[int | None, int] = field(default_factory=dict)
-    late: Mapping[int | None, int] = field(default_factory=dict)
-    logits: int = 0
-
-
-class Watch:
+class SweepMonitor:
     """Predicted and measured seconds of a running job.
 
     Attributes:
@@ -136,73 +113,57 @@ class Watch:
             seconds: measured seconds of the sweep.
             busy: by lane, seconds of work since the job began.
         """
-        self._unpriced.append(self._summed(batches))
+        cached, hidden = (dict.fromkeys(self.layout.places, 0) for _ in range(2))
+        for batch in batches:
+            cached[batch.cache_home] += sum(piece.final for piece in batch.pieces)
+            hidden[batch.hidden_home] += batch.tokens
+        self._unpriced.append((self._counted(batches), tuple(cached.values()), tuple(hidden.values())))
         self.seconds, self.sweeps, self.busy = self.seconds + seconds, self.sweeps + 1, dict(busy)
         if len(self._unpriced) >= _BATCH_SWEEPS:
             self._price()
 
-    def _summed(self, batches: Sequence[Batch]) -> _Sweep:
+    def _counted(self, batches: Sequence[Batch]) -> SweepCounts[float]:
         """Return the counts of a sweep. A prompt counts as entering when its last piece is computed."""
-        windows, groups = self.cost.windows, [(g.layers * g.away.page_tokens, g.away) for g in self.cost.pages]
-        entering = decoding = prompt = cached = 0
-        moved = [[0.0, 0.0], [0.0, 0.0]]  # tokens loaded and stored, for generated tokens and for prompts
-        homes, hidden = (dict.fromkeys(self.layout.places, 0) for _ in range(2))
-        seen = dict.fromkeys(windows, 0)
-        pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
-        late = dict(pairs)
-        for batch in batches:
-            homes[batch.cache_home] += sum(p.final for p in batch.pieces)
-            hidden[batch.hidden_home] += batch.tokens
-            for piece in batch.pieces:
-                end = piece.start + piece.count
-                if piece.decodes:
-                    decoding, cached = decoding + 1, cached + end
-                    for w in windows:
-                        seen[w] += min(end, w)
-                else:
-                    entering, prompt = entering + piece.final, prompt + piece.count
-                    for window in pairs:
-                        pairs[window] += (piece_pairs := piece.pairs(window))
-                        late[window] += piece_pairs if piece.start else 0
-                if batch.cache_home != "device":
-                    tokens = moved[not piece.decodes]
-                    for page_tokens, pool in groups:
-                        tokens[0] += page_tokens * pool.num_read(piece.start)
-                        tokens[1] += page_tokens * pool.num_written(piece.start, end)
-        (decode_loaded, decode_stored), (loaded, stored) = moved
-        return _Sweep(
-            entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
-            tuple(homes.values()), tuple(hidden.values()), seen, pairs, late,
-            sum(p.logits - p.final for batch in batches for p in batch.pieces),
+        prompts = [piece for batch in batches for piece in batch.pieces if not piece.decodes]
+        ends = [piece.start + 1 for batch in batches for piece in batch.pieces if piece.decodes]
+        windows = self.cost.windows
+        pairs, late = ({w: float(sum(p.pairs(w) for p in some)) for w in (None, *windows)}
+                       for some in (prompts, [p for p in prompts if p.start]))  # fmt: skip
+        off_device = [piece for batch in batches if batch.cache_home != "device" for piece in batch.pieces]
+        loaded, stored = self._moved(off_device)
+        prompt_loaded, prompt_stored = self._moved([piece for piece in off_device if not piece.decodes])
+        return SweepCounts(
+            entering=sum(p.final for p in prompts), decoding=len(ends), prompt=sum(p.count for p in prompts),
+            cached=sum(ends), loaded=loaded, stored=stored, prompt_loaded=prompt_loaded, prompt_stored=prompt_stored,
+            logits=sum(p.logits - p.final for batch in batches for p in batch.pieces),
+            windows={w: float(sum(min(end, w) for end in ends)) for w in windows}, pairs=pairs, late=late,
         )  # fmt: skip
+
+    def _moved(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """Return the tokens of KV pages loaded and stored for pieces of sequences with cache off the device."""
+        loaded = stored = 0.0
+        for layers, _, pool in self.cost.pages:
+            page_tokens = layers * pool.page_tokens
+            loaded += page_tokens * sum(pool.num_read(p.start) for p in pieces)
+            stored += page_tokens * sum(pool.num_written(p.start, p.start + p.count) for p in pieces)
+        return loaded, stored
 
     def _price(self) -> None:
         """Add the predicted seconds of the sweeps that are not priced yet."""
         if not self._unpriced:
             return
-        made, self._unpriced = self._unpriced, []
-
-        def column(values: Sequence[float]) -> Array:
-            return np.array(values, dtype=float)
-
-        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored", "prompt_loaded", "prompt_stored",
-                 "logits")
-        sums = {name: column([getattr(s, name) for s in made]) for name in names}
-        windows = {w: column([s.windows[w] for s in made]) for w in self.cost.windows}
-        seeing = (None, *self.cost.windows)
-        pairs, late = ({w: column([getattr(s, name)[w] for s in made]) for w in seeing} for name in ("pairs", "late"))
-        policy = self.layout.policy
-        homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
-        away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted only for caches off the device
-        profile = Profile(
-            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
-            peak=0.0, counted=away,
-        )  # fmt: skip
-        split = dict(zip(self.layout.places, homes.mean(0).tolist(), strict=True))
-        lanes = self.cost.lanes(policy, profile, split, self.layout)
-        fractions: dict[str, Any] = dict(self.cost.realised(self.layout, split))
-        for i, tier in enumerate(self.layout.places):
-            fractions[fraction(CACHE, tier)], fractions[fraction(HIDDEN, tier)] = homes[:, i] / away, hidden[:, i]
+        counts, cached, hidden = zip(*self._unpriced, strict=True)
+        self._unpriced = []
+        layout, policy = self.layout, self.layout.policy
+        cache_shares, hidden_shares = _shares(cached), _shares(hidden)
+        away = np.maximum(1 - cache_shares[:, 0], 1e-9)  # page tokens were counted only for caches off the device
+        profile = Profile.stacked(counts, self.cost.workload.count, away)
+        split = dict(zip(layout.places, cache_shares.mean(0).tolist(), strict=True))
+        lanes = self.cost.lanes(policy, profile, split, layout)
+        fractions: dict[str, Any] = dict(self.cost.realised(layout, split))
+        for i, tier in enumerate(layout.places):
+            fractions[fraction(CACHE, tier)] = cache_shares[:, i] / away
+            fractions[fraction(HIDDEN, tier)] = hidden_shares[:, i]
         seconds, work = self.cost.sweep_seconds(lanes, fractions, policy)
         self.predicted += float(seconds.sum())
         for lane, slowed in self.cost.slowed(work, policy).items():

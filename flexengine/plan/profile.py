@@ -7,8 +7,9 @@ the schedule's rule with fractional numbers of sequences. The computation takes 
 is exact if all rows have equal sizes.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from flexengine.schedule.pages import Pool
 
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
+Number = TypeVar("Number", float, Array)
 
 MAX_AGES = 256  # most steps of a sequence's life; longer lives have longer steps
 MAX_SIZES = 512  # most different sizes of sequences
@@ -66,38 +68,59 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Profile:
+class SweepCounts(Generic[Number]):
+    """Counts of one sweep (floats), or of several (arrays). Fields that are not listed are sums over sequences of the
+    fields of `Unit` with the same name.
+
+    Attributes:
+        entering, decoding: number of sequences.
+        prompt: prompt tokens computed.
+        logits: tokens whose logits are computed, beyond one for each sequence.
+    """
+
+    entering: Number
+    decoding: Number
+    prompt: Number
+    cached: Number
+    loaded: Number
+    stored: Number
+    prompt_loaded: Number
+    prompt_stored: Number
+    logits: Number
+    windows: Mapping[int, Number]
+    pairs: Mapping[int | None, Number]
+    late: Mapping[int | None, Number]
+
+
+@dataclass(frozen=True)
+class Profile(SweepCounts[Array]):
     """A job's sweeps in order. Arrays have one entry per group of equal sweeps, and hold means of one sweep.
 
-    Fields that are not listed are sums over sequences of the fields of `Unit` with the same name. A sweep in which a
-    whole block enters is always an entry of its own.
+    A sweep in which a whole block enters is always an entry of its own.
 
     Attributes:
         times: number of real sweeps.
-        entering, decoding: number of sequences.
-        prompt: prompt tokens computed.
         rows: sequences of the job.
         peak: most page tokens ever held.
-        logits: tokens whose logits are computed, beyond one for each sequence.
         counted: share of the sequences that `loaded` and `stored` include.
     """
 
     times: Array
-    entering: Array
-    decoding: Array
-    prompt: Array
-    cached: Array
-    loaded: Array
-    stored: Array
-    prompt_loaded: Array
-    prompt_stored: Array
-    windows: Mapping[int, Array]
-    pairs: Mapping[int | None, Array]
-    late: Mapping[int | None, Array]
     rows: int
-    peak: float
+    peak: float = 0.0
     counted: Array | float = 1.0
-    logits: Array | float = 0.0
+
+    @staticmethod
+    def stacked(sweeps: Sequence[SweepCounts[float]], rows: int, counted: Array) -> "Profile":
+        """Return the profile of single sweeps, one entry each."""
+
+        def columns(values: Sequence[Any]) -> Any:
+            if not isinstance(values[0], Mapping):
+                return np.array(values, dtype=float)
+            return {window: columns([by_window[window] for by_window in values]) for window in values[0]}
+
+        sums = {field.name: columns([getattr(s, field.name) for s in sweeps]) for field in fields(SweepCounts)}
+        return Profile(**sums, times=np.ones(len(sweeps)), rows=rows, counted=counted)
 
     @property
     def live(self) -> Array:
@@ -157,11 +180,22 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
     first = np.where(spared > 0, 0.0, np.minimum(p, prefill_tokens))  # what follows a shared prefix is a later piece
     late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in any_window}
     return Unit(
-        stride, step.sum(1), (attended * step).sum(1), (held_tokens * alive).sum(1), (loaded * step).sum(1),
-        (stored * step).sum(1), seen, float(((p - spared) * share).sum()), pairs, late,
-        float((prompt_loaded * share).sum()), float((prompt_stored * share).sum()),
-        (workload.scored or 0) / max(1, workload.count), len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
-    )  # fmt: skip
+        stride=stride,
+        live=step.sum(1),
+        cached=(attended * step).sum(1),
+        held=(held_tokens * alive).sum(1),
+        loaded=(loaded * step).sum(1),
+        stored=(stored * step).sum(1),
+        windows=seen,
+        prompt=float(((p - spared) * share).sum()),
+        pairs=pairs,
+        late=late,
+        prompt_loaded=float((prompt_loaded * share).sum()),
+        prompt_stored=float((prompt_stored * share).sum()),
+        logits=(workload.scored or 0) / max(1, workload.count),
+        alike=len(np.unique(at_end)) == 1,
+        together=len(np.unique(n)) == 1,
+    )
 
 
 def _pairs(tokens: Array, window: int | None) -> Array:
@@ -308,14 +342,22 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     decoding = each.live.copy()
     decoding[0] -= 1 / each.stride  # in its first sweep, a sequence computes its prompt
     return Profile(
-        cut.times[made] * share, mean(prompts(1.0)), mean(np.maximum(sums(decoding, 0.0), 0.0)),
-        mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
-        mean(sums(each.stored, each.prompt_stored)), mean(prompts(each.prompt_loaded)),
-        mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
-        {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
-        {w: mean(prompts(pairs)) for w, pairs in each.late.items()}, rows,
-        walk.peak(each), logits=mean(prompts(each.logits)),
-    )  # fmt: skip
+        times=cut.times[made] * share,
+        entering=mean(prompts(1.0)),
+        decoding=mean(np.maximum(sums(decoding, 0.0), 0.0)),
+        prompt=mean(prompts(each.prompt)),
+        cached=mean(sums(each.cached, 0.0)),
+        loaded=mean(sums(each.loaded, each.prompt_loaded)),
+        stored=mean(sums(each.stored, each.prompt_stored)),
+        prompt_loaded=mean(prompts(each.prompt_loaded)),
+        prompt_stored=mean(prompts(each.prompt_stored)),
+        logits=mean(prompts(each.logits)),
+        windows={w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
+        pairs={w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
+        late={w: mean(prompts(pairs)) for w, pairs in each.late.items()},
+        rows=rows,
+        peak=walk.peak(each),
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.plan import explain
-from flexengine.plan.feedback import PlanReport, Watch
+from flexengine.plan.feedback import PlanReport, SweepMonitor
 from flexengine.plan.picture import Memory
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import HIDDEN, fraction
@@ -100,7 +100,7 @@ class ReportRecord:
     machine: list[tuple[str, str]]
 
 
-def planned(watch: Watch, model: str) -> Planned:
+def planned(watch: SweepMonitor, model: str) -> Planned:
     """Return placement and prediction of a job.
 
     Args:
@@ -123,7 +123,7 @@ def planned(watch: Watch, model: str) -> Planned:
     )
 
 
-def _placement(watch: Watch, prediction: Prediction) -> dict[str, tuple[int, ...]]:
+def _placement(watch: SweepMonitor, prediction: Prediction) -> dict[str, tuple[int, ...]]:
     """Return the bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place."""
     cost, layout = watch.cost, watch.layout
     hidden = explain.kind_bytes(cost.model, cost.workload, prediction)["hidden states"]

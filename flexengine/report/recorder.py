@@ -16,7 +16,7 @@ from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput
 from flexengine.job.resume import Job
 from flexengine.job.whole_file import part_path
-from flexengine.plan.feedback import Watch
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.report.base import NoReport
 from flexengine.report.machine import machine
 from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Lengths, ReportRecord, planned
@@ -76,7 +76,7 @@ class ReportRecorder(NoReport):
         self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
         self.sample, self._rates, self._errors, self._lengths = SweepSample(), SweepRates(), ErrorCounts(), Lengths()
         self._engine: BaseEngine | None = None
-        self._watch: Watch | None = None
+        self._watch: SweepMonitor | None = None
         self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
         self._began, self._since = time.time(), clock()
         self._next = self._since + FIRST_SECONDS

@@ -11,7 +11,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import store
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, Watch
+from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, SweepMonitor
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.program import Program
@@ -23,10 +23,10 @@ from tests.helpers.clock import Clock
 from tests.helpers.plans import DEVICE, DISK, HOST, machine_of, opt
 
 
-def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:
-    """A job's own sweeps: what Watch expects of each lane, and the sum over the program's own tasks."""
+def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[SweepMonitor, Counter[str]]:
+    """A job's own sweeps: what SweepMonitor expects of each lane, and the sum over the program's own tasks."""
     layout = lay_out(cost.model, policy, cost.workload, cost.hardware.capacity)
-    watch, clock = Watch(cost, layout), Clock.of(cost, layout)
+    watch, clock = SweepMonitor(cost, layout), Clock.of(cost, layout)
     program = Program([tuple(unit) for unit in clock.units], len(cost.model.layers), policy.slots, STAGED,
                       demand=clock.demand)  # fmt: skip
     sweeps, tasks = Sweeps(policy, layout.pools), Counter[str]()
@@ -63,7 +63,7 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     hardware = replace(machine_of(random.Random(5), "sim"), crosstalk=talk)
     cost = Cost(opt(4, 512, 8, 5000), hardware, Workload({(60, 5): 12}))
     layout = lay_out(cost.model, Policy(4, 3, weights=HOST), cost.workload, hardware.capacity)
-    watch = Watch(cost, layout)
+    watch = SweepMonitor(cost, layout)
     watch.expect_loading()
     reading, told = cost.reading(layout), cost.predict(layout)
     assert watch.report().predicted_seconds == told.load_seconds > 0
