@@ -76,7 +76,7 @@ class Strategy:
     """Stages of a pipeline, and sizes of the batches that pass through them.
 
     Attributes:
-        model: shape of the model that the strategy was made for; see `plan.cluster.model.shape_name`.
+        model: shape of the model that the strategy was made for; see `plan.stages.shape_name`.
         num_layers: layers of the model.
         stages: in the order of their layers.
         prefill_batch: sequences of one prefill micro-batch.

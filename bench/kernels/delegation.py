@@ -7,7 +7,7 @@ DIR: directory in which the checkpoint is made.
 All data is in memory, and each lane has one core; the KV cache lives on the host, behind links of the case's rates.
 Times are those of the fastest decode sweep, as other programs only add to them. Two records:
 crossover: seconds of a decode sweep by cached tokens, with and without delegation, in turns; the length from which
-    delegation is faster, as measured and as `plan.delegation` predicts it with the rates of these runs.
+    delegation is faster, as measured and as `bench.kernels.delegation_rule` predicts it with the rates of these runs.
 balance: several gpu_batches at the length at which the host attends for as long as the device computes: the shares of
     the decode sweeps in which each of them works.
 """
@@ -162,7 +162,7 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
     """Return the planner's rule with the rates of the runs: links and the host's attention at the longest cache,
     computing and the time between the tasks of a delegated layer at the shortest. Lengths are those of the middle
     decode sweep."""
-    from flexengine.plan.delegation import Rule
+    from bench.kernels.delegation_rule import Rule
 
     shape, longest, shortest = case.shape, max(case.cached), min(case.cached)
     kv = 2 * shape.hidden * 4

@@ -25,11 +25,9 @@ from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import MIXED, Lossy
-from flexengine.plan.cluster.model import shape_name
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
-from flexengine.plan.stages import stage_layers
 from flexengine.plan.workload import Workload
 from flexengine.tier import cuda
 
@@ -58,6 +56,8 @@ class BaseEngine(ABC):
         strategy = options.strategy
         self.planner = PipelinePlanner(core.driver, strategy, *given) if core.driver else Planner(*given)
         if strategy is not None:
+            from flexengine.plan.stages import shape_name
+
             total = core.skeleton.total
             strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
             self.planner.block = strategy.decode_batch * strategy.cohorts
@@ -280,6 +280,8 @@ def _core(options: EngineOptions) -> Core:
         raise InvalidInput(f"weights is {MIXED!r} with {group.size} stages, of which none has all layers; choose the"
                            " bits before (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and"
                            " give --weights FILE.json")  # fmt: skip
+
+    from flexengine.plan.stages import stage_layers
 
     def layers(count: int) -> tuple[int, int]:
         return stage_layers(count, group.rank, group.size, options.strategy)

@@ -16,7 +16,6 @@ from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
 from flexengine.places import DISK
-from flexengine.plan.experts import demand_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
@@ -180,7 +179,7 @@ class Core:
             watch.expect_loading(weights.missing)
         return Program(
             weights.streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, weights.arriving,
-            demand_of(self.facts, layout.homes), worker.hidden.ports.names,
+            layout.demand(self.facts), worker.hidden.ports.names,
         )  # fmt: skip
 
     @torch.no_grad()

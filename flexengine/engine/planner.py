@@ -14,10 +14,10 @@ from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import is_worker
-from flexengine.plan.attended import unused
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.fitting import fitting
+from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import lay_out_given, planned
@@ -157,7 +157,7 @@ class Planner:
 
     def _say_unused(self, searched: Search) -> None:
         """Report that the attention workers are not used."""
-        message(unused(searched.tried, searched.best))
+        message(guest("workers").unused(searched.tried, searched.best))
 
     def check(self, workload: Workload) -> None:
         """Raise OutOfMemory if `plan` would, without a search for a policy."""

@@ -12,7 +12,6 @@ from flexengine.errors import InvalidInput
 from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
-from flexengine.plan.stages import SHARED
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.schedule import sweeps
@@ -250,6 +249,8 @@ def check_chain(stages: Sequence[Stage]) -> None:
         held = ", ".join(f"{first}..{end - 1} of {n}" for first, end, n in ranges)
         raise InvalidInput(f"the stages hold layers {held}; together they must hold each layer of one model once, in"
                            " order")  # fmt: skip
+    from flexengine.plan.stages import SHARED
+
     policies = [stage.policy for stage in stages]
     for name in SHARED:
         values = [getattr(policy, name) for policy in policies]

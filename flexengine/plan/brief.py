@@ -1,10 +1,14 @@
 """A plan in one line."""
 
+from flexengine.places import is_disk, is_worker, link_of
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import KINDS, holder, kind_bytes, waits_for
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.problem import fraction
-from flexengine.plan.words import clock, count, digits, percent, size
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
+from flexengine.plan.words import clock, count, digits, percent, place_name, size, worker_lane
+from flexengine.plan.workload import Workload
+
+KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 
 
 def plan_line(cost: Cost, prediction: Prediction) -> str:
@@ -31,3 +35,33 @@ def _places(prediction: Prediction, kind: str, shared: bool) -> str:
     if len(used) == 1:
         return next(iter(used))
     return ", ".join(f"{place} {percent(x)}" for place, x in used.items())
+
+
+def holder(prediction: Prediction, place: str, shared: bool) -> str:
+    """Return the name of a place; of an attention worker that stands for all that share its sequences, all names."""
+    team = prediction.policy.team(place, prediction.layout.places)
+    return f"{team[0]} to {team[-1]}" if len(team) > 1 else place_name(place, shared)
+
+
+def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) -> dict[str, int]:
+    """Return the bytes of each kind: weights as stored, all pages of the KV cache, most hidden states of a sweep."""
+    account, block = prediction.layout.account, prediction.policy.block_size
+    tokens = workload.prompt_tokens(block) + min(block, workload.count)
+    return {
+        "weights": sum(t.stored_bytes for t in model.tensors),
+        "KV cache": sum(booked.get("KV cache", 0) for booked in account.values()),
+        "hidden states": tokens * model.hidden * model.itemsize,
+    }
+
+
+def waits_for(lane: str, shared: bool) -> str:
+    """Return the work of a lane in words, as an object of "waits for"."""
+    if shared and lane == "h2d":
+        return "copies of weights from RAM to a slot"
+    disk, _, way = lane.partition("_")
+    if is_disk(lane):
+        return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
+    if is_worker(lane):
+        return worker_lane(lane)
+    return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
+            "cpu": "computing on the host"}[link_of(lane)]  # fmt: skip

@@ -4,7 +4,7 @@ Keys are loaded before a layer is computed, like whole pages; so are the values 
 values are loaded after the layer has chosen them, and the device waits: row by row from RAM, block by block from disk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
-from flexengine.plan.paging import Array, LayerPages
-from flexengine.plan.profile import Profile
+from flexengine.plan.paging import Array
+from flexengine.plan.problem import CACHE
+from flexengine.plan.terms import Sweeping, Term, Work, routes
 
 MAX_GAP_BYTES = 128 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
 PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured
@@ -32,13 +33,9 @@ class Chosen(NamedTuple):
     full: Array
 
     @staticmethod
-    def of(sweeps: Profile, pages: Sequence[LayerPages], windows: Mapping[int | None, int]) -> "Chosen":
-        """Return the tokens of the sweeps of a profile. The last page of a sequence is assumed half full.
-
-        Args:
-            pages: KV pages of each group of layers.
-            windows: number of layers by window (None: all tokens).
-        """
+    def of(data: Sweeping) -> "Chosen":
+        """Return the tokens of the sweeps of a policy. The last page of a sequence is assumed half full."""
+        sweeps, pages, windows = data.sweeps, data.pages, data.rates.windows
         held, decoding = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0), sweeps.decoding * sweeps.counted
         sizes = {group.away.window: group.away.page_tokens for group in pages}
         filling = sum(group.layers * (group.away.page_tokens - 1) for group in pages)
@@ -79,3 +76,18 @@ def waiting(
         transfer = min(float(CHOSEN), max(1.0, batch_tokens * chosen_share(model) * half))
         lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)
     return lanes, chosen * model.kv_heads * model.kv_pieces * PICK_SECONDS
+
+
+def terms(data: Sweeping, overlaps: bool) -> Iterator[Term]:
+    """Yield the terms of chosen values. overlaps: whether lanes work at the same time; if not, the device waits for
+    every load, and these waits need no term."""
+    sweeps, full = data.sweeps, Chosen.of(data).full
+    total = float((sweeps.times * sweeps.decoding).sum()) * len(data.model.layers)
+    at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * data.policy.gpu_batch_size
+    for place in routes(data.hardware).load:
+        if data.policy.attends(place) != "device":  # values are not loaded to the device
+            continue
+        lanes, handling = waiting(data.model, data.hardware, place, full, at_once)
+        for lane, seconds in lanes.items():
+            yield Work(lane, CACHE, place, seconds)
+        yield Work("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))

@@ -18,9 +18,9 @@ from weakref import WeakMethod
 import numpy as np
 
 from flexengine.places import is_filed, is_worker, workers_in_memory
-from flexengine.plan import neurons
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.loading import load_resident, reading, touched
@@ -31,7 +31,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Phase, fraction
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
-from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
+from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import cache_homes, count_by_tier
@@ -140,34 +140,24 @@ class Cost:
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
             yield Work("device", "", "", seconds)
-        if self.model.blocks:
-            yield Work("device", "", "", neurons.seconds(self.model, self.hardware, policy, sweeps, prompts.batch))
         yield from embedding(self.model, self.hardware, sweeps, layout)
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates)
+        if self.model.blocks:
+            yield from guest("neurons").terms(data, prompts.batch)
         yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)
         yield from data.cache()
         yield from data.hidden()
-        yield from data.delegated()
-        yield from data.chosen_values(self.overlaps(policy))
+        if policy.delegate or policy.works:
+            yield from guest("delegation").terms(data)
+        if self.model.topk is not None:
+            yield from guest("topk").terms(data, self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention. A CPU
-        and an attention worker on its cores slow each other by the worker's share of the cores."""
+        """Return `crosstalk` under a policy."""
         if not policy.delegate and not policy.works:  # most policies of a search
             return self.crosstalk
-        places = policy.attended(cache_homes(policy, self.hardware.places)).values()
-        talk, single = dict(self.crosstalk), policy.block_size <= policy.gpu_batch_size
-        for place in places:
-            lane, share = routes(self.hardware).attend[place][1], self._shared_cores(policy, place)
-            for slowed, other, added in (("device", lane, 1.0 if single else share), (lane, "device", share)):
-                if added:
-                    talk[slowed] = {**talk.get(slowed, {}), other: added}
-        return talk
-
-    def _shared_cores(self, policy: Policy, place: str) -> float:
-        """Return the share of the device's cores with which attention workers compute a gpu_batch of a place."""
-        cores = self.hardware.worker_cores if self.hardware.kind != "cuda" else {}
-        return min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, self.hardware.places)))
+        slowing: Mapping[str, Mapping[str, float]] = guest("delegation").slowing(self.crosstalk, self.hardware, policy)
+        return slowing
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""
@@ -243,7 +233,7 @@ class Cost:
         if not self.model.blocks:
             return 0.0
         batch = self._prompts(policy.gpu_batch_size, policy.prefill_tokens).batch
-        return float(neurons.waits(self.model, self.hardware, policy, sweeps, batch)[sweep])
+        return float(guest("neurons").waits(self.model, self.hardware, policy, sweeps, batch)[sweep])
 
     def _loading(
         self, policy: Policy, read: float, faults: float, first: Mapping[str, float], waits: float = 0.0

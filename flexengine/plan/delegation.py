@@ -1,142 +1,173 @@
-"""Decide whether attention is faster on the host, beside its KV cache, than on the device.
+"""Terms of delegated attention, at the host or at attention workers: bytes of buffers, seconds of links and work."""
 
-FlexGen's release delegates from 512 cached tokens on, because moving the cache costs 4 b s h1 bytes, but queries and
-outputs cost 4 b h1 bytes. For any model, these are the seconds of one layer of one gpu_batch (names as in `Rule`, n
-sequences of s cached tokens each):
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-    on_device   n (s read + page / 2) kv / up  +  n page kv / down  +  n s kv read / device  +  computing
-    on_host     n sent / down  +  n s kv read / host  +  n fetched / up  +  fixed  +  computing
+import numpy as np
 
-Delegate if on_host < on_device. If lanes overlap, the longest lane replaces the sum: pages move while the device
-computes other layers, and the host attends for one gpu_batch while the device computes others. With a single gpu_batch,
-the lanes of `on_host` cannot overlap, so their sum counts.
-"""
-
-import math
-from dataclasses import dataclass
-from itertools import pairwise, product
-
+from flexengine.errors import InvalidInput
+from flexengine.places import is_worker, workers_in_memory
+from flexengine.plan.buffers import DELEGATION, DESKS
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.compute import decode_attention
 from flexengine.plan.facts import ModelFacts
-from flexengine.policy import Policy
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import Layout
+from flexengine.plan.paging import Array
+from flexengine.plan.problem import CACHE
+from flexengine.plan.sizes import aligned, delegated
+from flexengine.plan.terms import Move, Sweeping, Term, Work, routes
+from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
+from flexengine.schedule.place import cache_homes
 
-Line = tuple[float, float]  # seconds at 0 cached tokens, and per token
+LOG_SUM_BYTES = 4  # of a log-sum-exp
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Sizes and rates of one layer of one gpu_batch of decoding sequences.
+# Bytes.
+
+
+def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
+    """Book device bytes of forward passes that wait for attention, and buffers for all delegated sequences, so that no
+    gpu_batch waits for another.
+
+    The host also has a workspace for the kernels' output of one gpu_batch.
+
+    Raises:
+        InvalidInput: attention of this model or machine cannot be delegated as the policy says.
+    """
+    check_partition(model, layout.policy, layout.places)
+    layout.book("device", "paused forwards", suspended(model, layout.policy, layout.places))
+    policy, rows = layout.policy, delegated(layout.policy, layout.places)
+    if policy.works and not any(map(is_worker, rows)):
+        raise InvalidInput(f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
+                           f" {policy.block_size}; raise the share, or leave it out")  # fmt: skip
+    if policy.delegate and capacity.shared:
+        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device, and attention"
+                           " always runs there; set delegate to false")  # fmt: skip
+    for place in rows:
+        if (members := len(policy.team(place, layout.places))) > 1:
+            layout.desks[place] = aligned(rows[place] * (model.sent + model.fetched + 4 * model.heads))
+            layout.book("device" if capacity.shared else "host", DESKS, members * layout.desks[place])
+    by_cpu = [n for place, n in rows.items() if not is_worker(place)]
+    if policy.delegate and not by_cpu:
+        raise InvalidInput(f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
+                           f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
+                           " to false")  # fmt: skip
+    layout.delegation = {place: aligned(n * model.sent) for place, n in rows.items()}
+    for tier in ("device",) if capacity.shared else ("device", "host"):
+        layout.book(tier, DELEGATION, sum(layout.delegation.values()))
+    if by_cpu:
+        workspace_rows = min(sum(by_cpu), policy.gpu_batch_size)
+        layout.book("host", "delegation workspace", aligned(workspace_rows * model.fetched))
+
+
+def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) -> None:
+    """Raise InvalidInput if attention of the model cannot be divided as the policy says. places: of the machine."""
+    workers = len(workers_in_memory(places))
+    if policy.partition == HEADS and model.kv_heads % workers:
+        raise InvalidInput(f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
+                           f" evenly among {workers} attention workers; start a number of workers that divides them, or"
+                           f" set partition to {REQUESTS} or {TOKENS}")  # fmt: skip
+    if policy.partition == TOKENS and model.topk is not None:
+        raise InvalidInput(f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
+                           f" of other workers are larger; set partition to {REQUESTS} or {HEADS}")  # fmt: skip
+    if policy.queries_first and model.topk is not None:
+        raise InvalidInput("policy queries_first is true, but with sparse attention the new token decides which values"
+                           " are read; set queries_first to false")  # fmt: skip
+    if policy.queries_first and not model.queries_apart:
+        raise InvalidInput("policy queries_first is true, but the model's layers compute queries together with keys and"
+                           " values; set queries_first to false")  # fmt: skip
+
+
+def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
+    """Return the device bytes of forward passes that wait for delegated attention.
+
+    A token has q, k, v with and without rotation, and the residual with its norm and casts.
+    """
+    sequences = min(policy.block_size, sum(delegated(policy, places).values()))
+    return aligned(sequences * (3 * model.sent + 4 * model.hidden * model.itemsize))
+
+
+# Seconds.
+
+
+class Crossing(NamedTuple):
+    """Bytes of a token in one layer over the lanes of a place that computes attention. Several workers work at the same
+    time, over connections of their own: the slowest counts, with its bytes at the rate of the place's lanes.
 
     Attributes:
-        kv: bytes of a cached token.
-        sent: bytes of one token's queries, key and value, sent to the host.
-        fetched: bytes of one token's attention output, fetched from the host.
-        up, down: bytes per second of the links to the device and from the device.
-        host, device: bytes of KV per second of attention on the host and on the device.
-        read: share of `kv` that attention reads and that is loaded. Below 1 (`topk`), the device waits for the values.
-        page: tokens of a page.
-        sequences: number of sequences in the gpu_batch.
-        computing: seconds of the layer on the device without its attention.
-        fixed: seconds that delegating adds for any number of bytes (handing over tasks).
-        latency: seconds that each transfer takes besides its bytes. On the device there is one load per gpu_batch and
-            one store per sequence; on the host one send and one fetch per gpu_batch.
-        batches: number of gpu_batches in a sweep.
-        overlap: False if tasks run one after the other.
+        queries, keys: to the place; keys with values.
+        answers: from the place.
+        pages: share of the bytes of pages.
     """
 
-    kv: float
-    sent: float
-    fetched: float
-    up: float
-    down: float
-    host: float
-    device: float = math.inf
-    read: float = 1.0
-    page: int = 0
-    sequences: int = 1
-    computing: float = 0.0
-    fixed: float = 0.0
-    latency: float = 0.0
-    batches: int = 1
-    overlap: bool = False
+    queries: float
+    keys: float
+    answers: float
+    pages: float = 1.0
 
-    @property
-    def on_device(self) -> list[Line]:
-        """Return lines of seconds by cached tokens if pages move to the device. The largest line counts."""
-        kv = self.sequences * self.kv
-        load = (self.latency + kv * self.page / 2 / self.up, kv * self.read / self.up)
-        store = (self.sequences * self.latency * (self.page > 0) + kv * self.page / self.down, 0.0)
-        waits = kv * (self.read - 0.5) / self.up if self.read < 1 and self.overlap else 0.0
-        device = (self.computing, kv * self.read / self.device + waits)
-        return [load, store, device] if self.overlap else [_sum(load, store, device)]
-
-    @property
-    def on_host(self) -> list[Line]:
-        """Return lines of seconds by cached tokens if attention is delegated. The largest line counts."""
-        n = self.sequences
-        send = (self.latency + n * self.sent / self.down, 0.0)
-        fetch = (self.latency + n * self.fetched / self.up, 0.0)
-        host, device = (0.0, n * self.kv * self.read / self.host), (self.computing + self.fixed, 0.0)
-        return [send, fetch, host, device] if self.overlap and self.batches > 1 else [_sum(send, fetch, host, device)]
-
-    def delegates(self, cached: float) -> bool:
-        """Return whether delegation is faster for sequences of `cached` tokens."""
-        return _largest(self.on_host, cached) < _largest(self.on_device, cached)
-
-    @property
-    def crossover(self) -> float:
-        """Return the cached tokens from which on delegation is faster: 0 if always, infinite if never.
-
-        Without overlap, the crossover is the intersection of the two lines. With overlap, it is the last point where
-        the longest lanes of both sides are equally long.
-        """
-        meet = {0.0}
-        for (a, x), (b, y) in product(self.on_device, self.on_host):
-            if x != y and (b - a) / (x - y) > 0:
-                meet.add((b - a) / (x - y))
-        points = sorted(meet)  # between two neighbouring points the faster side stays the same
-        if not self.delegates(2 * points[-1] + 1):
-            return math.inf
-        return max((high for low, high in pairwise(points) if not self.delegates((low + high) / 2)), default=0.0)
+    @staticmethod
+    def of(model: ModelFacts, hardware: Hardware, policy: Policy, place: str) -> "Crossing":
+        """Return the bytes of a place."""
+        team, keys = policy.team(place, hardware.places), model.sent - model.fetched
+        if len(team) < 2:
+            return Crossing(model.fetched, keys, model.fetched)
+        links, n = hardware.worker_links, len(team)
+        slower = links[place] / min(links[worker] for worker in team) if links.keys() >= set(team) else 1.0
+        queries, answers = model.fetched / n, model.fetched / n
+        if policy.partition == TOKENS:  # every worker gets all queries, and sends a log-sum-exp for each
+            queries, answers = model.fetched, model.fetched + LOG_SUM_BYTES * model.heads
+        return Crossing(slower * queries, slower * keys / n, slower * answers, slower / n)
 
 
-def _sum(*lines: Line) -> Line:
-    return sum(a for a, _ in lines), sum(x for _, x in lines)
+def slowing(
+    crosstalk: Mapping[str, Mapping[str, float]], hardware: Hardware, policy: Policy
+) -> Mapping[str, Mapping[str, float]]:
+    """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention. A CPU and
+    an attention worker on its cores slow each other by the worker's share of the cores."""
+    places = policy.attended(cache_homes(policy, hardware.places)).values()
+    talk, single = dict(crosstalk), policy.block_size <= policy.gpu_batch_size
+    cores = hardware.worker_cores if hardware.kind != "cuda" else {}
+    for place in places:
+        lane = routes(hardware).attend[place][1]
+        share = min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places)))
+        for slowed, other, added in (("device", lane, 1.0 if single else share), (lane, "device", share)):
+            if added:
+                talk[slowed] = {**talk.get(slowed, {}), other: added}
+    return talk
 
 
-def _largest(lines: list[Line], cached: float) -> float:
-    return max(a + x * cached for a, x in lines)
+def terms(data: Sweeping) -> Iterator[Term]:
+    """Yield the terms of delegated attention."""
+    model, hardware, policy, sweeps = data.model, data.hardware, data.policy, data.sweeps
+    gpu_batch = policy.gpu_batch_size
+    tokens = sweeps.decoding * sweeps.counted * len(model.layers)
+    for home, place in policy.attended(hardware.places).items():
+        down, there, up = routes(hardware).attend[place]
+        first, cells = policy.queries_first and is_worker(place), tokens / gpu_batch
+        crossing = Crossing.of(model, hardware, policy, place)
+        yield Move(up, CACHE, home, tokens * crossing.answers, gpu_batch * crossing.answers)
+        for sent in crossing[:2] if first else (crossing.queries + crossing.keys,):
+            yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
+        attended = decode_attention(data.rates, sweeps, policy.attended_by(place)) * sweeps.counted
+        asking = hardware.worker_seconds if is_worker(place) else 0.0
+        yield Work(there, CACHE, home, attended + cells * (1 + first) * asking)
+        on_device = decode_attention(data.rates, sweeps) * sweeps.counted
+        yield Work("device", CACHE, home, cells * data.rates.delegated - on_device)
+        if first:
+            yield Work("device", CACHE, home, cells * hardware.task_seconds - _hidden(data, attended))
 
 
-def read_share(topk: float | None, group: float = 1.0) -> float:
-    """Return the share of the KV bytes that attention reads: all keys, and the chosen values.
-
-    Query heads are assumed to choose values at random.
-
-    Args:
-        topk: share of the values that each query head chooses, None for all.
-        group: query heads per kv head.
-    """
-    return 1.0 if topk is None else (2.0 - (1.0 - topk) ** group) / 2.0
-
-
-def rule_of(model: ModelFacts, topk: float | None = None, **rates: float | int | bool) -> Rule:
-    """Return the rule of a model.
-
-    Args:
-        topk: share of the values that each query head chooses, None for all.
-        rates: the other fields of Rule.
-    """
-    return Rule(model.kv_token, model.sent, model.fetched, read=read_share(topk, model.heads / model.kv_heads), **rates)  # type: ignore[arg-type]
-
-
-def attention_words(policy: Policy) -> list[str]:
-    """Return lines for a plan's text that describe attention off the device."""
-    lines = []
-    if policy.delegate:
-        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
-    if policy.queries_first:
-        lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
-    return lines
+def _hidden(data: Sweeping, attended: Array) -> Array:
+    """Return the seconds by sweep in which the device computes keys and values while workers attend to cached
+    tokens, if the device waits for attention otherwise (`Cost.slowing`). attended: seconds of attention."""
+    policy, model = data.policy, data.model
+    if policy.block_size > policy.gpu_batch_size or policy.slots == 1:
+        return np.zeros(data.sweeps.times.shape)
+    layers = range(len(model.layers))
+    share = sum(keys_share(model, j) for j in layers) / len(layers)
+    computed = share * data.rates.stack(data.sweeps.decoding) * data.sweeps.counted
+    return np.minimum(np.asarray(computed), attended)
 
 
 def keys_share(model: ModelFacts, layer: int) -> float:

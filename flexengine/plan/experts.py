@@ -12,12 +12,15 @@ if the share is at most MAX_CHOSEN_SHARE: loading them then takes at most half a
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from flexengine.places import off_device
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array
+from flexengine.plan.sizes import aligned
 from flexengine.schedule.demand import Demand
 
 MAX_CHOSEN_SHARE = 0.5  # share of a layer's experts expected in a sweep, up to which they are loaded on demand
@@ -37,38 +40,34 @@ def most_tokens(model: ModelFacts) -> int:
     return int(math.log(1 - MAX_CHOSEN_SHARE) / math.log(1 - model.active / experts) + 1e-9)
 
 
-def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
-    """Return which weights a program loads by rows: the embedding and the experts, if they are off the device.
+def with_experts(demand: Demand, model: ModelFacts, homes: Mapping[str, str]) -> Demand:
+    """Return the weights that a program loads by rows, with the experts that are off the device.
 
     Args:
+        demand: the same without experts.
         homes: tier of every tensor by name.
     """
 
     def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
         return off_device({homes[t.name] for t in layer if bool(t.experts) == experts})
 
-    table = homes[model.embedding.name] if model.embedding is not None else "device"
-    return Demand(
-        table if table != "device" else "",
-        tuple(of(layer, True) for layer in model.layers), tuple(of(layer, False) for layer in model.layers),
-        most_tokens(model),
-    )  # fmt: skip
+    experts, others = (tuple(of(layer, only) for layer in model.layers) for only in (True, False))
+    return replace(demand, experts=experts, others=others, most_tokens=most_tokens(model))
 
 
-def suspended(model: ModelFacts, homes: Mapping[str, str], tokens: int) -> int:
-    """Return the device bytes that forward passes hold while their experts are loaded.
+def book(layout: Layout, model: ModelFacts, tokens: int) -> None:
+    """Book the device bytes that forward passes hold while their experts are loaded.
 
     Each token holds its hidden states, and scores, shares and ids of its experts.
 
     Args:
-        homes: tier of every tensor by name.
         tokens: most tokens of a sweep.
     """
-    if not any(homes[t.name] != "device" for t in model.experts):
-        return 0
+    if all(layout.homes[t.name] == "device" for t in model.experts):
+        return
     experts = max(t.experts for t in model.experts)
     token = _HELD_VECTORS * model.hidden * model.itemsize + 3 * 4 * experts + 2 * 8 * model.active
-    return min(tokens, most_tokens(model)) * token
+    layout.book("device", "paused forwards", aligned(min(tokens, most_tokens(model)) * token))
 
 
 def unused(model: ModelFacts, tokens: Array) -> Array:
@@ -78,8 +77,6 @@ def unused(model: ModelFacts, tokens: Array) -> Array:
         tokens: tokens of each sweep.
     """
     total = sum(t.stored_bytes for t in model.experts)
-    if not total:
-        return np.zeros(tokens.shape)
     unchosen = 1 - share(model.active, _fewest_experts(model), tokens)
     return np.where(tokens <= most_tokens(model), total * unchosen, 0.0)
 

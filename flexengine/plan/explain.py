@@ -9,33 +9,29 @@ from flexengine.places import (
     DISK,
     MOST_DISKS,
     MOST_WORKERS,
-    is_disk,
     is_staged,
-    is_worker,
-    link_of,
     place_names,
     worker_names,
 )
 from flexengine.plan import neurons
+from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
-from flexengine.plan.delegation import attention_words
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import Prediction, busiest
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
+from flexengine.plan.problem import CACHE, WEIGHTS, fraction
 from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
-from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size, worker_lane
+from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 BAR_CHARACTERS = 40
 PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
 PLACE_MARKS |= dict.fromkeys((*worker_names(MOST_WORKERS), *worker_names(MOST_WORKERS, MOST_WORKERS)), "w")
-KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 SCHEDULES = {
     "row": "a gpu_batch enters when the one before has ended",
     "zigzag": "a whole block enters when the one before has ended",
@@ -106,7 +102,11 @@ def policy_words(policy: Policy) -> list[str]:
         f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
-    return [*lines, *attention_words(policy)]
+    if policy.delegate:
+        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
+    if policy.queries_first:
+        lines.append("            queries go first: workers attend to cached tokens while keys and values are computed")
+    return lines
 
 
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
@@ -117,12 +117,6 @@ def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
         return []
     share = percent(chosen_share(model))
     return [f"            all keys of the KV cache are prefetched; the device waits for {share} of the values"]
-
-
-def holder(prediction: Prediction, place: str, shared: bool) -> str:
-    """Return the name of a place; of an attention worker that stands for all that share its sequences, all names."""
-    team = prediction.policy.team(place, prediction.layout.places)
-    return f"{team[0]} to {team[-1]}" if len(team) > 1 else place_name(place, shared)
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
@@ -137,17 +131,6 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
     used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
     return ["Placement   " + "  ".join(f"{PLACE_MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
-
-
-def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) -> dict[str, int]:
-    """Return the bytes of each kind: weights as stored, all pages of the KV cache, most hidden states of a sweep."""
-    account, block = prediction.layout.account, prediction.policy.block_size
-    tokens = workload.prompt_tokens(block) + min(block, workload.count)
-    return {
-        "weights": sum(t.stored_bytes for t in model.tensors),
-        "KV cache": sum(booked.get("KV cache", 0) for booked in account.values()),
-        "hidden states": tokens * model.hidden * model.itemsize,
-    }
 
 
 def _stacked(shares: Mapping[str, float]) -> str:
@@ -269,19 +252,6 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     elif share < 0.95:
         text += "; lanes that slow each other take the rest"
     return text
-
-
-def waits_for(lane: str, shared: bool) -> str:
-    """Return the work of a lane in words, as an object of "waits for"."""
-    if shared and lane == "h2d":
-        return "copies of weights from RAM to a slot"
-    disk, _, way = lane.partition("_")
-    if is_disk(lane):
-        return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
-    if is_worker(lane):
-        return worker_lane(lane)
-    return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
-            "cpu": "computing on the host"}[link_of(lane)]  # fmt: skip
 
 
 def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[str, float]:

@@ -10,12 +10,11 @@ from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
-from flexengine.plan import experts, gpu
-from flexengine.plan.buffers import book_delegation, read_buffers
+from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
-from flexengine.plan.neuron_memory import book_neurons
-from flexengine.plan.pools import check_partition, empty_pools, shared_out
+from flexengine.plan.guests import guest
+from flexengine.plan.pools import empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
     aligned,
@@ -24,12 +23,12 @@ from flexengine.plan.sizes import (
     open_passes,
     paused,
     slot_bytes,
-    suspended,
     sweep_tokens,
     workspace,
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import TOKENS, Policy, shares
+from flexengine.schedule.demand import Demand
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes, place_groups
 from flexengine.schedule.rings import num_buffers
@@ -125,6 +124,12 @@ class Layout:
         pools = zip(self.groups, self.pools[tier], strict=True)
         return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
 
+    def demand(self, model: ModelFacts) -> Demand:
+        """Return which weights a program loads by rows: the embedding and the experts, if they are off the device."""
+        table = "" if model.embedding is None else self.homes[model.embedding.name]
+        demand = Demand("" if table == "device" else table)
+        return guest("experts").with_experts(demand, model, self.homes) if model.experts else demand
+
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
         """Return (first row, last row + 1) of each head chunk; [] without a head."""
         if not self.head_rows:
@@ -156,10 +161,11 @@ def lay_out(
     _embedded(layout, model, workload)
     _ports(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
-    waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
-    layout.book("device", "paused forwards", paused(model, policy, workload) + waiting
-                + suspended(model, policy, layout.places))  # fmt: skip
-    book_delegation(layout, model, capacity)
+    layout.book("device", "paused forwards", paused(model, policy, workload))
+    if model.experts:
+        guest("experts").book(layout, model, sweep_tokens(policy, workload))
+    if policy.delegate or policy.works:
+        guest("delegation").book(layout, model, capacity)
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     _cache(layout, model, workload, capacity)
@@ -194,7 +200,8 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.layer_reads = {tier: nbytes / count for tier, (nbytes, count) in reads.items() if count}
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
-    book_neurons(layout, model, capacity.shared)
+    if model.blocks or policy.neurons:
+        guest("neuron_memory").book(layout, model, capacity.shared)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
@@ -202,7 +209,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         layout.copying = COPIED
         layout.book("host", COPYING, layout.copying)
     if model.gpu:
-        layout.passing = gpu.CONVERTED
+        layout.passing = guest("gpu").CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
 
@@ -282,7 +289,6 @@ def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy, layers = layout.policy, len(model.layers)
     homes, longest = cache_homes(policy, layout.places), workload.longest
-    check_partition(model, policy, layout.places)
     layout.groups = groups = model.cache_groups(longest)
     for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
         slices = max(1, len(policy.team(tier, layout.places))) if policy.partition == TOKENS else 1
@@ -299,7 +305,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if any(map(is_staged, homes)) and capacity.staged:
         layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
-    layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
+    layout.book("device" if capacity.shared else "host", READING, _read_buffers(model, layout))
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
@@ -309,6 +315,15 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         tier = missing[0]
         raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed[tier],
                           _used(layout, tier, capacity), _limit(tier, capacity) or 0, _remedy(tier))  # fmt: skip
+
+
+def _read_buffers(model: ModelFacts, layout: Layout) -> int:
+    """Return the bytes of RAM buffers of all disks in use."""
+    expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
+    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
+    used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
+    used |= layout.pools.keys() | layout.hidden_home.keys()
+    return read_buffers(longest, 1 + len(used.intersection(further_disks(layout.places))))
 
 
 def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:

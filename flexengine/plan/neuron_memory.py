@@ -1,14 +1,13 @@
 """Memory for neurons that are read on demand: their rooms, predictors, and buffers of reads."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.facts import ModelFacts, NeuronFacts
+from flexengine.plan.layout import Layout
 from flexengine.plan.neurons import RECORD_READERS, rooms
 from flexengine.plan.sizes import ALIGN, aligned
-from flexengine.policy import Policy
 
 NEURONS = "neurons"
 PREDICTORS = "predictors"
@@ -19,17 +18,7 @@ EXPERT_SPARES = 2  # experts that are read early at once without a GPU
 RECORD_READ = 128 << 10  # bytes of a read of records; as in flash.reader
 
 
-class Booked(Protocol):
-    """The part of a `plan.layout.Layout` that is read and booked here; its attributes are described there."""
-
-    policy: Policy
-    rooms: tuple[int, ...]
-
-    def book(self, tier: str, what: str, nbytes: int) -> None:
-        """Add bytes to the account of a tier."""
-
-
-def book_neurons(layout: Booked, model: ModelFacts, shared: bool) -> None:
+def book(layout: Layout, model: ModelFacts, shared: bool) -> None:
     """Book device memory for neurons and their predictors, and RAM for records that are read.
 
     The workspace has room for masks of the neurons that tokens use.

@@ -25,6 +25,7 @@ from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.paging import Array
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import aligned
+from flexengine.plan.terms import Sweeping, Term, Work
 from flexengine.policy import Policy
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
@@ -102,21 +103,21 @@ class Use:
         return np.asarray(np.where(np.asarray(rows) > len(unions), beyond, inside))
 
 
-def seconds(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:
-    """Return the seconds of all blocks by sweep. The device waits for the reads, so they count as its own.
+def terms(data: Sweeping, prompt: float) -> Iterator[Term]:
+    """Yield the seconds of all blocks by sweep. The device waits for the reads, so they count as its own.
 
     Args:
         prompt: tokens of a full gpu_batch of prompts. A gpu_batch of prompts uses all neurons, and reads them.
     """
-    total = np.zeros(sweeps.times.shape)
-    for block, layers, share in _shares(model, policy):
+    hardware, policy, sweeps = data.hardware, data.policy, data.sweeps
+    for block, layers, share in _shares(data.model, policy):
         reading, computing = _passes(block, share, hardware, sweeps, prompt)
-        total = total + layers * (_decoding(block, share, hardware, policy, sweeps) + np.maximum(reading, computing))
-    return total
+        decoding = _decoding(block, share, hardware, policy, sweeps)
+        yield Work("device", "", "", layers * (decoding + np.maximum(reading, computing)))
 
 
 def waits(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:
-    """Return the seconds by sweep that the device waits for the records of prompts. Arguments as in `seconds`."""
+    """Return the seconds by sweep that the device waits for the records of prompts. prompt: as in `terms`."""
     total = np.zeros(sweeps.times.shape)
     for block, layers, share in _shares(model, policy):
         reading, computing = _passes(block, share, hardware, sweeps, prompt)
@@ -180,7 +181,7 @@ def _passes(
 ) -> tuple[Array, Array]:
     """Return the seconds by sweep of one layer's block for prompts: with reads, and as if all records were in memory.
     If all have room, the first gpu_batch reads each record before it is computed, and later ones read none. Other
-    arguments as in `_decoding` and `seconds`."""
+    arguments as in `_decoding` and `terms`."""
     rates = rates_of(hardware, block)
     # Sweeps with few prompts have smaller gpu_batches, but one at least.
     batches = np.maximum(sweeps.prompt / prompt, np.minimum(sweeps.entering, 1.0) * (sweeps.prompt > 0))

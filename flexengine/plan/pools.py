@@ -1,14 +1,11 @@
 """Page pools of one tier: how many pages each group of layers gets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from flexengine.errors import InvalidInput
-from flexengine.places import workers_in_memory
 from flexengine.plan.facts import CacheGroup, ModelFacts
 from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
-from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.pages import Pool
 
 
@@ -29,24 +26,6 @@ def empty_pools(
     if tier == "device":
         return tuple(pools)
     return tuple(replace(pool, batch_pages=workload.pages(batch, pool)) for pool in pools)
-
-
-def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) -> None:
-    """Raise InvalidInput if attention of the model cannot be divided as the policy says. places: of the machine."""
-    workers = len(workers_in_memory(places))
-    if policy.partition == HEADS and model.kv_heads % workers:
-        raise InvalidInput(f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
-                           f" evenly among {workers} attention workers; start a number of workers that divides them, or"
-                           f" set partition to {REQUESTS} or {TOKENS}")  # fmt: skip
-    if policy.partition == TOKENS and model.topk is not None:
-        raise InvalidInput(f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
-                           f" of other workers are larger; set partition to {REQUESTS} or {HEADS}")  # fmt: skip
-    if policy.queries_first and model.topk is not None:
-        raise InvalidInput("policy queries_first is true, but with sparse attention the new token decides which values"
-                           " are read; set queries_first to false")  # fmt: skip
-    if policy.queries_first and not model.queries_apart:
-        raise InvalidInput("policy queries_first is true, but the model's layers compute queries together with keys and"
-                           " values; set queries_first to false")  # fmt: skip
 
 
 def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:

@@ -15,8 +15,8 @@ import numpy as np
 from flexengine.errors import InvalidInput
 from flexengine.places import link_of
 from flexengine.plan.attention import DEQUANTIZE_FLOP, Attention
-from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.paging import Array
 
@@ -157,7 +157,7 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
     table = _products(hardware, t)
     if not t.experts:
         return 2.0 * tokens * t.elements / at(table, tokens)
-    chosen = t.experts * float(share(active, t.experts, tokens))
+    chosen = t.experts * float(guest("experts").share(active, t.experts, tokens))
     rows = tokens * active / chosen
     return chosen * 2.0 * rows * t.elements / t.experts / at(table, rows)
 

@@ -5,7 +5,7 @@ from itertools import product
 from operator import attrgetter
 
 from flexengine.places import TIERS, workers_in_memory
-from flexengine.plan.attended import partitions
+from flexengine.plan.guests import guest
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
@@ -99,8 +99,8 @@ class Refinement:
         for other, allowed in product(self.shapes.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
             self.placement.solve_placement(other, allowed)
         if policy.works:
-            ways = partitions(self.tried.cost.model.kv_heads, len(workers_in_memory(self.tried.cost.hardware.places)))
-            for partition in ways:
+            cost, partitions = self.tried.cost, guest("workers").partitions
+            for partition in partitions(cost.model.kv_heads, len(workers_in_memory(cost.hardware.places))):
                 self.tried.attempt(replace(policy, partition=partition))
         elif policy.cache[1] and not choice.hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))

@@ -14,10 +14,10 @@ from operator import attrgetter
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput
-from flexengine.plan.attended import try_workers, without_workers
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import capacity_for, smallest, smallest_layout
@@ -74,7 +74,8 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
         if streams := not tried.predictions if model.blocks else not holds_all or _hurried(tried):
             _stream(placement)
         if streams or hardware.workers:  # workers may be faster than the device, even if it holds the whole block
-            try_workers(placement)
+            if hardware.workers:
+                guest("workers").try_workers(placement)
             Refinement(placement).refine()
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
@@ -117,7 +118,9 @@ def _best(tried: Tried) -> Prediction:
     if not tried.predictions:
         for policy in tried.shapes.smallest():
             tried.attempt(policy)
-    best, limit = without_workers(tried, tried.leader()), tried.shapes.options.latency_limit
+    best, limit = tried.leader(), tried.shapes.options.latency_limit
+    if best.policy.works:
+        best = guest("workers").without_workers(tried, best)
     if limit is not None and best.latency > limit:
         least = upward(best.latency)
         raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set the limit higher")

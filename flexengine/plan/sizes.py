@@ -6,8 +6,8 @@ All sizes are in bytes unless a name has another unit.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexengine.plan import gpu
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.guests import guest
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.admission import entrants
@@ -106,7 +106,7 @@ def kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int
     """Return the bytes of buffers of a GPU's kernels besides activations; 0 without a GPU."""
     if not model.gpu:
         return 0
-    return aligned(gpu.buffers(model, batch_tokens(policy, workload), workload.longest))
+    return aligned(guest("gpu").buffers(model, batch_tokens(policy, workload), workload.longest))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
@@ -131,12 +131,3 @@ def delegated(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     machine."""
     homes = cache_homes(policy, places)
     return {place: homes[home] for home, place in policy.attended(homes).items()}
-
-
-def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
-    """Return the device bytes of forward passes that wait for delegated attention.
-
-    A token has q, k, v with and without rotation, and the residual with its norm and casts.
-    """
-    sequences = min(policy.block_size, sum(delegated(policy, places).values()))
-    return aligned(sequences * (3 * model.sent + 4 * model.hidden * model.itemsize))

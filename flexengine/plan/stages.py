@@ -8,6 +8,7 @@ from operator import attrgetter
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import lay_out_given, planned
 from flexengine.plan.prediction import Prediction
@@ -20,6 +21,18 @@ from flexengine.strategy import Strategy
 SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate",
           "partition", "queries_first")
 _STEPS = 20  # of the shares of weights that are tried
+
+
+def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
+    """Return the text that names a model's shape, equal for checkpoints that one strategy fits.
+
+    Args:
+        facts: the model, or a range of its layers.
+        layers: layers of the whole model; None if `facts` are those of the whole model.
+    """
+    heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
+    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of"
+            f" {facts.head_dim}, vocabulary {facts.vocabulary}")  # fmt: skip
 
 
 def even_split(layers: int, stages: int) -> list[tuple[int, int]]:

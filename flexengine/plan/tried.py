@@ -9,8 +9,8 @@ from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.guests import guest
 from flexengine.plan.layout import Layout, lay_out, lay_out_weights, left_bytes
-from flexengine.plan.neurons import share_of
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes, sensible
 from flexengine.policy import Policy, Split
@@ -103,4 +103,4 @@ def with_neurons(policy: Policy, model: ModelFacts, capacity: Capacity, laid_out
         free = left_bytes(laid_out(policy), "device", capacity)
     except OutOfMemory:
         return policy
-    return replace(policy, neurons=share_of(model, free))
+    return replace(policy, neurons=guest("neurons").share_of(model, free))

@@ -8,6 +8,7 @@ from typing import Any
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.plan import explain
+from flexengine.plan.brief import kind_bytes
 from flexengine.plan.feedback import PlanReport, SweepMonitor
 from flexengine.plan.picture import Memory
 from flexengine.plan.prediction import Prediction
@@ -126,7 +127,7 @@ def planned(watch: SweepMonitor, model: str) -> Planned:
 def _placement(watch: SweepMonitor, prediction: Prediction) -> dict[str, tuple[int, ...]]:
     """Return the bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place."""
     cost, layout = watch.cost, watch.layout
-    hidden = explain.kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
+    hidden = kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
     shares = [prediction.fractions.get(fraction(HIDDEN, place), 0.0) for place in layout.places]
     return {
         "weights": tuple(layout.stored_bytes[place] for place in layout.places),

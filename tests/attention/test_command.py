@@ -10,8 +10,8 @@ import pytest
 from flexengine.attention import local
 from flexengine.commands.main import main
 from flexengine.plan.assumed import assumed
+from flexengine.plan.brief import waits_for
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.explain import waits_for
 from flexengine.plan.words import lane_name
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.measuring import measure_quickly

@@ -20,10 +20,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import Rows
 from flexengine.measure.quick import quick_rates
 from flexengine.plan.assumed import assumed
-from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import lay_out
+from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.least import smallest
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Machine
@@ -79,7 +78,7 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
     for share in (1.5, 1.0, 0.6, 0.4, 0.2, 0.02):
         with Engine(known.directory, device="cpu") as engine:
             resident = engine.plan(work)
-            whole, reading = resident.total("device"), read_buffers(engine.facts, resident)
+            whole, reading = resident.total("device"), resident.account["device"][READING]
         options = {"device_mem": int(share * whole) + reading * (kind == "cpu"), "offload_dir": tmp_path}
         with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
             try:

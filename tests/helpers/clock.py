@@ -13,13 +13,13 @@ import numpy as np
 from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
-from flexengine.plan.delegation import keys_share, projection_share
-from flexengine.plan.experts import demand_of, expert_share, share
+from flexengine.plan.delegation import Crossing, keys_share, projection_share
+from flexengine.plan.experts import expert_share, share
 from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
-from flexengine.plan.terms import Crossing, Move, page_transfer, routes, shortest_read
+from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.order import Batch, Cell, Piece
@@ -107,7 +107,7 @@ class Clock:
     @property
     def demand(self) -> Demand:
         """Return which weights the program loads by rows."""
-        return demand_of(self.cost.model, self.layout.homes)
+        return self.layout.demand(self.cost.model)
 
     # Seconds of a task.
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.neurons import Use, part_of, reads, rooms, seconds, share_of, waits
+from flexengine.plan.neurons import Use, part_of, reads, rooms, share_of, terms, waits
+from flexengine.plan.profile import Profile
+from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
+from flexengine.plan.terms import Sweeping
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.explained import CPU
@@ -111,6 +116,11 @@ RATES = {"read": ((1.0, 1e6),), "all_read": ((16.0, 4e6),), "some": ((4.0, 5e7),
 
 def of(reuse: tuple[float, ...]) -> NeuronFacts:
     return NeuronFacts(1000, 128, FORM, guess=2_000_000, reuse=reuse)
+
+
+def seconds(facts: ModelFacts, machine: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Any:
+    data = Sweeping(facts, machine, policy, sweeps, (), Rates.of(facts, machine))
+    return sum((term.seconds(machine) for term in terms(data, prompt)), np.zeros(sweeps.times.shape))
 
 
 def test_seconds() -> None:

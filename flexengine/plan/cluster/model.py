@@ -6,6 +6,7 @@ from functools import cached_property
 
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.sizes import aligned
+from flexengine.plan.stages import shape_name
 from flexengine.strategy import BITS
 
 Format = str | None  # format of a layer's matrices, from strategy.FORMATS
@@ -45,7 +46,7 @@ class Model:
     """A model as devices of one kind hold it.
 
     Attributes:
-        name: shape of the model; see `shape_name`.
+        name: shape of the model; see `plan.stages.shape_name`.
         layers: in order.
         hidden: elements of a token's hidden state.
         width: elements of the widest activation of a token.
@@ -96,18 +97,6 @@ class Model:
     def hop_bytes(self, tokens: int) -> int:
         """Return the bytes of the hidden states of some tokens."""
         return tokens * self.hidden * self.itemsize
-
-
-def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
-    """Return the text that names a model's shape, equal for checkpoints that one strategy fits.
-
-    Args:
-        facts: the model, or a range of its layers.
-        layers: layers of the whole model; None if `facts` are those of the whole model.
-    """
-    heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
-    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of"
-            f" {facts.head_dim}, vocabulary {facts.vocabulary}")  # fmt: skip
 
 
 def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
