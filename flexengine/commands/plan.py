@@ -45,8 +45,9 @@ from flexengine.plan.fitting import fitting, left_out
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
+from flexengine.plan.placement import placement_problem
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.search import Search, frontier, placement_problem, search
+from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options
 from flexengine.plan.whatif import ideas

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, message, tick
 from flexengine.codec.named import WEIGHTS
@@ -25,8 +26,12 @@ from flexengine.lossy import Lossy, weights_text
 from flexengine.model.encoding import encoded, forms
 from flexengine.model.importance import Importances
 from flexengine.model.prepare import prepared
-from flexengine.plan.bits import Format, Layer, Option, adabits
 from flexengine.worker.opened import Opened
+
+if TYPE_CHECKING:
+    from flexengine.plan.bits import Layer
+
+Format = str | None  # None: the checkpoint's own numbers
 
 VERSION = 1  # part of the cache's key: raise it when the measured harms change
 FORMATS: tuple[Format, ...] = (None, "int8", "int4", "int3")  # formats that a layer may get
@@ -78,14 +83,18 @@ class Bits:
         if self.budget >= self.exact and None in self.layers[0]:
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
+        from flexengine.plan.bits import adabits  # it imports the solver, which only this switch needs
+
         found = adabits(self.options(self.harms()), self.budget - self.rest)
         assert found is not None  # the budget was compared before
         nbytes = self.rest + sum(self.layers[j][b] for j, b in enumerate(found))
         message(f"bits per layer: {weights_text(found)}, {_mb(nbytes)} of weights; the budget is {_mb(self.budget)}")
         return _with(lossy, found)
 
-    def options(self, harms: Sequence[float]) -> list[Layer]:
+    def options(self, harms: Sequence[float]) -> "list[Layer]":
         """Return bytes and harm of each layer's formats. harms: of PROBE, by layer."""
+        from flexengine.plan.bits import Option
+
         return [
             {b: Option(nbytes, harm * step_ratio(b) if b is not None else 0.0) for b, nbytes in sizes.items()}
             for sizes, harm in zip(self.layers, harms, strict=True)

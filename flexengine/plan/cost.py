@@ -20,15 +20,14 @@ import numpy as np
 from flexengine.places import is_filed, is_worker, workers_in_memory
 from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.loading import load_resident, reading, touched
+from flexengine.plan.loading import reading, touched
 from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.plan.paging import Array, Pages, layer_pages
-from flexengine.plan.phases import phases
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Phase, fraction
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
@@ -299,13 +298,6 @@ class Cost:
             HIDDEN: {place: hidden.get(place, 0) / batches for place in layout.places},
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
-
-    # Input of the linear program.
-
-    def phases(self, policy: Policy, sweeps: Profile, split: Mapping[str, float]) -> tuple[Phase, ...]:
-        """Return the phases of a block shape. Resident weights are read in the first sweep. Arguments as in `terms`."""
-        lanes = self.lanes(policy, sweeps, split)
-        return phases(lanes, sweeps, load_resident(self.hardware, self.streamed_bytes))
 
 
 def _cached(method: Callable[..., T]) -> Callable[..., T]:

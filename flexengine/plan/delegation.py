@@ -11,10 +11,10 @@ from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.compute import decode_attention
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fractions import CACHE
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array
-from flexengine.plan.problem import CACHE
 from flexengine.plan.sizes import aligned, delegated
 from flexengine.plan.terms import Move, Sweeping, Term, Work, routes
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy

@@ -18,10 +18,10 @@ from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fractions import CACHE, WEIGHTS, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import Prediction, busiest
-from flexengine.plan.problem import CACHE, WEIGHTS, fraction
 from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help

@@ -15,9 +15,9 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.crossover import Span, near, span
 from flexengine.plan.delegation import LOG_SUM_BYTES, Crossing
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fractions import CACHE, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.problem import CACHE, fraction
 from flexengine.plan.words import digits, duration, size
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, TOKENS, Policy

@@ -4,7 +4,6 @@ faults of new RAM."""
 from flexengine.places import DEVICE, DISK, HOST, disk_lanes, further_disks
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
-from flexengine.plan.problem import WEIGHTS, Linear, fraction
 
 LOAD_BYTES = 8 << 20  # of one read or write of weights
 RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
@@ -21,10 +20,10 @@ def reading(hardware: Hardware, layout: Layout) -> float:
 
 def copying(hardware: Hardware, layout: Layout) -> float:
     """Return the seconds of writing weights to further disks."""
-    return sum(_written(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+    return sum(write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
 
 
-def _written(hardware: Hardware, disk: str, nbytes: float) -> float:
+def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:
     """Return the seconds of writing copies of weights to a disk."""
     return nbytes / at(hardware.lane_rates(disk_lanes(disk)[1]), LOAD_BYTES)
 
@@ -43,23 +42,3 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
     rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
     busy = hardware.touch_busy if hardware.kind != "cuda" else 0.0  # a GPU computes without the processor
     return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)
-
-
-def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
-    """Return the work, by lane, of reading weights once into new RAM, or of copying them to further disks.
-
-    The lane of the checkpoint's disk reads and writes copies. Without a GPU, page faults take the processor that
-    computes. With a GPU, they are a lane of their own ("touch"), because they overlap disk reads.
-
-    Args:
-        nbytes: number of bytes of all weights.
-    """
-    read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
-    faults = nbytes / hardware.touch if hardware.touch else 0.0
-    lane = "touch" if hardware.kind == "cuda" else "device"
-    seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
-    reads = dict.fromkeys(RESIDENT, read)
-    for disk in further_disks(hardware.places):
-        reads[disk] = read + _written(hardware, disk, nbytes)
-    work = {"disk_read": reads, lane: seconds}
-    return {lane: Linear(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

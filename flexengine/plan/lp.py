@@ -22,20 +22,8 @@ from functools import lru_cache
 import pulp
 
 from flexengine.errors import FlexError
-from flexengine.plan.problem import (
-    CACHE,
-    HIDDEN,
-    KINDS,
-    WEIGHTS,
-    Linear,
-    Memory,
-    Phase,
-    Problem,
-    checked,
-    fractions,
-    kind_of,
-    unique,
-)
+from flexengine.plan.fractions import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
+from flexengine.plan.problem import Linear, Memory, Phase, Problem, checked, unique
 
 Terms = list[tuple[pulp.LpVariable, float]]
 # Extra cost of a kind of data per place away from the device. It decides between placements of equal seconds.

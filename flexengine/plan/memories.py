@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.capacity import Capacity
+from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.layout import Layout
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
+from flexengine.plan.problem import Linear, Memory
 
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
 _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,

@@ -5,21 +5,25 @@ from dataclasses import replace
 
 import numpy as np
 
+from flexengine.places import further_disks
+from flexengine.plan.cost import Cost
+from flexengine.plan.fractions import WEIGHTS, fraction
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.loading import LOAD_BYTES, RESIDENT, write_seconds
 from flexengine.plan.paging import Array
 from flexengine.plan.problem import Linear, Phase
 from flexengine.plan.profile import Profile
-from flexengine.plan.terms import Lanes
+from flexengine.policy import Policy
 
 PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps
 
 
-def phases(lanes: Lanes, sweeps: Profile, first: Mapping[str, Linear]) -> tuple[Phase, ...]:
+def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, float]) -> tuple[Phase, ...]:
     """Return the first sweep as one phase, and phases of the other sweeps by kind and by the device's seconds.
 
-    Args:
-        lanes: seconds by lane, fraction and sweep.
-        first: additional work by lane in the first sweep, which reads resident weights.
+    Resident weights are read in the first sweep. Arguments as in `Cost.terms`.
     """
+    lanes, first = cost.lanes(policy, sweeps, split), load_resident(cost.hardware, cost.streamed_bytes)
     labels, weights = _groups(lanes["device"][""], sweeps)
     totals = weights.sum(0)
     names = [(lane, name) for lane, by in lanes.items() for name in by]
@@ -63,3 +67,23 @@ def _sum(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[str, Li
     """Return the work of both, by lane."""
     nothing = Linear(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
+
+
+def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
+    """Return the work, by lane, of reading weights once into new RAM, or of copying them to further disks.
+
+    The lane of the checkpoint's disk reads and writes copies. Without a GPU, page faults take the processor that
+    computes. With a GPU, they are a lane of their own ("touch"), because they overlap disk reads.
+
+    Args:
+        nbytes: number of bytes of all weights.
+    """
+    read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
+    faults = nbytes / hardware.touch if hardware.touch else 0.0
+    lane = "touch" if hardware.kind == "cuda" else "device"
+    seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
+    reads = dict.fromkeys(RESIDENT, read)
+    for disk in further_disks(hardware.places):
+        reads[disk] = read + write_seconds(hardware, disk, nbytes)
+    work = {"disk_read": reads, lane: seconds}
+    return {lane: Linear(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

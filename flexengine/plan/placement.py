@@ -7,12 +7,19 @@ from typing import Self
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import is_filed, is_worker, workers_of
+from flexengine.plan.cost import Cost
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
+from flexengine.plan.least import capacity_for
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Memory, Problem, fraction, fractions, kind_of
-from flexengine.plan.shapes import sensible
+from flexengine.plan.phases import phases
+from flexengine.plan.problem import Memory, Problem
+from flexengine.plan.shapes import Options, Shapes, sensible
 from flexengine.plan.tried import Tried
+from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
 
@@ -147,14 +154,14 @@ class Placement:
         delegates = choice.delegate and choice.attended is None
         priced = replace(shape, cache=_ON_HOST, delegate=True) if delegates else shape
         split = self._attended(shape) if choice.attended else {"device": 1.0}
-        phases = cost.phases(priced, cost.sweeps(shape, share=0.5 if choice.cache else 0.0), split)
+        parts = phases(cost, priced, cost.sweeps(shape, share=0.5 if choice.cache else 0.0), split)
         held = dict.fromkeys(fractions(workers_of(cost.hardware.places)), 0.0)
         if choice.attended:
             held |= {fraction(CACHE, place): split.get(place, 0.0) for place in cost.hardware.places}
         if held:
-            phases = tuple(phase.fixed(held) for phase in phases)
+            parts = tuple(phase.fixed(held) for phase in parts)
         return Problem(
-            phases, rows, cost.slowing(priced), cost.overlaps(shape),
+            parts, rows, cost.slowing(priced), cost.overlaps(shape),
             self._allowed(choice), self.tried.shapes.options.latency_limit, self.places,
         )  # fmt: skip
 
@@ -251,3 +258,15 @@ def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
         return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity * margin)
 
     return replace(problem, memories=tuple(cut(m) for m in problem.memories))
+
+
+def placement_problem(
+    model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy, options: Options | None = None
+) -> Problem:
+    """Return the linear program for a policy's block shape.
+
+    Data may leave the device in the program if it does so under the policy.
+    """
+    shapes = Shapes(Cost(model, hardware, workload), options or Options())
+    tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
+    return Placement(tried).problem(policy, Choice.of(policy))

@@ -1,14 +1,16 @@
 """Refine the best policies: try similar block shapes, and move their weights between tiers in small steps."""
 
+import logging
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
+from flexengine.activity import message
 from flexengine.places import TIERS, workers_in_memory
 from flexengine.plan.guests import guest
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.shapes import Shapes
+from flexengine.plan.shapes import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Shapes
 from flexengine.plan.tried import Tried
 from flexengine.policy import Policy, thousandths
 
@@ -20,6 +22,36 @@ FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved
 MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
 HOST = TIERS.index("host")
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
+
+
+def place_off_device(tried: Tried, streams: bool) -> None:
+    """Try policies with data off the device, and refine the best ones.
+
+    Args:
+        tried: receives the policies.
+        streams: whether any data may leave the device; else only KV cache, to attention workers.
+    """
+    placement = Placement(tried)
+    if streams:
+        _stream(placement)
+    if tried.cost.hardware.workers:
+        guest("workers").try_workers(placement)
+    Refinement(placement).refine()
+    if placement.failed is not None:
+        message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
+
+
+def _stream(placement: Placement) -> None:
+    """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
+    shapes = placement.tried.shapes
+    choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
+    choices += [Choice(True, False, True)] if placement.delegates else []
+    for block, choice in product(shapes.blocks(), choices):
+        for shape in dict.fromkeys(shapes.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
+            if placement.solve_placement(shape, choice, wide=True):
+                for diagonal in (shape, shapes.even(block)):
+                    placement.solve_placement(replace(diagonal, schedule="diagonal"), choice, wide=True)
+                break
 
 
 @dataclass

@@ -6,13 +6,10 @@ the tiers (`placement`). They are rounded to whole tensors and sequences, laid o
 one step away, and by moving their weights in small steps (`refinement`).
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from operator import attrgetter
 
-from flexengine.activity import message
 from flexengine.errors import InvalidInput
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
@@ -21,13 +18,8 @@ from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import capacity_for, smallest, smallest_layout
-from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.problem import Problem
-from flexengine.plan.refinement import Refinement
 from flexengine.plan.shapes import (
-    FALLBACK_GPU_BATCHES,
-    FIRST_GPU_BATCH,
     PREFILL_TOKENS_GPU,
     Options,
     Shapes,
@@ -65,20 +57,16 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     options = options or Options()
     shapes = Shapes(Cost(model, hardware, workload, options.overlap), options)
     tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
-    placement = Placement(tried)
     if options.placed is not None:
         _reshape(tried, options.placed)
     else:
         holds_all = _resident(tried)
         # Neurons on demand take the memory that is left: beside them, streaming other weights does not pay.
-        if streams := not tried.predictions if model.blocks else not holds_all or _hurried(tried):
-            _stream(placement)
+        streams = not tried.predictions if model.blocks else not holds_all or _hurried(tried)
         if streams or hardware.workers:  # workers may be faster than the device, even if it holds the whole block
-            if hardware.workers:
-                guest("workers").try_workers(placement)
-            Refinement(placement).refine()
-    if placement.failed is not None:
-        message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
+            from flexengine.plan.refinement import place_off_device  # the solver is imported only if it is needed
+
+            place_off_device(tried, streams)
     return Search(_best(tried), tuple(tried.predictions.values()))
 
 
@@ -90,18 +78,6 @@ def check(model: ModelFacts, workload: Workload, capacity: Capacity, prefill_tok
     """
     policies = smallest(prefill_tokens or min(PREFILL_TOKENS_GPU), capacity)
     return smallest_layout(model, policies, workload, capacity)
-
-
-def placement_problem(
-    model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy, options: Options | None = None
-) -> Problem:
-    """Return the linear program for a policy's block shape.
-
-    Data may leave the device in the program if it does so under the policy.
-    """
-    shapes = Shapes(Cost(model, hardware, workload), options or Options())
-    tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
-    return Placement(tried).problem(policy, Choice.of(policy))
 
 
 def frontier(searched: Search) -> list[Prediction]:
@@ -177,16 +153,3 @@ def _hurried(tried: Tried) -> bool:
     """Return whether the job is so short that loading resident weights takes a large part of its time."""
     best = tried.leader()
     return best.load_seconds > max(MIN_LOAD_SECONDS, best.seconds / 2)
-
-
-def _stream(placement: Placement) -> None:
-    """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
-    shapes = placement.tried.shapes
-    choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
-    choices += [Choice(True, False, True)] if placement.delegates else []
-    for block, choice in product(shapes.blocks(), choices):
-        for shape in dict.fromkeys(shapes.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
-            if placement.solve_placement(shape, choice, wide=True):
-                for diagonal in (shape, shapes.even(block)):
-                    placement.solve_placement(replace(diagonal, schedule="diagonal"), choice, wide=True)
-                break

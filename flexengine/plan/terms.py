@@ -21,11 +21,11 @@ import numpy as np
 
 from flexengine.places import is_disk, is_worker
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
+from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array, LayerPages
-from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import Solution, solve
-from flexengine.plan.problem import Linear, Memory, Phase, Problem, fractions
+from flexengine.plan.problem import Linear, Memory, Phase, Problem
 
 FRACTIONS = fractions()
 ALL = frozenset(FRACTIONS)

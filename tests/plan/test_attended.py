@@ -15,7 +15,8 @@ from flexengine.plan.explain import report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.least import planned
-from flexengine.plan.search import Search, placement_problem, search
+from flexengine.plan.placement import placement_problem
+from flexengine.plan.search import Search, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares

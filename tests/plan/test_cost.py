@@ -13,6 +13,7 @@ from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.loading import LOAD_BYTES
+from flexengine.plan.phases import phases as phases_of
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
@@ -161,7 +162,7 @@ def test_phases_add_up_to_the_prediction() -> None:
         layout = lay_out(model, policy, work, hardware.capacity)
         told = cost.predict(layout)
         sweeps = cost.sweeps(policy, share=1.0 - told.fractions["cache@device"])
-        phases = cost.phases(policy, sweeps, {"device": 1.0})
+        phases = phases_of(cost, policy, sweeps, {"device": 1.0})
         for lane, busy in told.busy.items():
             if lane == "disk_read":  # the program is not told of embedding rows that come from the disk
                 rows = sum(term.seconds(hardware) for term in embedding(model, hardware, sweeps, layout))
@@ -217,7 +218,7 @@ def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int
     for factor in (0.5, 2.0, 5.0):  # times as long as that sweep, to read
         hardware = replace(FLAT, checkpoint_read=((1.0, stays / (factor * one)),))
         cost = Cost(model, hardware, work)
-        told, phases = cost.predict(layout), cost.phases(policy, cost.sweeps(policy), {"device": 1.0})
+        told, phases = cost.predict(layout), phases_of(cost, policy, cost.sweeps(policy), {"device": 1.0})
         longer = first_sweep(cost, layout, reads_resident=True) - one
         # Reading comes a layer ahead, and nothing computes while the first is read.
         assert told.load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)

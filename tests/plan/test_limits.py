@@ -12,8 +12,9 @@ import pulp
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import NoSolver, SolverFailed, optimum, save, share_name, solve
-from flexengine.plan.problem import Linear, Memory, Phase, Problem, fractions
+from flexengine.plan.problem import Linear, Memory, Phase, Problem
 from tests.helpers.programs import (
     ALL,
     CC,

@@ -8,8 +8,9 @@ import numpy as np
 import pulp
 import pytest
 
+from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import optimum, program, share_name, solve
-from flexengine.plan.problem import Linear, Phase, fractions
+from flexengine.plan.problem import Linear, Phase
 from tests.helpers.programs import (
     ALL,
     CC,
