@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         cached = contents(cache_root())
     except OSError as error:
-        raise InvalidInput(f"the cache {error.filename or cache_root()} cannot be read: {error.strerror}; set"
-                           " FLEXENGINE_CACHE to a directory") from error  # fmt: skip
+        fault = f"the cache {error.filename or cache_root()} cannot be read: {error.strerror}"
+        raise InvalidInput(f"{fault}; set FLEXENGINE_CACHE to a directory") from error
     items = [item for item in selected(cached, args.names) if seconds is None or time.time() - item.used > seconds]
     if args.action == "list":
         _print_list(cached, items, args.json)
@@ -75,14 +75,13 @@ def age(text: str) -> float:
     """Return the seconds of an age such as 30d. Raise InvalidInput if the text is no age."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([mhdw])", text.strip())
     if match is None:
-        raise InvalidInput(f"--older-than is {shown(text)}; it must be a number with m, h, d or w (minutes, hours, days"
-                           " or weeks), such as 30d")  # fmt: skip
+        remedy = "it must be a number with m, h, d or w (minutes, hours, days or weeks), such as 30d"
+        raise InvalidInput(f"--older-than is {shown(text)}; {remedy}")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def selected(cached: "Contents", names: Sequence[str]) -> list["CacheItem"]:
-    """Return the items of these kinds and names, or all if no name is given. Raise InvalidInput if a name is unknown.
-    """
+    """Return the items of these kinds and names; all without names. Raise InvalidInput if a name is unknown."""
     from flexengine.cachedir.items import KINDS
 
     if not names:
@@ -91,8 +90,8 @@ def selected(cached: "Contents", names: Sequence[str]) -> list["CacheItem"]:
     for name in names:
         ours = {item for item in cached.items if _is_named(item, name)}
         if not ours and name not in KINDS:
-            raise InvalidInput(f"{shown(name)} is not in the cache {cached.root}; give a kind ({', '.join(KINDS)}) or a"
-                               " name that flexengine cache lists")  # fmt: skip
+            remedy = f"give a kind ({', '.join(KINDS)}) or a name that flexengine cache lists"
+            raise InvalidInput(f"{shown(name)} is not in the cache {cached.root}; {remedy}")
         chosen |= ours
     return [item for item in cached.items if item in chosen]
 
@@ -109,15 +108,14 @@ def _is_named(item: "CacheItem", name: str) -> bool:
 def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool) -> None:
     from flexengine.cachedir.hub import hub_cache
 
-    hub = hub_cache()
+    hub, total = hub_cache(), sum(item.bytes for item in items)
     if as_json:
-        print(json.dumps({
-            "cache": str(cached.root), "bytes": sum(item.bytes for item in items), "items": list(map(_fields, items)),
-            "ignored": [{"path": path, "reason": reason} for path, reason in cached.ignored],
-            "hub": {"path": str(hub.path), "bytes": hub.bytes},
-        }))  # fmt: skip
+        ignored = [{"path": path, "reason": reason} for path, reason in cached.ignored]
+        hub_json = {"path": str(hub.path), "bytes": hub.bytes}
+        listed = {"bytes": total, "items": list(map(_fields, items)), "ignored": ignored, "hub": hub_json}
+        print(json.dumps({"cache": str(cached.root), **listed}))
         return
-    print(f"{plain(cached.root)}: {count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}")
+    print(f"{plain(cached.root)}: {count(len(items), 'item', 'items')}, {size(total)}")
     if items:
         print(f"\n{table([_HEAD, *map(_cells, items)], right=(3,))}\n")
     for path, reason in cached.ignored:
@@ -136,9 +134,16 @@ def _cells(item: "CacheItem") -> tuple[str, ...]:
 
 
 def _fields(item: "CacheItem") -> dict[str, Any]:
-    return {"kind": item.kind, "name": item.name, "path": f"{item.folder}/{item.file}", "model": item.source or None,
-            "format": item.label or None, "bytes": item.bytes, "last_use": item.used,
-            "busy": item.busy or None}  # fmt: skip
+    return {
+        "kind": item.kind,
+        "name": item.name,
+        "path": f"{item.folder}/{item.file}",
+        "model": item.source or None,
+        "format": item.label or None,
+        "bytes": item.bytes,
+        "last_use": item.used,
+        "busy": item.busy or None,
+    }
 
 
 # Clearing.
@@ -153,12 +158,11 @@ def _clear(cached: "Contents", items: Sequence["CacheItem"], args: argparse.Name
     removed, kept, failed = _remove(cached.root, items)
     freed = sum(item.bytes for item in removed)
     if args.json:
-        print(json.dumps({
-            "cache": str(cached.root), "freed_bytes": freed, "removed": list(map(_fields, removed)),
-            "kept": [_fields(item) | {"reason": reason} for item, reason in kept + failed],
-        }))  # fmt: skip
+        reasons = [_fields(item) | {"reason": reason} for item, reason in kept]
+        done = {"freed_bytes": freed, "removed": list(map(_fields, removed)), "kept": reasons}
+        print(json.dumps({"cache": str(cached.root), **done}))
     else:
-        for item, reason in kept + failed:
+        for item, reason in kept:
             print(f"kept: {_title(item)} ({plain(reason)})")
         print(f"removed {count(len(removed), 'item', 'items')}, {size(freed)} freed")
     return SOME_FAILED if failed else DONE
@@ -175,16 +179,14 @@ def _agreed(cached: "Contents", items: Sequence["CacheItem"]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-Reasons = list[tuple["CacheItem", str]]
-
-
-def _remove(root: Path, items: Iterable["CacheItem"]) -> tuple[list["CacheItem"], Reasons, Reasons]:
-    """Remove items. Return those that were removed, those that stay because they are used, and failures."""
+def _remove(root: Path, items: Iterable["CacheItem"]) -> tuple[list["CacheItem"], list[tuple["CacheItem", str]], bool]:
+    """Remove items. Return those that were removed, the others with the reason, failures last, and whether there are
+    failures."""
     from flexengine.cachedir.removal import Kept, remove
 
     removed: list[CacheItem] = []
-    kept: Reasons = []
-    failed: Reasons = []
+    kept: list[tuple[CacheItem, str]] = []
+    failed: list[tuple[CacheItem, str]] = []
     for item in items:
         try:
             remove(root, item)
@@ -193,7 +195,7 @@ def _remove(root: Path, items: Iterable["CacheItem"]) -> tuple[list["CacheItem"]
             kept.append((item, str(reason)))
         except OSError as error:
             failed.append((item, f"cannot be removed: {error.strerror}"))
-    return removed, kept, failed
+    return removed, kept + failed, bool(failed)
 
 
 def _title(item: "CacheItem") -> str:

@@ -7,14 +7,16 @@ from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.parser import Parser
 
 SHELLS = ("bash", "zsh")
+_END = """\
+bash: flexengine completion bash > ~/.local/share/bash-completion/completions/flexengine; zsh: save the script as
+_flexengine in a directory of $fpath.
+"""
 _FILES = ("INPUT", "FILE", "OUT")  # an option or positional whose metavar begins so is a file
 
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("completion", "Print a script that completes commands and options in a shell.",
-               "bash: flexengine completion bash > ~/.local/share/bash-completion/completions/flexengine;"
-               " zsh: save the script as _flexengine in a directory of $fpath.", "SHELL")  # fmt: skip
+    p = Parser("completion", "Print a script that completes commands and options in a shell.", _END, "SHELL")
     p.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     return p
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flexengine.doctor.facts import Facts
     from flexengine.doctor.findings import Finding
 
-_LINES = ("system", "cpu", "memory", "gpu", "kernels", "compiler", "python", "extras", "cache", "environment")
 _OPTIONS = """
 --measure              measure the rates of the disks and the memory now; takes ten seconds or more
 --offload-dir DIR ...  offload directory to examine; may be repeated (default: offload in the cache)
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(facts: "Facts", problems: Sequence["Finding"]) -> str:
     """Return facts and findings as text."""
-    lines = [(name, line) for name in _LINES for line in _tried(name, facts)]
+    lines = [(name, line) for name in _SUBJECTS for line in _tried(name, facts)]
     shown = [(name if i == 0 or lines[i - 1][0] != name else "", line) for i, (name, line) in enumerate(lines)]
     parts = [f"flexengine {__version__}", table(shown), _disk_table(facts), *_rates(facts), _findings(problems)]
     return "\n\n".join(filter(None, parts))
@@ -103,8 +102,8 @@ def _gpu(facts: Any) -> Iterator[str]:
     if not facts.gpus:
         yield "none"
     for gpu in facts.gpus:
-        yield (f"{gpu['name']}, {size(gpu['total'])}, {size(gpu['free'])} free, compute capability"
-               f" {gpu['capability']}")  # fmt: skip
+        memory = f"{size(gpu['total'])}, {size(gpu['free'])} free"
+        yield f"{gpu['name']}, {memory}, compute capability {gpu['capability']}"
 
 
 def _kernels(facts: Any) -> Iterator[str]:
@@ -153,9 +152,10 @@ def _environment(facts: Any) -> Iterator[str]:
     yield " ".join(f"{name}={value}" for name, value in variables.items()) or "no variable that matters is set"
 
 
-_SUBJECTS = {"system": _system, "cpu": _cpu, "memory": _memory, "gpu": _gpu, "kernels": _kernels,
-             "compiler": _compiler, "python": _python, "extras": _extras, "cache": _cache,
-             "environment": _environment}  # fmt: skip
+_SUBJECTS = {
+    subject.__name__[1:]: subject
+    for subject in (_system, _cpu, _memory, _gpu, _kernels, _compiler, _python, _extras, _cache, _environment)
+}
 
 
 # Tables.
@@ -169,9 +169,9 @@ def _disk_table(facts: "Facts") -> str:
 
 
 def _disk_cells(disk: "Disk") -> tuple[str, ...]:
-    kinds = {"RAM": disk.in_ram, "network": disk.network, "hard disk": disk.rotational, "SSD": disk.rotational is False,
-             "read-only": not disk.writable}  # fmt: skip
-    about = ", ".join([disk.filesystem, *(name for name, is_so in kinds.items() if is_so)])
+    names = ("RAM", "network", "hard disk", "SSD", "read-only")
+    are = (disk.in_ram, disk.network, disk.rotational, disk.rotational is False, not disk.writable)
+    about = ", ".join([disk.filesystem, *(name for name, is_so in zip(names, are, strict=True) if is_so)])
     missing = "" if disk.exists else " (made when it is needed)"
     use = {"current": "input, output", "hub": "hub downloads"}.get(disk.use, disk.use)
     return use, size(disk.free), size(disk.total), about, f"{plain(disk.path)}{missing}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
 from flexengine.commands.messages import say
-from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.open_engine import bare_options, load_libraries
 from flexengine.commands.option_text import add_options, file_name, named
 from flexengine.commands.options import DTYPES, add_machine
 from flexengine.commands.parser import Parser
@@ -83,12 +83,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     scenarios = _build(args.scenario)
     _check_folder(folder, scenarios)
     engine_class = load_libraries()
-    machine = ("device", "device_mem", "host_mem", "offload_dir", "trust_remote_code", "allow_symlinks")
-    options = {name: getattr(args, name) for name in machine}
 
     def make(each: "Run") -> "Engine":
-        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype, on_sweep=lambda _: interrupts.check(),
-                            **options)  # fmt: skip
+        options = bare_options(args) | {"dtype": each.dtype}
+        return engine_class(each.model, lossy=each.lossy, on_sweep=lambda _: interrupts.check(), **options)
 
     def restarted() -> None:
         interrupts.standing = lambda: STANDING_RESTARTED
@@ -118,14 +116,14 @@ def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"--output {folder} is a file; name a folder")
     read = {str(built.scenario.origin.file): built.scenario.origin.file for built in scenarios}
-    read |= {f"{built.scenario.name}: {name}": str(built.scenario.path(name))
-             for built in scenarios for name in built.digests}  # fmt: skip
+    for built in scenarios:
+        read |= {f"{built.scenario.name}: {name}": str(built.scenario.path(name)) for name in built.digests}
     written = {name: str(folder / name) for name in (*RESULTS, THROUGHPUT)}
     for name, path in read.items():
         check_not_overwritten({name: path}, written)
         if (folder / JOBS).resolve() == Path(path).resolve().parent:
-            raise InvalidInput(f"{name} is in {folder / JOBS}, whose files this command"
-                               " replaces; name another --output")  # fmt: skip
+            where = f"{name} is in {folder / JOBS}"
+            raise InvalidInput(f"{where}, whose files this command replaces; name another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -58,8 +58,8 @@ def exit_code(command: Callable[[], int]) -> int:
     except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors
         if _of_memory(error):
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            say_error(f"the system has no more memory{where}; give a smaller --device-mem or --host-mem, or end other"
-                " programs, and run the same command again")  # fmt: skip
+            remedy = "give a smaller --device-mem or --host-mem, or end other programs, and run the same command again"
+            say_error(f"the system has no more memory{where}; {remedy}")
         else:
             traceback.print_exc()
         return FAILED

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import texts
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
-from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.open_engine import bare_options, load_libraries
 from flexengine.commands.option_text import add_options
 from flexengine.commands.options import MODEL, add_machine
 from flexengine.commands.parser import Parser
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise InvalidInput(f"--tokens is {args.tokens}; it must be at least 1")
     if args.calibration_text is not None and args.sparsify is None:
-        raise InvalidInput(f"--calibration-text {args.calibration_text} is for the thresholds of --sparsify; give"
-                           " --sparsify, too, or leave it out")  # fmt: skip
+        why = f"--calibration-text {args.calibration_text} is for the thresholds of --sparsify"
+        raise InvalidInput(f"{why}; give --sparsify, too, or leave it out")
     lossy = Lossy(sparsify=args.sparsify, calibrate=args.calibration_text)
     content = texts.calibration() if args.text is None else texts.read(args.text)
     trained = _train(args, content, lossy)
@@ -92,11 +92,8 @@ def _train(args: argparse.Namespace, content: str, lossy: Lossy) -> "Trained":
     settings = Settings(args.misses, args.rank)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with engine_class(
-        args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
-        offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
-        allow_symlinks=args.allow_symlinks, verify=args.verify, prefix_sharing=False, lossy=lossy,
-    ) as engine:  # fmt: skip
+    options = bare_options(args)
+    with engine_class(args.model, verify=args.verify, prefix_sharing=False, lossy=lossy, **options) as engine:
         core = engine.core
         if core.verifier:
             say(verified_line(vars(core.verifier)))
@@ -110,31 +107,40 @@ def report(trained: "Trained") -> str:
     """Return a table with a line per layer, and a line with the numbers of the model."""
     lines = [_cells(number, layer) for number, layer in enumerate(trained.layers) if layer is not None]
     errors = trained.errors
-    return (f"{table([_HEAD, *lines], right=range(len(_HEAD)))}\n\n"
-            f"all layers: {errors.active_share:.1%} active, {errors.predicted_share:.1%} predicted, {errors.misses:.1%}"
-            f" misses, {errors.false_alarms:.1%} false alarms; {size(trained.nbytes)} of predictors in"
-            f" {plain(trained.directory)}")  # fmt: skip
+    shares = f"{errors.active_share:.1%} active, {errors.predicted_share:.1%} predicted"
+    faults = f"{errors.misses:.1%} misses, {errors.false_alarms:.1%} false alarms"
+    where = f"{size(trained.nbytes)} of predictors in {plain(trained.directory)}"
+    return f"{table([_HEAD, *lines], right=range(len(_HEAD)))}\n\nall layers: {shares}, {faults}; {where}"
 
 
 def _cells(number: int, layer: "LayerPredictor") -> tuple[str, ...]:
     """Return the cells of a layer's line. Unions are those of predicted neurons, which are read."""
     predictor, errors = layer.predictor, layer.errors
-    shares = (errors.active_share, errors.predicted_share, errors.misses, errors.false_alarms,
-              layer.predicted.rows[min(4, len(layer.predicted.rows)) - 1], layer.predicted.window[3])  # fmt: skip
+    unions = layer.predicted.rows[:4][-1], layer.predicted.window[3]
+    shares = (errors.active_share, errors.predicted_share, errors.misses, errors.false_alarms, *unions)
     return str(number), str(predictor.neurons), str(predictor.rank), *(f"{share:.1%}" for share in shares)
 
 
 def as_json(trained: "Trained") -> dict[str, Any]:
     """Return the numbers as a JSON object."""
-    layers = [
-        None if each is None else {
-            "neurons": each.predictor.neurons, "rank": each.predictor.rank, "threshold": each.predictor.threshold,
-            "misses": each.errors.misses, "false_alarms": each.errors.false_alarms, **asdict(each.errors),
-            "true": asdict(each.true), "predicted_sharing": asdict(each.predicted),
-        }
-        for each in trained.layers
-    ]  # fmt: skip
     errors = trained.errors
-    return {"path": str(trained.directory), "bytes": trained.nbytes, "misses": errors.misses,
-            "false_alarms": errors.false_alarms, "active": errors.active_share, "predicted": errors.predicted_share,
-            "about": dict(trained.about), "layers": layers}  # fmt: skip
+    return {
+        "path": str(trained.directory),
+        "bytes": trained.nbytes,
+        "misses": errors.misses,
+        "false_alarms": errors.false_alarms,
+        "active": errors.active_share,
+        "predicted": errors.predicted_share,
+        "about": dict(trained.about),
+        "layers": [None if layer is None else _layer_json(layer) for layer in trained.layers],
+    }
+
+
+def _layer_json(layer: "LayerPredictor") -> dict[str, Any]:
+    return {
+        **{name: getattr(layer.predictor, name) for name in ("neurons", "rank", "threshold")},
+        **{name: getattr(layer.errors, name) for name in ("misses", "false_alarms")},
+        **asdict(layer.errors),
+        "true": asdict(layer.true),
+        "predicted_sharing": asdict(layer.predicted),
+    }

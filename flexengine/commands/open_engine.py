@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from flexengine.parallel.group import Group
     from flexengine.worker.opened import Opened
 
+_MACHINE = ("device", "device_mem", "host_mem", "offload_dir")  # options of MachineOptions
+
 
 def load_libraries() -> "type[Engine]":
     """Import torch, transformers and Engine, which --help must not import, and return Engine.
@@ -74,8 +76,8 @@ def open_engine(
     except ModelNotFound as error:
         if args.model not in shipped.names("models"):
             raise
-        raise ModelNotFound(f"{args.model} is a shape for flexengine plan, without weights; name a directory, a .gguf"
-                            " file or a hub id") from error  # fmt: skip
+        fault = f"{args.model} is a shape for flexengine plan, without weights"
+        raise ModelNotFound(f"{fault}; name a directory, a .gguf file or a hub id") from error
     engine.core.machine.say_no_offload()
     if engine.core.verifier:
         say(verified_line(vars(engine.core.verifier)))
@@ -84,13 +86,16 @@ def open_engine(
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine of `flexengine run`, without the model. args: as for `open_engine`."""
-    names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
-    options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    options["strategy"] = getattr(args, "strategy", None)  # of commands with pipelines
-    options |= {name: getattr(args, name) for name in ("attention_workers", "worker_mem") if hasattr(args, name)}
-    options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
-    return options
+    options = bare_options(args) | {
+        name: getattr(args, name) for name in ("policy", "trace", "lossy", "allow", "verify")
+    }
+    some = ("strategy", "attention_workers", "worker_mem", "prefix_sharing")  # not all commands have these options
+    return options | {name: getattr(args, name) for name in some if hasattr(args, name)}
+
+
+def bare_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of an engine that `options.add_machine` adds."""
+    return {name: getattr(args, name) for name in (*_MACHINE, "dtype", "trust_remote_code", "allow_symlinks")}
 
 
 def open_rows(args: argparse.Namespace) -> "Rows":
@@ -104,8 +109,7 @@ def machine_options(args: argparse.Namespace) -> "MachineOptions":
     """Return the options of the machine."""
     from flexengine.engine.options import MachineOptions
 
-    names = ("device", "device_mem", "host_mem", "offload_dir")
-    return MachineOptions(**{name: getattr(args, name) for name in names})
+    return MachineOptions(**{name: getattr(args, name) for name in _MACHINE})
 
 
 def machine_kind(args: argparse.Namespace) -> str:
@@ -118,5 +122,5 @@ def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "Opened":
     """Open the model without its weights, as a machine of this kind would open it."""
     from flexengine.worker.opened import open_model
 
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy,
-                      allow_symlinks=args.allow_symlinks)  # fmt: skip
+    remote, links = args.trust_remote_code, args.allow_symlinks
+    return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)

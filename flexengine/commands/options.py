@@ -5,8 +5,9 @@ from dataclasses import fields
 from typing import Any
 
 from flexengine import shipped
-from flexengine.commands.option_text import add_options, named
+from flexengine.commands.option_text import add_options
 from flexengine.commands.option_text import file_name as file_name
+from flexengine.commands.option_text import named as named
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.source import FORMATS

@@ -94,8 +94,8 @@ class EmptyTexts:
             return ""
         if any(row.error is None and (row.is_batch or not isinstance(row.prompt, str)) for row in rows):
             return ""
-        return (f"{self._empty} of {count(self._rows, 'text is', 'texts are')} empty; --chat runs each prompt as a"
-                " user's message, through the model's chat template")  # fmt: skip
+        empty = f"{self._empty} of {count(self._rows, 'text is', 'texts are')} empty"
+        return f"{empty}; --chat runs each prompt as a user's message, through the model's chat template"
 
 
 def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
@@ -112,8 +112,8 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
     if not job.finished:
         return f"{_rows(job.done)} done, {job.failed} failed; all of them were in the journal; results are in {output}"
     retry = "--retry-errors runs these rows again, with more memory if they did not fit; " if job.failed else ""
-    return (f"finished already: {_rows(job.total)} in {output} ({job.failed} with errors); {retry}--restart runs the"
-            " job again")  # fmt: skip
+    finished = f"finished already: {_rows(job.total)} in {output} ({job.failed} with errors)"
+    return f"{finished}; {retry}--restart runs the job again"
 
 
 def _rows(number: int) -> str:
@@ -125,11 +125,12 @@ def summary_line(s: dict[str, Any]) -> str:
     rows = f"{_rows(s['rows'])} done, {s['failed']} failed"
     if not s["sweeps"]:
         return rows
+    took = clock(s["total_seconds"])
     if s["scored_tokens"] and not s["generated_tokens"]:
-        return (f"{rows}; {s['scored_tokens']} tokens scored, {s['computed_prompt_tokens']} computed in"
-                f" {clock(s['total_seconds'])}: {digits(s['rows'] / s['total_seconds'])} rows/s")  # fmt: skip
-    return (f"{rows}; {s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens in"
-            f" {clock(s['total_seconds'])}: {digits(s['generated_tok_s'])} tok/s")  # fmt: skip
+        tokens = f"{s['scored_tokens']} tokens scored, {s['computed_prompt_tokens']} computed"
+        return f"{rows}; {tokens} in {took}: {digits(s['rows'] / s['total_seconds'])} rows/s"
+    tokens = f"{s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens"
+    return f"{rows}; {tokens} in {took}: {digits(s['generated_tok_s'])} tok/s"
 
 
 def detail_lines(s: dict[str, Any]) -> list[str]:
@@ -165,8 +166,8 @@ def prediction_words(s: dict[str, Any]) -> str:
     worst = max(lanes, key=lambda lane: sign * (lanes[lane]["measured"] - lanes[lane]["predicted"]), default=None)
     if worst is None or sign * (lanes[worst]["measured"] - lanes[worst]["predicted"]) <= 0:
         return text
-    return (f"{text}: the largest difference is in {_lane(worst, s['device'] == 'cpu')}, which took"
-            f" {clock(lanes[worst]['measured'])}, predicted {clock(lanes[worst]['predicted'])}")  # fmt: skip
+    times = f"{clock(lanes[worst]['measured'])}, predicted {clock(lanes[worst]['predicted'])}"
+    return f"{text}: the largest difference is in {_lane(worst, s['device'] == 'cpu')}, which took {times}"
 
 
 def _lane(lane: str, shared: bool) -> str:

@@ -19,7 +19,7 @@ from flexengine import __version__, texts
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
-from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.open_engine import bare_options, load_libraries
 from flexengine.commands.option_text import add_options
 from flexengine.commands.options import (
     MODEL,
@@ -32,8 +32,8 @@ from flexengine.commands.options import (
 from flexengine.commands.parser import Parser
 from flexengine.commands.quality_choices import ALL, asked, run_words
 from flexengine.commands.quality_cost import LossyCost, Scored, cost
+from flexengine.commands.text import table
 from flexengine.commands.written import check_written, write
-from flexengine.config import Result
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
@@ -163,8 +163,8 @@ def stretches(text: SampleText, tokenizer: Any, context: int | None) -> list[lis
     length = text.tokens - len(begin)
     rows = spread(begin, ids, text.rows, length)
     if not rows:
-        raise InvalidInput(f"{text.name} has {len(ids):,} tokens; {text.rows} rows of {text.tokens} take"
-                           f" {text.rows * length:,}; lower --rows or --tokens, or give a longer --text")  # fmt: skip
+        have = f"{text.name} has {len(ids):,} tokens; {text.rows} rows of {text.tokens} take {text.rows * length:,}"
+        raise InvalidInput(f"{have}; lower --rows or --tokens, or give a longer --text")
     return rows
 
 
@@ -227,18 +227,15 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
     seconds = engine.summary.total_seconds
     if bad := next((r for r in results if r.error is not None), None):
         raise InvalidInput(f"stretch {bad.index} cannot be scored: {bad.error}")
-    places = [_places(r) for r in results]
+    places: list[list[dict[str, Any]]] = [result.logprobs or [] for result in results]
     return Scored(
-        tuple(tuple(p["logprob"] for p in row) for row in places),
-        tuple(tuple(p["top_logprobs"][0]["token_id"] for p in row) for row in places),
-        sum(t.held_bytes for t in engine.facts.tensors), engine.facts.kv_token * len(engine.facts.layers), seconds,
-        weights if isinstance(weights := engine.lossy.weights, tuple) else None,
-    )  # fmt: skip
-
-
-def _places(result: Result) -> list[dict[str, Any]]:
-    assert result.logprobs is not None
-    return result.logprobs
+        logprobs=tuple(tuple(place["logprob"] for place in row) for row in places),
+        likeliest=tuple(tuple(place["top_logprobs"][0]["token_id"] for place in row) for row in places),
+        weights=sum(tensor.held_bytes for tensor in engine.facts.tensors),
+        cache=engine.facts.kv_token * len(engine.facts.layers),
+        seconds=seconds,
+        bits=engine.lossy.weights if isinstance(engine.lossy.weights, tuple) else None,
+    )
 
 
 def facts(engine: "Engine") -> dict[str, Any]:
@@ -257,22 +254,16 @@ def facts(engine: "Engine") -> dict[str, Any]:
 def header(about: Mapping[str, Any], text: SampleText) -> str:
     """Return the lines above the table: model, machine, text, and the meaning of the columns."""
     judged = text.rows * (text.tokens - text.prompt)
-    return (f"{about['model']} on {about['kind']} ({about['machine']}, {about['dtype']})\n"
-            f"{text.name}: {text.rows} x {text.tokens} tokens, {judged:,} of them predicted, one decode step each\n"
-            "nll: nats per token; ±: one standard error, paired over stretches; same token: the likeliest is exact's\n"
-            )  # fmt: skip
+    return f"""\
+{about["model"]} on {about["kind"]} ({about["machine"]}, {about["dtype"]})
+{text.name}: {text.rows} x {text.tokens} tokens, {judged:,} of them predicted, one decode step each
+nll: nats per token; ±: one standard error, paired over stretches; same token: the likeliest is exact's
+"""
 
 
-def table(costs: Sequence[LossyCost]) -> str:
+def cost_table(costs: Sequence[LossyCost]) -> str:
     """Return the table, one line per choice. The first line, exact, has bytes; the other lines have shares of them."""
-    exact = costs[0]
-    lines = [_HEAD, *(_cells(c, exact) for c in costs)]
-    widths = [max(len(line[i]) for line in lines if len(line) == len(_HEAD)) for i in range(len(_HEAD))]
-    widths[0] = max(len(line[0]) for line in lines)
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=False))])
-        for line in lines
-    )
+    return table([_HEAD, *(_cells(each, costs[0]) for each in costs)], right=range(1, len(_HEAD)))
 
 
 def _cells(c: LossyCost, exact: LossyCost) -> tuple[str, ...]:
@@ -282,8 +273,7 @@ def _cells(c: LossyCost, exact: LossyCost) -> tuple[str, ...]:
     weights, cache = f"{c.weights / exact.weights:.1%}", f"{c.cache / exact.cache:.1%}"
     if c is exact:
         more, weights, cache = "", f"{c.weights / 1e6:,.1f} MB", f"{c.cache / 1e3:,.2f} kB"
-    return (c.name, f"{c.nll:.4f}", more, f"{c.perplexity:,.2f}", f"{c.same:.1%}", weights, cache,
-            f"{c.seconds:.1f}")  # fmt: skip
+    return c.name, f"{c.nll:.4f}", more, f"{c.perplexity:,.2f}", f"{c.same:.1%}", weights, cache, f"{c.seconds:.1f}"
 
 
 def brief(c: LossyCost) -> str:
@@ -306,10 +296,13 @@ def as_json(about: Mapping[str, Any], text: SampleText, costs: Sequence[LossyCos
     """Return the table as a JSON object. NaN and infinity become None."""
     digest = hashlib.sha256(text.content.encode()).hexdigest()
     cut = {"text": text.name, "text_sha256": digest, "rows": text.rows, "tokens": text.tokens, "prompt": text.prompt}
-    records = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
-               | {"lossy": c.lossy.enabled} for c in costs]  # fmt: skip
+    records = [_finite(asdict(each)) | {"lossy": each.lossy.enabled} for each in costs]
     versions = {"python": platform.python_version(), "flexengine": __version__}
     return {**about, **cut, "versions": versions, "choices": records}
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -320,20 +313,16 @@ def run(args: argparse.Namespace) -> int:
     choices = asked(given, args.all_together, calibrate, args.budget)
     text = read(args.text, args.rows, args.tokens)
     if args.save_bits and not any(each.weights == MIXED for each in choices):
-        raise InvalidInput(f"--save-bits {args.save_bits} is for weights whose bits are chosen; give --weights mixed,"
-                           " too, or leave it out")  # fmt: skip
-    read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config,
-                  "--layer-bits": args.layer_bits}  # fmt: skip
+        why = f"--save-bits {args.save_bits} is for weights whose bits are chosen"
+        raise InvalidInput(f"{why}; give --weights mixed, too, or leave it out")
+    names = ("--text", "--calibration-text", "--config", "--layer-bits")
+    read_files = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
     check_written({"--save": args.save, "--save-bits": args.save_bits}, read_files, args.model)
     _check_texts(calibrate, args.text)
     engine_class = load_libraries()
 
     def make(lossy: Lossy) -> "Engine":
-        engine = engine_class(
-            args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
-            offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
-            allow_symlinks=args.allow_symlinks, lossy=lossy,
-        )  # fmt: skip
+        engine = engine_class(args.model, lossy=lossy, **bare_options(args))
         if lossy == EXACT:  # the first of several engines
             engine.core.machine.say_no_offload()
         return engine
@@ -345,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
         say(brief(one[0]))
     costs, about = [c for c, _ in measured], measured[0][1]
     numbers = json.dumps(as_json(about, text, costs), allow_nan=False)
-    print(numbers if args.json else f"{header(about, text)}\n{table(costs)}\n\n{hint(costs, args.model)}")
+    print(numbers if args.json else f"{header(about, text)}\n{cost_table(costs)}\n\n{hint(costs, args.model)}")
     if args.save:
         write(args.save, numbers)
     if args.save_bits:
@@ -369,8 +358,8 @@ def _check_texts(calibrate: str | None, text: str | None) -> None:
 
     read_calibration(calibrate)
     if text is not None and Path(calibrate).resolve() == Path(text).resolve():
-        raise InvalidInput(f"--calibration-text and --text are one file, {text}, but quality on the calibration text"
-                           " looks better than it is; give two files")  # fmt: skip
+        fault = f"--calibration-text and --text are one file, {text}"
+        raise InvalidInput(f"{fault}, but quality on the calibration text looks better than it is; give two files")
 
 
 def _line(error: Exception) -> str:

@@ -11,14 +11,22 @@ from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Lo
 SHARES = (0.1, 0.25)
 # Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors, and
 # sparsify a pass of the exact model over a text.
-ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES,
-                                         "flash": (), "sparsify": ()}  # fmt: skip
+ALL: Mapping[str, Iterable[Any]] = {
+    "weights": WEIGHTS,
+    "compute": COMPUTE,
+    "cache": CACHE,
+    "sparse_attention": SHARES,
+    "flash": (),
+    "sparsify": (),
+}
 
 
 def asked(
-    given: Mapping[str, Sequence[Any] | None], together: bool = False, calibrate: str | None = None,
+    given: Mapping[str, Sequence[Any] | None],
+    together: bool = False,
+    calibrate: str | None = None,
     budget: str | None = None,
-) -> list[Lossy]:  # fmt: skip
+) -> list[Lossy]:
     """Return the choices to measure: each given value of a switch alone, or all values if none is given.
 
     Args:
@@ -36,8 +44,8 @@ def asked(
     if together and len(some) < 2:
         raise InvalidInput("--all-together combines choices; give at least two kinds, such as --weights and --cache")
     if budget is not None and MIXED not in some.get("weights", ()):
-        raise InvalidInput(f"--budget is {budget}, but no choice has {MIXED} weights; give --weights {MIXED}, too, or"
-                           " leave it out")  # fmt: skip
+        fault = f"--budget is {budget}, but no choice has {MIXED} weights"
+        raise InvalidInput(f"{fault}; give --weights {MIXED}, too, or leave it out")
     mixed: dict[str, Any] = {"budget": budget, "calibrate": calibrate}
 
     def lossy_of(switches: Mapping[str, Any]) -> Lossy:
@@ -50,9 +58,9 @@ def asked(
     if calibrate is None:
         return plain
     if not any(lossy.fitted or not lossy.decided or lossy.sparsify is not None for lossy in plain):
-        raise InvalidInput(f"calibration on {calibrate} is for weights that are fitted, and for sparsify, and no choice"
-                           f" has any; give --weights with one of {', '.join(FITTED)}, or --sparsify, too, or leave it"
-                           " out")  # fmt: skip
+        fault = f"calibration on {calibrate} is for weights that are fitted, and for sparsify, and no choice has any"
+        remedy = f"give --weights with one of {', '.join(FITTED)}, or --sparsify, too, or leave it out"
+        raise InvalidInput(f"{fault}; {remedy}")
     both = ((x, replace(x, calibrate=calibrate)) if x.fitted or x.file else (x,) for x in plain)
     return list(dict.fromkeys(lossy for pair in both for lossy in pair))
 

@@ -76,8 +76,8 @@ def cost(lossy: Lossy, exact: Scored, scored: Scored) -> LossyCost:
     more, error = increase(exact.logprobs, scored.logprobs)
     perplexity = math.exp(nll) if nll < 700 else math.inf
     same = agreement(exact.likeliest, scored.likeliest)
-    return LossyCost(lossy, nll, more, error, perplexity, same, scored.weights, scored.cache, scored.seconds,
-                scored.bits)  # fmt: skip
+    of_run = {name: getattr(scored, name) for name in ("weights", "cache", "seconds", "bits")}
+    return LossyCost(lossy, nll, more, error, perplexity, same, **of_run)
 
 
 def mean_nll(logprobs: Sequence[Sequence[float]]) -> float:

@@ -7,10 +7,17 @@ from flexengine.plan.words import count
 
 
 def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return the lines as text with aligned columns. right: numbers of the columns that are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = [str.rjust if number in right else str.ljust for number in range(len(widths))]
-    rows = ([side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)] for line in lines)
+    """Return the lines as text with aligned columns.
+
+    Args:
+        lines: cells of each line. The last cell of a line of fewer cells may be wider than its column.
+        right: numbers of the columns that are aligned to the right.
+    """
+    most = max(map(len, lines))
+    columns = ([line[i] for line in lines if i < len(line) - 1 or len(line) == most] for i in range(most))
+    widths = [max(map(len, column)) for column in columns]
+    sides = [str.rjust if number in right else str.ljust for number in range(most)]
+    rows = ([side(cell, width) for side, cell, width in zip(sides, line, widths, strict=False)] for line in lines)
     return "\n".join("  ".join(cells).rstrip() for cells in rows)
 
 

@@ -104,8 +104,8 @@ def verified(model: Path, name: str) -> Comparison:
         (verifier.gguf if model.is_file() else verifier.directory)(model)
     except NoSums:
         comparison.result = NO_SUMS
-        comparison.problem = (f"there are no checksums to verify {model} with; if it is known to be good, write them:"
-                          f" flexengine verify {quote(str(model))} --write")  # fmt: skip
+        remedy = f"if it is known to be good, write them: flexengine verify {quote(str(model))} --write"
+        comparison.problem = f"there are no checksums to verify {model} with; {remedy}"
     except BadCheckpoint as error:
         note(model, str(error))
     for item, directory in _prepared(model):
@@ -199,8 +199,8 @@ def _check_needed(model: Path, target: Path) -> None:
     if os.path.lexists(target):
         raise InvalidInput(_exists(target))
     if has_sums(model):
-        raise InvalidInput(f"{model} has checksums: the names of its files in the hub's cache, a list beside it, or"
-                           " those of the installed package; leave out --write")  # fmt: skip
+        sources = "the names of its files in the hub's cache, a list beside it, or those of the installed package"
+        raise InvalidInput(f"{model} has checksums: {sources}; leave out --write")
 
 
 def _unwritable(target: Path, reason: str) -> str:

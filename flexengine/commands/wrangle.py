@@ -140,8 +140,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.allow = allowed(args, args.lossy, args.policy)
     plan = make_plan(spec)
     if args.metrics and not plan.labelled:
-        raise InvalidInput(f"--metrics {args.metrics} needs labels, and no predicted row has one; give --label COLUMN"
-                           " or, to impute, --evaluate")  # fmt: skip
+        fault = f"--metrics {args.metrics} needs labels, and no predicted row has one"
+        raise InvalidInput(f"{fault}; give --label COLUMN or, to impute, --evaluate")
     check(plan, args.output, args.restart)
     _run_job(args, plan, interrupts)
     report = finish(plan, args.output)
@@ -165,12 +165,11 @@ def _run_job(args: argparse.Namespace, plan: "Plan", interrupts: "Interrupts") -
             interrupts.standing = lambda: RESTARTED
         prepare(plan, args.output, args.restart, args.retry_errors)
         table = plan.asked.table
-        say(f"{count(len(plan.questions), 'question', 'questions')} on {count(len(table.records), 'row', 'rows')} of"
-            f" {table.name}; all prompts are in {rows_path(args.output).name}")  # fmt: skip
-        done = engine.run_job(
-            rows_path(args.output), results_path(args.output), score=True, restart=args.restart,
-            retry_errors=args.retry_errors,
-        )  # fmt: skip
+        rows, results = rows_path(args.output), results_path(args.output)
+        questions = count(len(plan.questions), "question", "questions")
+        told = f"{questions} on {count(len(table.records), 'row', 'rows')} of {table.name}"
+        say(f"{told}; all prompts are in {rows.name}")
+        done = engine.run_job(rows, results, score=True, restart=args.restart, retry_errors=args.retry_errors)
     if done.sweeps:
         say(summary_line(done.to_json()))
 
@@ -184,8 +183,8 @@ def _lines(plan: "Plan", summary: dict[str, Any]) -> list[str]:
     number = count(summary["predicted"], "answer", "answers")
     lines = [f"{number}{f' ({answers})' if answers else ''}{failed}: {summary['output']}"]
     if summary["empty"] and not plan.labelled:
-        lines.append(f"{count(summary['empty'], 'answer is', 'answers are')} empty; more examples (--shots), or allowed"
-                     " answers (impute: --choice, --closed), prevent this")  # fmt: skip
+        remedy = "more examples (--shots), or allowed answers (impute: --choice, --closed), prevent this"
+        lines.append(f"{count(summary['empty'], 'answer is', 'answers are')} empty; {remedy}")
     if summary["cut"] and not plan.spec.yes_no:
         cut = count(summary["cut"], "answer", "answers")
         lines.append(f"{cut} reached the most tokens; --max-tokens sets it")
@@ -197,12 +196,16 @@ def _check_files(args: argparse.Namespace, spec: Spec) -> None:
     from flexengine.apps.wrangle.run import work_files
 
     if args.output is None:
-        raise InvalidInput("no output is given; name a file for the table with predictions, as in --output"
-                           f" {_example_output(spec)}")  # fmt: skip
-    read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples, "--config": args.config,
-                                                              "--policy": policy_file(args),
-                                                              "--calibration-text": args.calibration_text,
-                                                              "--layer-bits": args.layer_bits}  # fmt: skip
+        remedy = f"name a file for the table with predictions, as in --output {_example_output(spec)}"
+        raise InvalidInput(f"no output is given; {remedy}")
+    read = {
+        **{f"table {name}": name for name in spec.tables},
+        "--examples": spec.examples,
+        "--config": args.config,
+        "--policy": policy_file(args),
+        "--calibration-text": args.calibration_text,
+        "--layer-bits": args.layer_bits,
+    }
     beside = {name: str(path) for name, path in work_files(args.output).items()}
     check_written({"--output": args.output, "--metrics": args.metrics, **beside}, read, args.model)
 

@@ -8,9 +8,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.overwrite import check_model_kept, check_not_overwritten
 
 
-def check_written(
-    written: Mapping[str, str | None], read: Mapping[str, str | None], model: str | None
-) -> None:  # fmt: skip
+def check_written(written: Mapping[str, str | None], read: Mapping[str, str | None], model: str | None) -> None:
     """Raise InvalidInput if a file cannot be written, is read, too, is written by two options, or is of the model.
 
     Args:

@@ -173,7 +173,7 @@ ABOUT = {"model": "m", "kind": "cpu", "machine": "c, 2 cores", "dtype": "float32
 
 
 def test_table() -> None:
-    lines = quality.table(COSTS).splitlines()
+    lines = quality.cost_table(COSTS).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "choice nll more than exact perplexity same token weights cache/token seconds",
         "exact 2.0000 7.39 100.0% 4.0 MB 1.00 kB 2.0",
@@ -184,7 +184,7 @@ def test_table() -> None:
     assert quality.brief(COSTS[1]) == "weights int4: nll 2.3750, +0.3750 against exact, 2.0 s"
     assert quality.brief(COSTS[2]).startswith("cache int2: not measured: keys")
     single = cost(Lossy(sparse_attention=0.1), scored(EXACT_ROWS[:1]), scored(OTHER_ROWS[:1]))
-    assert " ± " not in quality.table([COSTS[0], single])
+    assert " ± " not in quality.cost_table([COSTS[0], single])
 
 
 def test_header_and_hint() -> None:
