@@ -7,13 +7,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "flexengine"
 # Names that several classes still share. A name is removed with its clash; none may be added.
 CLASHES = """
-Answer Asked Batch Booked Channel Choice Figure Generation Group Help Job Jobs Kind Layer Linear Link Links
-Machine Mark Member Origin Pages Part Parts Pending Piece Plan Pool Product Prompt Prompts Question Rates Read
-Reader Record Recorded Recorder Records Rows Server Shared Sharing Source Stage StagePlan Table Tables Task Text
-Trial Work Worker _Program
+Answer Asked Batch Channel Choice Figure Generation Group Help Job Jobs Kind Layer Linear Link Links Machine
+Mark Member Origin Pages Part Parts Pending Piece Plan Pool Product Prompt Prompts Question Rates Read Reader
+Record Recorded Recorder Records Rows Server Shared Sharing Source Stage StagePlan Table Tables Task Text Trial
+Work Worker _Program
 """
 # The package may not grow beyond these; they are lowered when it has shrunk.
-MAX_LINES, MAX_FMT_SKIPS = 61_360, 753
+MAX_LINES, MAX_FMT_SKIPS = 60_779, 696
 
 
 def sources() -> list[str]:
