@@ -31,13 +31,13 @@ from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
 from flexengine import shipped
 from flexengine.plan.cluster import file, harm, model
-from flexengine.plan.cluster.costs import Task
+from flexengine.plan.cluster.case_costs import PAPER, price
+from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline
-from flexengine.plan.cluster.job import Job
+from flexengine.plan.cluster.job import ClusterJob
 from flexengine.plan.cluster.model import Format, Model, decoder
-from flexengine.plan.cluster.numbers import PAPER, price
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search
 from flexengine.plan.cluster.transfer import transfer
@@ -61,20 +61,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def task(cluster: Cluster, made: Model, job: Job, formats: Sequence[Format], theta: float, uneven: bool = True) -> Task:
+def task(
+    cluster: Cluster, made: Model, job: ClusterJob, formats: Sequence[Format], theta: float, uneven: bool = True
+) -> ClusterTask:
     """Return a task. uneven: harm differs by layer, by a factor of up to 10."""
     table = harm.assumed(made, formats)
     if uneven:
         table = table * np.random.default_rng(1).uniform(0.3, 3.0, (len(made.layers), 1))
-    return Task(cluster, {"cuda": made}, job, tuple(formats), table, theta)
+    return ClusterTask(cluster, {"cuda": made}, job, tuple(formats), table, theta)
 
 
-def simulated(plan: Plan) -> float:
+def simulated(plan: ClusterPlan) -> float:
     """Return the seconds of the job in virtual time."""
     return Pipeline.of(plan).simulate().seconds * plan.numbers.rounds
 
 
-def priced(plan: Plan | None) -> Record | None:
+def priced(plan: ClusterPlan | None) -> Record | None:
     """Return the figures of a plan; None if none fits."""
     if plan is None:
         return None
@@ -88,7 +90,7 @@ def priced(plan: Plan | None) -> Record | None:
     }  # fmt: skip
 
 
-def timed(made: Task, limits: Limits | None = None) -> tuple[Found, Record]:
+def timed(made: ClusterTask, limits: Limits | None = None) -> tuple[Found, Record]:
     """Return the result of a search, and its figures."""
     began = time.process_time()
     found = search(made, limits)
@@ -130,7 +132,7 @@ def toys() -> Record:
                   transfer={"solved": len(moved), **(harness.stats(moved) or {})})  # fmt: skip
 
 
-def no_more_harm(made: Task, other: Plan) -> Plan | None:
+def no_more_harm(made: ClusterTask, other: ClusterPlan) -> ClusterPlan | None:
     """Return a plan with as many live rows and no more harm than another plan: theta is raised until it is so."""
     for theta in (made.theta * 2.0**k for k in range(20)):
         plan = search(replace(made, theta=theta), Limits(batch=other.shape.batch, seconds=SECONDS)).plan
@@ -141,7 +143,7 @@ def no_more_harm(made: Task, other: Plan) -> Plan | None:
 
 def skewed(cluster: Cluster) -> Record:
     """Return the chosen plan, the simpler plans, the heuristic's, and the plan by the paper's objective."""
-    job = Job.uniform(64, 512, 100)
+    job = ClusterJob.uniform(64, 512, 100)
     made = task(cluster, decoder("24 layers of 4096", 24, 4096, 16384, 32000), job, FORMATS, 0.1)
     best, figures = timed(made, Limits(seconds=SECONDS))
     quick, quick_figures = timed(made, Limits(method=TRANSFER, seconds=SECONDS))
@@ -163,7 +165,7 @@ def skewed(cluster: Cluster) -> Record:
 
 def large(cluster: Cluster) -> Record:
     """Return the seconds of both methods for 64 layers on six devices."""
-    job = Job.uniform(32, 512, 100)
+    job = ClusterJob.uniform(32, 512, 100)
     made = task(cluster, decoder("64 layers of 8192", 64, 8192, 32768, 50272), job, FORMATS, 1.0)
     program, figures = timed(made, Limits(method=PROGRAM, batch=32, seconds=SECONDS))
     quick, quick_figures = timed(made, Limits(method=TRANSFER, batch=32, seconds=SECONDS))
@@ -193,7 +195,7 @@ def shape(name: str) -> Model:
 def published(case: Published) -> Record:
     """Return our plan and simpler plans on a cluster of LLM-PQ, beside its published rates."""
     cluster = file.load(shipped.find_file("clusters", f"llm-pq-{case.number}"))
-    made = task(cluster, shape(case.model), Job.uniform(32, 512, 100), FORMATS, 1.0, uneven=False)
+    made = task(cluster, shape(case.model), ClusterJob.uniform(32, 512, 100), FORMATS, 1.0, uneven=False)
     best, figures = timed(made, Limits(batch=32, seconds=SECONDS))
     hosts = replace(cluster, devices=tuple(replace(d, host_memory=64 << 30, host_link=1.2e10) for d in cluster.devices))
     exact = search_or_none(replace(made, cluster=hosts, formats=(None,), harm=made.harm[:, :1]))
@@ -209,7 +211,7 @@ def published(case: Published) -> Record:
                   published={"pipe_edge": case.pipe_edge, "llm_pq": case.llm_pq, "gain": theirs})  # fmt: skip
 
 
-def search_or_none(made: Task) -> Found | None:
+def search_or_none(made: ClusterTask) -> Found | None:
     """Return the search's result; None if no plan fits."""
     from flexengine.errors import OutOfMemory
 

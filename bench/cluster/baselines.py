@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flexengine.plan.cluster.costs import Costs, Order, Task, orders
+from flexengine.plan.cluster.case_costs import Array, CaseCosts
+from flexengine.plan.cluster.costs import ClusterTask, Costs, Order, orders
 from flexengine.plan.cluster.job import Shape, batches
-from flexengine.plan.cluster.numbers import Array, Numbers
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 
-Partition = Callable[[Numbers, int], Sequence[int] | None]
+Partition = Callable[[CaseCosts, int], Sequence[int] | None]
 
 
-def uniform(task: Task, batch: int | None = None) -> Plan | None:
+def uniform(task: ClusterTask, batch: int | None = None) -> ClusterPlan | None:
     """Return the plan with equally many layers on each device, in the order of the file, or None if none fits.
 
     As many rows as possible are alive, divided evenly over the stages, in the most exact format that fits.
@@ -21,7 +21,7 @@ def uniform(task: Task, batch: int | None = None) -> Plan | None:
     return _one_format(task, [task.cluster.devices], lambda numbers, choice: even(numbers.units, numbers.stages), batch)
 
 
-def pipe_edge(task: Task, batch: int | None = None) -> Plan | None:
+def pipe_edge(task: ClusterTask, batch: int | None = None) -> ClusterPlan | None:
     """Return the plan of PipeEdge's partition (Hu et al. 2021), or None if none fits.
 
     The partition has the least slowest stage in prefill, as PipeEdge was made for models without decode steps. As many
@@ -30,7 +30,9 @@ def pipe_edge(task: Task, batch: int | None = None) -> Plan | None:
     return _one_format(task, orders(task.cluster), balanced, batch)
 
 
-def _one_format(task: Task, tried: Sequence[Order], partition: Partition, batch: int | None) -> Plan | None:
+def _one_format(
+    task: ClusterTask, tried: Sequence[Order], partition: Partition, batch: int | None
+) -> ClusterPlan | None:
     costs = Costs(task)
     for size in [batch] if batch else batches(task.job.rows):
         for choice, picked in enumerate(task.choices):
@@ -46,7 +48,7 @@ def _one_format(task: Task, tried: Sequence[Order], partition: Partition, batch:
                     kinds = np.array(numbers.classes)
                     seconds = numbers.decode[np.array(stages), kinds, choice]
                     if np.all(np.isfinite(seconds)):
-                        plans.append(Plan.of(task, order, shape, numbers, stages, [choice] * numbers.units))
+                        plans.append(ClusterPlan.of(task, order, shape, numbers, stages, [choice] * numbers.units))
             if (best := among(plans)) is not None:
                 return best
     return None
@@ -58,7 +60,7 @@ def even(units: int, stages: int) -> list[int]:
     return [j for j, size in enumerate(sizes) for _ in range(size)]
 
 
-def balanced(numbers: Numbers, choice: int) -> list[int] | None:
+def balanced(numbers: CaseCosts, choice: int) -> list[int] | None:
     """Return the contiguous partition that fits with the least slowest prefill stage, or None.
 
     Dynamic program: least[j][i] is the least slowest stage if the first i units are in the first j stages.
@@ -91,6 +93,6 @@ def balanced(numbers: Numbers, choice: int) -> list[int] | None:
     return stage_of
 
 
-def among(plans: Sequence[Plan]) -> Plan | None:
+def among(plans: Sequence[ClusterPlan]) -> ClusterPlan | None:
     """Return the plan of least cost that fits, or None."""
     return min((p for p in plans if p.priced.fits), key=lambda p: p.priced.cost, default=None)

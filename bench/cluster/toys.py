@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from flexengine.plan.cluster.case_costs import EXACT, PAPER, CaseCosts, UnitChoice
 from flexengine.plan.cluster.model import Format
-from flexengine.plan.cluster.numbers import EXACT, PAPER, Choice, Numbers
 
 INSTANCES = 20
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
@@ -21,7 +21,7 @@ def splits(units: int, stages: int) -> Iterator[list[int]]:
         yield [next(j for j, end in enumerate(ends) if i < end) for i in range(units)]
 
 
-def cost(m: Numbers, stage_of: list[int], picked: tuple[int, ...]) -> float:
+def cost(m: CaseCosts, stage_of: list[int], picked: tuple[int, ...]) -> float:
     """Return the cost, written out with plain sums; infinite if something does not fit."""
     pre, dec, hop_pre, hop_dec = list[float](), list[float](), list[float](), list[float]()
     last: int | None = None
@@ -49,22 +49,22 @@ def cost(m: Numbers, stage_of: list[int], picked: tuple[int, ...]) -> float:
     return float(m.rounds * seconds + m.theta * sum(m.harm[i, picked[i]] for i in range(m.units)))
 
 
-def brute_force(m: Numbers) -> float:
+def brute_force(m: CaseCosts) -> float:
     """Return the least cost of all assignments; infinite if none fits."""
     every = itertools.product(range(len(m.choices)), repeat=m.units)
     return min(cost(m, stages, picked) for picked in every for stages in splits(m.units, m.stages))
 
 
-def instance(seed: int) -> Numbers:
+def instance(seed: int) -> CaseCosts:
     """Return a random case of one of four shapes, every fifth with the paper's objective."""
     rng = np.random.default_rng(seed)
     units, stages, formats, host = ((6, 2, 2, False), (5, 3, 2, False), (4, 3, 3, False), (4, 2, 2, True))[seed % 4]
     return replace(random_numbers(rng, units, stages, formats, host), form=PAPER if seed % 5 == 4 else EXACT)
 
 
-def random_numbers(rng: np.random.Generator, units: int, stages: int, formats: int, host: bool) -> Numbers:
+def random_numbers(rng: np.random.Generator, units: int, stages: int, formats: int, host: bool) -> CaseCosts:
     """Return a random case: two classes of units, links of unequal speed, memory that just suffices."""
-    choices = tuple(Choice(form, on) for on in ((False, True) if host else (False,)) for form in MIXED[:formats])
+    choices = tuple(UnitChoice(form, on) for on in ((False, True) if host else (False,)) for form in MIXED[:formats])
     size = (stages, 2, len(choices))
     on_host = np.array([c.host for c in choices])
     nbytes = np.array([{None: 16.0, "int8": 8.0, "int4": 4.0}[c.form] for c in choices]) * 1e9
@@ -77,7 +77,7 @@ def random_numbers(rng: np.random.Generator, units: int, stages: int, formats: i
     hops = rng.uniform(0.0, 0.3, (2, stages, stages))
     cohorts = int(rng.integers(1, 5))
     harm = np.array([{None: 0.0, "int8": 0.05, "int4": 1.0}[c.form] for c in choices])
-    return Numbers(
+    return CaseCosts(
         choices, classes if len(set(classes)) == 2 else (0, 1, *classes[2:]),
         prefill=(0.5 + 0.03 * bulk / 1e9) / speed * noise, decode=(0.02 + 0.01 * bulk / 1e9) / speed * noise,
         load=np.where(on_host, bulk / 2e10, 0.0) * np.ones(size),

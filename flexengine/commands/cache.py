@@ -16,7 +16,7 @@ from flexengine.commands.parser import Parser
 from flexengine.commands.text import ago, table
 from flexengine.config import cache_root, shown
 from flexengine.errors import InvalidInput
-from flexengine.plan.words import count, plain, size
+from flexengine.plan.formatting import count, plain, size
 
 if TYPE_CHECKING:
     from flexengine.cachedir.items import CacheItem, Contents

@@ -14,7 +14,7 @@ from flexengine.commands.messages import say
 from flexengine.commands.option_text import add_options
 from flexengine.commands.parser import Parser
 from flexengine.commands.text import ago, table
-from flexengine.plan.words import digits, plain, size
+from flexengine.plan.formatting import digits, plain, size
 
 if TYPE_CHECKING:
     from flexengine.doctor.disks import Disk

@@ -12,7 +12,7 @@ from flexengine.commands.messages import detail, say_error
 from flexengine.commands.progress import displayed
 from flexengine.errors import FlexError, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
 from flexengine.job.streams import stdout_is_open
-from flexengine.plan.words import clock
+from flexengine.plan.formatting import clock
 
 if TYPE_CHECKING:
     from flexengine.job.interrupt import Interrupts

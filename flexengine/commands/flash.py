@@ -18,7 +18,7 @@ from flexengine.commands.progress import verified_line
 from flexengine.commands.text import table
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
-from flexengine.plan.words import plain, size
+from flexengine.plan.formatting import plain, size
 
 if TYPE_CHECKING:
     from flexengine.flash.trained import LayerPredictor, Trained

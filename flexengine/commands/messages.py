@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 
 from flexengine.activity import listener, message
-from flexengine.plan.words import plain
+from flexengine.plan.formatting import plain
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 _level = NORMAL

@@ -10,7 +10,7 @@ from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
 from flexengine.parallel.environment import INTERFACE, ranks
-from flexengine.plan.words import clock, percent, place_name
+from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.strategy import Strategy
 

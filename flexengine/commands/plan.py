@@ -43,7 +43,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fitting import fitting, left_out
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.least import lay_out_given
+from flexengine.plan.min_memory import lay_out_given
 from flexengine.plan.picture import check, plot
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.prediction import Prediction
@@ -313,7 +313,7 @@ def _measured(
 ) -> Hardware:  # fmt: skip
     """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
     InvalidInput if it lacks a place of the given policy."""
-    from flexengine.engine.rates import Rates
+    from flexengine.engine.rates import RateStore
 
     options = machine_options(args)
     with closing(options.machine()) as machine:
@@ -321,7 +321,7 @@ def _measured(
             check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         machine.say_no_offload()
-        return Rates(machine, opened).measured()
+        return RateStore(machine, opened).measured()
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:

@@ -16,9 +16,9 @@ from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.lossy import ALLOW, QUALITY, Lossy
 from flexengine.plan.cluster import file, harm, model, report, whatif
-from flexengine.plan.cluster.costs import Task
+from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
-from flexengine.plan.cluster.job import Job
+from flexengine.plan.cluster.job import ClusterJob
 from flexengine.plan.cluster.model import Format, Model
 from flexengine.plan.cluster.search import AUTO as AUTO_METHOD
 from flexengine.plan.cluster.search import METHODS, Limits, search
@@ -96,9 +96,9 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
         if len(formats) > 1:
             say("harm of formats is assumed: proportional to parameters and 4^-bits, all layers in int4 = 1; --harm"
                 " gives measured numbers")  # fmt: skip
-    job = Job.of(workload(args, opened))
+    job = ClusterJob.of(workload(args, opened))
     theta = THETA if args.theta is None else args.theta
-    task = Task(cluster, models, job, formats, table, theta, args.group or GROUP)
+    task = ClusterTask(cluster, models, job, formats, table, theta, args.group or GROUP)
     limits = Limits(seconds=args.search_seconds or SECONDS, method=args.method or AUTO_METHOD, batch=args.batch)
     with activity("planning", "searching the stages with the shortest predicted time"):
         found = search(task, limits)

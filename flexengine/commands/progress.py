@@ -11,7 +11,7 @@ from flexengine.activity.terminal import Display
 from flexengine.commands.messages import NORMAL, VERBOSE, verbosity
 from flexengine.config import Result
 from flexengine.job.chat import fault
-from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, plain, size
+from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 
 if TYPE_CHECKING:
     from flexengine.job.inputs import Rows

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 
 
 def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

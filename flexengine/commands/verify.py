@@ -15,7 +15,7 @@ from flexengine.commands.option_text import add_options
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.plan.words import clock, count, plain, size
+from flexengine.plan.formatting import clock, count, plain, size
 
 if TYPE_CHECKING:
     from flexengine.cachedir.items import CacheItem

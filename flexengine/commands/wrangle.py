@@ -34,7 +34,7 @@ from flexengine.commands.parser import Parser
 from flexengine.commands.progress import summary_line
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 
 if TYPE_CHECKING:
     from flexengine.apps.wrangle.plan import Plan

@@ -9,7 +9,7 @@ from flexengine.doctor.disks import Disk
 from flexengine.doctor.facts import Facts
 from flexengine.doctor.machine import Cpu, MemoryFacts
 from flexengine.doctor.software import EXTRAS, NEWEST_TESTED, Software
-from flexengine.plan.words import percent, size
+from flexengine.plan.formatting import percent, size
 
 STOPS, SLOWS, NOTE = "stops", "slows", "note"
 _LEVELS = (STOPS, SLOWS, NOTE)

@@ -19,7 +19,7 @@ from flexengine.places import DISK
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
-from flexengine.plan.least import has_room
+from flexengine.plan.min_memory import has_room
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Spans, Trace

@@ -26,7 +26,7 @@ from flexengine.errors import OutOfMemory
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
 from flexengine.job.same_job import Manifest
-from flexengine.plan.least import SHORTEST
+from flexengine.plan.min_memory import SHORTEST
 
 if TYPE_CHECKING:  # it imports torch, which is not needed here
     from flexengine.engine.base import BaseEngine

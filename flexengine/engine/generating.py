@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from flexengine.activity import Activity, Listener, RunningActivity
 from flexengine.activity.terminal import minutes
 from flexengine.engine.state import Progress
+from flexengine.plan.formatting import digits, percent, size
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.words import digits, percent, size
 
 GENERATING = "generating"  # name of the activity
 TOKEN_SECONDS, DISK_SECONDS = 30.0, 5.0  # rates of tokens and of disk reads are means of these times

@@ -7,7 +7,7 @@ from functools import partial
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
-from flexengine.engine.rates import Rates
+from flexengine.engine.rates import RateStore
 from flexengine.engine.survey import Reader, Refused
 from flexengine.errors import OutOfMemory
 from flexengine.job.inputs import Rows
@@ -20,7 +20,7 @@ from flexengine.plan.fitting import fitting
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.least import lay_out_given, planned
+from flexengine.plan.min_memory import lay_out_given, planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.search import check as check_least
@@ -89,7 +89,7 @@ class Planner:
         self.policy = policy
         self.prefill_tokens: int | None = None
         self.block: int | None = None
-        self.rates = Rates(machine, opened, hardware)
+        self.rates = RateStore(machine, opened, hardware)
         self._searched: Search | None = None  # the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)

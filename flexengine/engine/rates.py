@@ -21,7 +21,7 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 
 
-class Rates:
+class RateStore:
     """Rates of a machine and of a model on it.
 
     Args:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
 from flexengine.places import is_worker
+from flexengine.plan.formatting import count
 from flexengine.plan.layout import Layout
-from flexengine.plan.words import count
 from flexengine.policy import Policy
 from flexengine.runtime.shortage import Shortage
 

@@ -13,7 +13,7 @@ from flexengine.job.chat import fault
 from flexengine.job.prompts import Request, encode
 from flexengine.job.rows import Row, row_of
 from flexengine.model.stop import check_stops
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, stems_above
 

@@ -11,10 +11,10 @@ from itertools import product
 from operator import attrgetter
 
 from flexengine.places import WORKERS, workers_in_memory
+from flexengine.plan.candidates import Candidates
+from flexengine.plan.formatting import clock
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.tried import Tried
-from flexengine.plan.words import clock
 from flexengine.policy import HEADS, PLACES, REQUESTS, Policy, Split
 
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
@@ -52,7 +52,7 @@ def try_workers(placement: Placement) -> None:
             placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)
 
 
-def without_workers(tried: Tried, best: Prediction) -> Prediction:
+def without_workers(tried: Candidates, best: Prediction) -> Prediction:
     """Return the best policy without attention workers if it is about as fast as `best` (MOST_SHARE), else `best`.
 
     A job without workers cannot lose one.

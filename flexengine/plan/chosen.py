@@ -15,7 +15,7 @@ from flexengine.plan.fractions import CACHE
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
 from flexengine.plan.paging import Array
-from flexengine.plan.terms import Sweeping, Term, Work, routes
+from flexengine.plan.terms import LaneWork, Sweeping, Term, routes
 
 MAX_GAP_BYTES = 128 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
 PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured
@@ -89,5 +89,5 @@ def terms(data: Sweeping, overlaps: bool) -> Iterator[Term]:
             continue
         lanes, handling = waiting(data.model, data.hardware, place, full, at_once)
         for lane, seconds in lanes.items():
-            yield Work(lane, CACHE, place, seconds)
-        yield Work("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))
+            yield LaneWork(lane, CACHE, place, seconds)
+        yield LaneWork("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))

@@ -19,7 +19,7 @@ SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatches:
     """Means of gpu_batches that hold prompts alone.
 
     Attributes:
@@ -37,7 +37,7 @@ class Prompts:
     past: float
 
     @staticmethod
-    def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "Prompts":
+    def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "PromptBatches":
         """Return the means over a sample of the workload's prompts. prompt: mean computed tokens of a prompt."""
         rng, max_tokens = np.random.default_rng(0), policy.prefill_tokens
         sizes = sorted(workload.sizes.items())
@@ -53,11 +53,11 @@ class Prompts:
         total = tokens.sum()
         seconds = float(rates.stack(tokens).sum() / total)
         past = float(np.mean(spared)) or PAST_SHARE * prompt
-        return Prompts(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total, past)
+        return PromptBatches(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total, past)
 
 
 def parts(
-    rates: Rates, policy: Policy, sweeps: Profile, prompts: Prompts, split: Mapping[str, float], chunks: int
+    rates: Rates, policy: Policy, sweeps: Profile, prompts: PromptBatches, split: Mapping[str, float], chunks: int
 ) -> dict[str, Array]:  # fmt: skip
     """Return the seconds of the device lane by kind of work and sweep.
 

@@ -18,7 +18,7 @@ from weakref import WeakMethod
 import numpy as np
 
 from flexengine.places import is_filed, is_worker, workers_in_memory
-from flexengine.plan.compute import Prompts, parts
+from flexengine.plan.compute import PromptBatches, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.guests import guest
@@ -26,11 +26,11 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.loading import reading, touched
 from flexengine.plan.page_size import PAGE_TOKENS
-from flexengine.plan.paging import Array, Pages, layer_pages
+from flexengine.plan.paging import Array, ModelPages, layer_pages
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
-from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
+from flexengine.plan.terms import Lanes, LaneWork, Sweeping, Term, by_lane, embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import cache_homes, count_by_tier
@@ -109,15 +109,15 @@ class Cost:
         return walk(each, max(1, self.workload.count), schedule, shape)
 
     def _unit(self, prefill_tokens: int, share: float, batch: int) -> Unit:
-        return unit(self.workload, prefill_tokens, Pages(self.pages, share, batch), self.windows)
+        return unit(self.workload, prefill_tokens, ModelPages(self.pages, share, batch), self.windows)
 
     def _sharing(self, shape: tuple[int, int]) -> int:
         """Return the sequences that may share a load of pages. shape: sequences of a gpu_batch, gpu_batches."""
         return shape[0] if self.workload.stems else 1  # 1: one unit for all shapes
 
-    def _prompt(self, gpu_batch_size: int, prefill_tokens: int) -> Prompts:
+    def _prompt(self, gpu_batch_size: int, prefill_tokens: int) -> PromptBatches:
         policy = Policy(gpu_batch_size, 1, prefill_tokens=prefill_tokens)
-        return Prompts.of(self.workload, self.rates, policy, float(self._units(prefill_tokens, 0.0, 1).prompt))
+        return PromptBatches.of(self.workload, self.rates, policy, float(self._units(prefill_tokens, 0.0, 1).prompt))
 
     # Seconds by lane.
 
@@ -138,7 +138,7 @@ class Cost:
         """
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
-            yield Work("device", "", "", seconds)
+            yield LaneWork("device", "", "", seconds)
         yield from embedding(self.model, self.hardware, sweeps, layout)
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates)
         if self.model.blocks:

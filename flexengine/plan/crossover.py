@@ -16,7 +16,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.least import planned
+from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, Policy
@@ -26,7 +26,7 @@ CLOSE = 1.02  # ratio of two lengths that count as one
 ROUNDING = 1e-9  # relative difference of seconds that may be one of rounding, which depends on the CPU
 
 
-class Span(NamedTuple):
+class PromptRange(NamedTuple):
     """Lengths of prompts, in tokens. last: None for no end among the lengths that are tried."""
 
     first: int
@@ -45,7 +45,7 @@ def near(cost: Cost, policy: Policy) -> Prediction | None:
     return min(filter(None, found), key=lambda p: p.total_seconds, default=None)
 
 
-def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> list[Span]:
+def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> list[PromptRange]:
     """Return the lengths of prompts for which a policy with attention workers beats the same policy without them."""
     output = max(1, round(sum(n * times for (_, n), times in workload.sizes.items()) / max(1, workload.count)))
 
@@ -60,7 +60,7 @@ def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Poli
     return list(spans(workers_win))
 
 
-def spans(wins: Callable[[int], bool | None]) -> Iterator[Span]:
+def spans(wins: Callable[[int], bool | None]) -> Iterator[PromptRange]:
     """Yield the lengths for which a condition holds: found at powers of two, their ends by bisection.
 
     Args:
@@ -80,10 +80,10 @@ def spans(wins: Callable[[int], bool | None]) -> Iterator[Span]:
         if after:
             first = end
         elif first is not None:
-            yield Span(first, end)
+            yield PromptRange(first, end)
             first = None
     if first is not None:
-        yield Span(first, None)
+        yield PromptRange(first, None)
 
 
 def _end(wins: Callable[[int], bool | None], low: int, high: int, before: bool) -> int:

@@ -16,7 +16,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array
 from flexengine.plan.sizes import aligned, delegated
-from flexengine.plan.terms import Move, Sweeping, Term, Work, routes
+from flexengine.plan.terms import LaneWork, Move, Sweeping, Term, routes
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.place import cache_homes
 
@@ -151,11 +151,11 @@ def terms(data: Sweeping) -> Iterator[Term]:
             yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
         attended = decode_attention(data.rates, sweeps, policy.attended_by(place)) * sweeps.counted
         asking = hardware.worker_seconds if is_worker(place) else 0.0
-        yield Work(there, CACHE, home, attended + cells * (1 + first) * asking)
+        yield LaneWork(there, CACHE, home, attended + cells * (1 + first) * asking)
         on_device = decode_attention(data.rates, sweeps) * sweeps.counted
-        yield Work("device", CACHE, home, cells * data.rates.delegated - on_device)
+        yield LaneWork("device", CACHE, home, cells * data.rates.delegated - on_device)
         if first:
-            yield Work("device", CACHE, home, cells * hardware.task_seconds - _hidden(data, attended))
+            yield LaneWork("device", CACHE, home, cells * hardware.task_seconds - _hidden(data, attended))
 
 
 def _hidden(data: Sweeping, attended: Array) -> Array:

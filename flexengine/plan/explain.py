@@ -18,6 +18,7 @@ from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.fractions import CACHE, WEIGHTS, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
@@ -25,7 +26,6 @@ from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
-from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 

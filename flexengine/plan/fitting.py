@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 from flexengine.plan.workload import Workload
 
 Plan = TypeVar("Plan")

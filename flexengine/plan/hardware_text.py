@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from flexengine.plan.explain import machine
+from flexengine.plan.formatting import count, digits, lane_name, percent, size
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.words import count, digits, lane_name, percent, size
 
 
 def hardware_text(hardware: Hardware) -> str:

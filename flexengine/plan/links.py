@@ -12,13 +12,13 @@ from typing import Any
 
 from flexengine.places import DEVICE, attention_lanes, workers_of
 from flexengine.plan.cost import Cost
-from flexengine.plan.crossover import Span, near, span
+from flexengine.plan.crossover import PromptRange, near, span
 from flexengine.plan.delegation import LOG_SUM_BYTES, Crossing
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.formatting import digits, duration, size
 from flexengine.plan.fractions import CACHE, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.words import digits, duration, size
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, TOKENS, Policy
 
@@ -47,7 +47,7 @@ def least_bandwidth(nbytes: float, layers: int, block: float, seconds: float) ->
 
 
 @dataclass(frozen=True)
-class Links:
+class WorkerLinks:
     """Work in one layer of a mean sweep, in seconds, and the links to the workers.
 
     Attributes:
@@ -87,7 +87,7 @@ class Links:
     workers: int
 
     @staticmethod
-    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Links | None":
+    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "WorkerLinks | None":
         """Return the links of a prediction; None if workers attend to nothing."""
         policy = prediction.policy
         kind = "decode" if prediction.counts["decode"] > 0 else "prefill"
@@ -107,7 +107,7 @@ class Links:
         asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items()}
         batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
         others = [x for lane, x in layer.items() if lane != DEVICE and "worker" not in lane]
-        return Links(
+        return WorkerLinks(
             computing=layer[DEVICE], loading=max(others, default=0.0),
             moving=max(down + up for down, _, up in work.values()),
             attending=max(attention for _, attention, _ in work.values()),
@@ -154,7 +154,7 @@ def worker_words(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
 ) -> list[str]:  # fmt: skip
     """Return lines on the attention workers of a plan; [] if there are none."""
-    links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+    links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
     if links is None:
         return []
     return [
@@ -169,8 +169,8 @@ def worker_words(
 
 
 def as_json(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> dict[str, Any]:
-    """Return `Links` and the lengths of prompts at which workers pay as a JSON object; {} if there are no workers."""
-    links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+    """Return `WorkerLinks` and the lengths of prompts at which workers pay; {} if there are no workers."""
+    links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
     if links is None:
         return {}
     found = span(model, hardware, workload, prediction.policy)
@@ -197,7 +197,7 @@ def _per_price(prediction: Prediction, price: float, which: str) -> str:
     return f"{digits(prediction.tok_s / price)} tok/s per unit of price{which} (places cost {digits(price)})"
 
 
-def _bytes(model: ModelFacts, partition: str, links: Links) -> str:
+def _bytes(model: ModelFacts, partition: str, links: WorkerLinks) -> str:
     group, e = model.heads // model.kv_heads, model.itemsize
     form = "4 e d" if group == 1 else "(2 + 2/G) e d"
     if partition == TOKENS:
@@ -211,11 +211,11 @@ def _rate(rate: float) -> str:
     return f"{size(rate)}/s"
 
 
-def _counted(links: Links) -> str:
+def _counted(links: WorkerLinks) -> str:
     return f"a link carries {_rate(links.rate)}" + ("" if links.measured else " if as fast as copies to the device")
 
 
-def _verdict(links: Links) -> str:
+def _verdict(links: WorkerLinks) -> str:
     """Return whether the link hides, and the longest work."""
     if links.hides:
         return (f"the link hides: {links.longest} take longest, and attention of a gpu_batch is back after"
@@ -229,7 +229,7 @@ def _verdict(links: Links) -> str:
             " help")  # fmt: skip
 
 
-def _crossing(found: Sequence[Span]) -> str:
+def _crossing(found: Sequence[PromptRange]) -> str:
     """Return the contexts at which workers pay, in words."""
     if not found:
         return "by predicted seconds, this job is faster with its KV cache near, for prompts of any length"

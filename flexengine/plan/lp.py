@@ -23,7 +23,7 @@ import pulp
 
 from flexengine.errors import FlexError
 from flexengine.plan.fractions import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
-from flexengine.plan.problem import Linear, Memory, Phase, Problem, checked, unique
+from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem, checked, unique
 
 Terms = list[tuple[pulp.LpVariable, float]]
 # Extra cost of a kind of data per place away from the device. It decides between placements of equal seconds.
@@ -97,7 +97,7 @@ def save(problem: Problem, path: str) -> None:
 
 def program(problem: Problem) -> pulp.LpProblem:
     """Return the program of a `checked` problem. Raise SolverFailed if a number is not finite in its unit."""
-    made = _Program(problem)
+    made = _PlacementProgram(problem)
     for kind, what in KINDS.items():
         placed = [(share, 1.0) for name, share in made.shares.items() if kind_of(name) == kind]
         made.add(f"all {what}", "share", placed, 1.0, equal=True)
@@ -113,7 +113,7 @@ def program(problem: Problem) -> pulp.LpProblem:
     return made.lp
 
 
-class _Program:
+class _PlacementProgram:
     """A program under construction. shares: by name, the variables of the allowed fractions."""
 
     def __init__(self, problem: Problem) -> None:
@@ -132,7 +132,7 @@ class _Program:
         sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintLE
         self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
 
-    def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Linear]]) -> tuple[pulp.LpVariable, float]:
+    def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Affine]]) -> tuple[pulp.LpVariable, float]:
         """Add the time of one sweep, with its lower bounds. Return the variable, and the seconds of its unit."""
         parts = [(label, self._terms(bound), bound.constant) for label, bound in bounds]
         numbers = (abs(k) for _, terms, constant in parts for k in (constant, *(k for _, k in terms)))
@@ -143,7 +143,7 @@ class _Program:
             self.add(f"{phase.label} {label}", unit, row, -constant / scale)
         return time, scale
 
-    def add_memory(self, memory: Memory) -> None:
+    def add_memory(self, memory: MemoryLimit) -> None:
         """Add the row used <= capacity of a memory."""
         terms = self._terms(memory.used)
         largest = max((abs(k) for _, k in terms), default=0.0)
@@ -165,7 +165,7 @@ class _Program:
         self.lp.setObjective(pulp.LpAffineExpression([*cost, *ties]))
         self.lp.objective.name = _named("job", unit)
 
-    def _terms(self, line: Linear) -> Terms:
+    def _terms(self, line: Affine) -> Terms:
         """Return the line's terms with allowed fractions; the others are 0."""
         return [(self.shares[name], k) for name, k in line.coefficients.items() if name in self.shares]
 

@@ -16,14 +16,14 @@ from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.layout import Layout
-from flexengine.plan.problem import Linear, Memory
+from flexengine.plan.problem import Affine, MemoryLimit
 
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
 _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
          DELEGATION: CACHE}  # fmt: skip
 
 
-def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[Memory, ...]:
+def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[MemoryLimit, ...]:
     """Return one row of the program per memory that has a limit, without attention workers.
 
     Args:
@@ -35,32 +35,32 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
     limits = capacity.limits
     if capacity.shared:
         used["device"], limits["host"] = used["device"] + used["host"], None
-    return tuple(Memory(tier, used[tier], float(limit)) for tier in used if (limit := limits[tier]) is not None)
+    return tuple(MemoryLimit(tier, used[tier], float(limit)) for tier in used if (limit := limits[tier]) is not None)
 
 
-def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
+def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Affine:
     """Return the bytes of one tier. cache: as in `memories`, of this tier."""
     accounts = {at: layout.account[tier] for at, layout in corners.items()}
     delegates = any(layout.policy.delegate for layout in corners.values())
-    line = Linear(0.0)
+    line = Affine(0.0)
     for what in dict.fromkeys(what for account in accounts.values() for what in account):
         booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
         if what == "KV cache":
-            line += Linear(0.0, {fraction(CACHE, tier): cache})
+            line += Affine(0.0, {fraction(CACHE, tier): cache})
         elif what == "paused forwards":  # held by delegated sequences, else by gpu_batches with hidden states on device
             line += _between(booked, CACHE if delegates else HIDDEN)
         elif what in _KIND:
             line += _between(booked, _KIND[what])
         else:
-            line += Linear(max(booked.values()))
+            line += Affine(max(booked.values()))
     return line
 
 
-def _between(booked: Mapping[str, float], kind: str) -> Linear:
+def _between(booked: Mapping[str, float], kind: str) -> Affine:
     """Return the linear function through the corners.
 
     Args:
         booked: bytes of one purpose, by the tier that has all data of the kind.
     """
     least = min(booked.values())
-    return Linear(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})
+    return Affine(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})

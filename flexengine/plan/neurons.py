@@ -25,7 +25,7 @@ from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.paging import Array
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import aligned
-from flexengine.plan.terms import Sweeping, Term, Work
+from flexengine.plan.terms import LaneWork, Sweeping, Term
 from flexengine.policy import Policy
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
@@ -113,7 +113,7 @@ def terms(data: Sweeping, prompt: float) -> Iterator[Term]:
     for block, layers, share in _shares(data.model, policy):
         reading, computing = _passes(block, share, hardware, sweeps, prompt)
         decoding = _decoding(block, share, hardware, policy, sweeps)
-        yield Work("device", "", "", layers * (decoding + np.maximum(reading, computing)))
+        yield LaneWork("device", "", "", layers * (decoding + np.maximum(reading, computing)))
 
 
 def waits(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:

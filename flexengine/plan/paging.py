@@ -27,7 +27,7 @@ class LayerPages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pages:
+class ModelPages:
     """KV pages of a model.
 
     Attributes:

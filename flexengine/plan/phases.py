@@ -11,7 +11,7 @@ from flexengine.plan.fractions import WEIGHTS, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.loading import LOAD_BYTES, RESIDENT, write_seconds
 from flexengine.plan.paging import Array
-from flexengine.plan.problem import Linear, Phase
+from flexengine.plan.problem import Affine, Phase
 from flexengine.plan.profile import Profile
 from flexengine.policy import Policy
 
@@ -34,7 +34,7 @@ def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, floa
         work: dict[str, dict[str, float]] = {lane: {} for lane in lanes}
         for (lane, name), mean in zip(names, seconds, strict=True):
             work[lane][name] = mean
-        lines = {lane: Linear(by.pop("", 0.0), by) for lane, by in work.items()}
+        lines = {lane: Affine(by.pop("", 0.0), by) for lane, by in work.items()}
         result.append(Phase(label, times, lines, life))
     return (replace(result[0], lanes=_sum(result[0].lanes, first)), *result[1:])
 
@@ -63,13 +63,13 @@ def _groups(compute: Array, sweeps: Profile) -> tuple[list[str], Array]:
     return labels, np.array(columns).T
 
 
-def _sum(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[str, Linear]:
+def _sum(one: Mapping[str, Affine], other: Mapping[str, Affine]) -> dict[str, Affine]:
     """Return the work of both, by lane."""
-    nothing = Linear(0.0)
+    nothing = Affine(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
 
 
-def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
+def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Affine]:
     """Return the work, by lane, of reading weights once into new RAM, or of copying them to further disks.
 
     The lane of the checkpoint's disk reads and writes copies. Without a GPU, page faults take the processor that
@@ -86,4 +86,4 @@ def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
     for disk in further_disks(hardware.places):
         reads[disk] = read + write_seconds(hardware, disk, nbytes)
     work = {"disk_read": reads, lane: seconds}
-    return {lane: Linear(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}
+    return {lane: Affine(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

@@ -7,9 +7,9 @@ from typing import Any
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.explain import tiers
+from flexengine.plan.formatting import lane_name, size
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.words import lane_name, size
 from flexengine.schedule.routes import by_way
 
 MOST_PURPOSES = 8  # bytes of further purposes are one part of a bar

@@ -7,18 +7,18 @@ from typing import Self
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import is_filed, is_worker, workers_of
+from flexengine.plan.candidates import Candidates
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.least import capacity_for
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
+from flexengine.plan.min_memory import capacity_for
 from flexengine.plan.phases import phases
-from flexengine.plan.problem import Memory, Problem
+from flexengine.plan.problem import MemoryLimit, Problem
 from flexengine.plan.shapes import Options, Shapes, sensible
-from flexengine.plan.tried import Tried
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
@@ -76,7 +76,7 @@ class Placement:
         failed: the solver's last failure; None if there is none.
     """
 
-    tried: Tried
+    tried: Candidates
     failed: SolverFailed | None = None
     _solvable: dict[tuple[Policy, Choice], bool] = field(default_factory=dict)
     _corners: dict[Policy, Layout] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Placement:
         shape = choice.onto(_bare(shape))
         return self._problem(shape, choice, self._memories(shape, choice))
 
-    def _problem(self, shape: Policy, choice: Choice, rows: tuple[Memory, ...]) -> Problem:
+    def _problem(self, shape: Policy, choice: Choice, rows: tuple[MemoryLimit, ...]) -> Problem:
         cost = self.tried.cost
         delegates = choice.delegate and choice.attended is None
         priced = replace(shape, cache=_ON_HOST, delegate=True) if delegates else shape
@@ -183,7 +183,7 @@ class Placement:
         }
         return frozenset(fraction(kind, place) for kind, tiers in by_kind.items() for place in tiers)
 
-    def _memories(self, shape: Policy, choice: Choice) -> tuple[Memory, ...]:
+    def _memories(self, shape: Policy, choice: Choice) -> tuple[MemoryLimit, ...]:
         """Return the memory rows of a block shape."""
         corners = {tier: self._corner(shape, tier, choice) for tier in self.places}
         rows = memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
@@ -252,7 +252,7 @@ def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
     """Return the problem with less capacity of the memory that was too small: the missing bytes and a margin."""
     missing = error.needed + error.used - error.capacity
 
-    def cut(memory: Memory) -> Memory:
+    def cut(memory: MemoryLimit) -> MemoryLimit:
         if memory.label != error.tier:
             return memory
         return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity * margin)
@@ -268,5 +268,5 @@ def placement_problem(
     Data may leave the device in the program if it does so under the policy.
     """
     shapes = Shapes(Cost(model, hardware, workload), options or Options())
-    tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
+    tried = Candidates(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
     return Placement(tried).problem(policy, Choice.of(policy))

@@ -19,7 +19,7 @@ def _by_kind(names: frozenset[str]) -> tuple[tuple[str, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Affine:
     """constant + sum of coefficients[name] * fraction[name], in seconds or bytes."""
 
     constant: float
@@ -29,11 +29,11 @@ class Linear:
         """Return the value at these fractions; fractions that are not named are 0."""
         return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
 
-    def fixed(self, fractions: Mapping[str, float]) -> "Linear":
+    def fixed(self, fractions: Mapping[str, float]) -> "Affine":
         """Return the line with these fractions fixed: their terms become part of the constant."""
         held = {name: k for name, k in self.coefficients.items() if name not in fractions}
         moved = sum(k * fractions[name] for name, k in self.coefficients.items() if name in fractions)
-        return Linear(self.constant + moved, held)
+        return Affine(self.constant + moved, held)
 
     def least(self, allowed: frozenset[str]) -> float:
         """Return the smallest value if only the allowed fractions may be above 0."""
@@ -42,14 +42,14 @@ class Linear:
             total += min((coefficients.get(name, 0.0) for name in names), default=0.0)
         return total
 
-    def __add__(self, other: "Linear") -> "Linear":
+    def __add__(self, other: "Affine") -> "Affine":
         total = dict(self.coefficients)
         for name, k in other.coefficients.items():
             total[name] = total.get(name, 0.0) + k
-        return Linear(self.constant + other.constant, total)
+        return Affine(self.constant + other.constant, total)
 
-    def __mul__(self, factor: float) -> "Linear":
-        return Linear(self.constant * factor, {name: k * factor for name, k in self.coefficients.items()})
+    def __mul__(self, factor: float) -> "Affine":
+        return Affine(self.constant * factor, {name: k * factor for name, k in self.coefficients.items()})
 
     __rmul__ = __mul__
 
@@ -67,7 +67,7 @@ class Phase:
 
     label: str
     times: float
-    lanes: Mapping[str, Linear]
+    lanes: Mapping[str, Affine]
     life: float = 0.0
 
     def fixed(self, fractions: Mapping[str, float]) -> "Phase":
@@ -77,7 +77,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryLimit:
     """A memory constraint.
 
     Attributes:
@@ -87,7 +87,7 @@ class Memory:
     """
 
     label: str
-    used: Linear
+    used: Affine
     capacity: float
 
 
@@ -106,7 +106,7 @@ class Problem:
     """
 
     phases: tuple[Phase, ...]
-    memories: tuple[Memory, ...]
+    memories: tuple[MemoryLimit, ...]
     crosstalk: Mapping[str, Mapping[str, float]]
     overlap: bool
     allowed: frozenset[str]
@@ -114,7 +114,7 @@ class Problem:
     places: tuple[str, ...] = TIERS
 
     @cached_property
-    def bounds(self) -> tuple[tuple[tuple[str, Linear], ...], ...]:
+    def bounds(self) -> tuple[tuple[tuple[str, Affine], ...], ...]:
         """By phase, labels and lower bounds in seconds of a sweep."""
         return tuple(tuple(_bounds(phase, self)) for phase in self.phases)
 
@@ -129,10 +129,10 @@ class Problem:
         return sum(p.times * s for p, s in pairs), sum(p.life * s for p, s in pairs)
 
 
-def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
+def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Affine]]:
     """Return labels and lower bounds in seconds of a sweep of the phase."""
     if not problem.overlap:
-        return [("all lanes", sum(phase.lanes.values(), Linear(0.0)))] if phase.lanes else []
+        return [("all lanes", sum(phase.lanes.values(), Affine(0.0)))] if phase.lanes else []
     return [
         (lane, sum((phase.lanes[o] * share for o, share in problem.crosstalk.get(lane, {}).items()
                     if share and o != lane and o in phase.lanes), busy))
@@ -179,7 +179,7 @@ def _check_number(what: str, value: float) -> None:
         raise InvalidInput(f"{what} is {shown(value)}; it must be a finite number of 0 or more")
 
 
-def _check_line(what: str, line: Linear, names: tuple[str, ...]) -> None:
+def _check_line(what: str, line: Affine, names: tuple[str, ...]) -> None:
     if unknown := line.coefficients.keys() - set(names):
         raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(names)}")
     for name, value in {"": line.constant, **line.coefficients}.items():

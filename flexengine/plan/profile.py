@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.paging import Array, Pages, moved_pages
+from flexengine.plan.paging import Array, ModelPages, moved_pages
 from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
@@ -142,7 +142,7 @@ def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
     return prompts, outputs, spared, counts / counts.sum()
 
 
-def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozenset[int] = frozenset()) -> Unit:
+def unit(workload: Workload, prefill_tokens: int, paging: ModelPages, windows: frozenset[int] = frozenset()) -> Unit:
     """Return the mean sequence of a workload. windows: of the layers, without None."""
     p, n, spared, share = classes(workload)
     stride = max(1, -(-int(n.max()) // MAX_AGES))

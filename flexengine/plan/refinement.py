@@ -7,11 +7,11 @@ from operator import attrgetter
 
 from flexengine.activity import message
 from flexengine.places import TIERS, workers_in_memory
+from flexengine.plan.candidates import Candidates
 from flexengine.plan.guests import guest
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Shapes
-from flexengine.plan.tried import Tried
 from flexengine.policy import Policy, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
@@ -24,7 +24,7 @@ HOST = TIERS.index("host")
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
-def place_off_device(tried: Tried, streams: bool) -> None:
+def place_off_device(tried: Candidates, streams: bool) -> None:
     """Try policies with data off the device, and refine the best ones.
 
     Args:
@@ -67,7 +67,7 @@ class Refinement:
     explored: set[Policy] = field(default_factory=set)
 
     @property
-    def tried(self) -> Tried:
+    def tried(self) -> Candidates:
         """Return all policies that the search has tried."""
         return self.placement.tried
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.candidates import Candidates
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.formatting import upward
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.least import capacity_for, smallest, smallest_layout
+from flexengine.plan.min_memory import capacity_for, smallest, smallest_layout
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import (
     PREFILL_TOKENS_GPU,
@@ -25,8 +27,6 @@ from flexengine.plan.shapes import (
     Shapes,
     placed_like,
 )
-from flexengine.plan.tried import Tried
-from flexengine.plan.words import upward
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
@@ -56,7 +56,7 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     """
     options = options or Options()
     shapes = Shapes(Cost(model, hardware, workload, options.overlap), options)
-    tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
+    tried = Candidates(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
     if options.placed is not None:
         _reshape(tried, options.placed)
     else:
@@ -89,7 +89,7 @@ def frontier(searched: Search) -> list[Prediction]:
     return best
 
 
-def _best(tried: Tried) -> Prediction:
+def _best(tried: Candidates) -> Prediction:
     """Return the best prediction. Raise InvalidInput if none keeps the latency limit."""
     if not tried.predictions:
         for policy in tried.shapes.smallest():
@@ -103,13 +103,13 @@ def _best(tried: Tried) -> Prediction:
     return best
 
 
-def _reshape(tried: Tried, placed: Policy) -> None:
+def _reshape(tried: Candidates, placed: Policy) -> None:
     """Try every block shape with the splits, slots and schedule of `placed`."""
     on_device = placed.weights[0] == placed.cache[0] == placed.activations[0] == 1
     _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
 
 
-def _resident(tried: Tried) -> bool:
+def _resident(tried: Candidates) -> bool:
     """Try all block sizes with all data on the device.
 
     Return whether the device holds the largest block. Then no policy with data on other tiers can have faster sweeps.
@@ -117,7 +117,7 @@ def _resident(tried: Tried) -> bool:
     return _try_blocks(tried, lambda policy: policy, on_device=True)
 
 
-def _try_blocks(tried: Tried, changed: Callable[[Policy], Policy], on_device: bool) -> bool:
+def _try_blocks(tried: Candidates, changed: Callable[[Policy], Policy], on_device: bool) -> bool:
     """Try all block sizes, the largest first, with every number of prefill tokens.
 
     If all data is on the device, also try other gpu_batches. If the device then holds the largest block, smaller ones
@@ -143,13 +143,13 @@ def _try_blocks(tried: Tried, changed: Callable[[Policy], Policy], on_device: bo
     return holds_all
 
 
-def _holds_block(tried: Tried, layout: Layout) -> bool:
+def _holds_block(tried: Candidates, layout: Layout) -> bool:
     """Return whether the pools hold the pages of a whole block at its peak."""
     room = sum(layout.room(tier) for tier in layout.pools)
     return bool(room >= 0.98 * tried.cost.peak(layout.policy))
 
 
-def _hurried(tried: Tried) -> bool:
+def _hurried(tried: Candidates) -> bool:
     """Return whether the job is so short that loading resident weights takes a large part of its time."""
     best = tried.leader()
     return best.load_seconds > max(MIN_LOAD_SECONDS, best.seconds / 2)

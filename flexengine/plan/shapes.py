@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from flexengine.places import TIERS, WORKERS
 from flexengine.plan.cost import Cost
-from flexengine.plan.least import smallest
+from flexengine.plan.min_memory import smallest
 from flexengine.plan.sizes import delegated
 from flexengine.policy import REQUESTS, Policy, shares
 from flexengine.schedule.place import reaches_workers

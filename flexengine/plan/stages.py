@@ -6,13 +6,13 @@ from itertools import pairwise
 from operator import attrgetter
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.candidates import with_neurons
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.least import lay_out_given, planned
+from flexengine.plan.min_memory import lay_out_given, planned
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.tried import with_neurons
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy

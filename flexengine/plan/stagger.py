@@ -18,10 +18,10 @@ from typing import Any
 
 from flexengine.places import MOST_WORKERS, workers_of
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.formatting import count, digits, duration
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.links import NEGLIGIBLE, Links, token_bytes
+from flexengine.plan.links import NEGLIGIBLE, WorkerLinks, token_bytes
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.words import count, digits, duration
 from flexengine.policy import HEADS, REQUESTS
 
 MOST_ENGINES = 64
@@ -43,7 +43,7 @@ class Pace:
     turn: float
 
     @staticmethod
-    def of(model: ModelFacts, links: Links, workers: int) -> "Pace":
+    def of(model: ModelFacts, links: WorkerLinks, workers: int) -> "Pace":
         """Return the pace with a number of workers like those of a plan, which divide all work evenly.
 
         If streamed weights arrive more slowly than the device computes, `device` is the seconds of loading: an engine
@@ -75,7 +75,7 @@ class Pace:
         return min(MOST_ENGINES, int((1 + NEGLIGIBLE) * max(self.device, self.turn) / self.pool))
 
 
-def _moving(model: ModelFacts, links: Links, workers: int) -> float:
+def _moving(model: ModelFacts, links: WorkerLinks, workers: int) -> float:
     """Return the seconds of transfers of each of a number of workers, per layer."""
     return links.moving * token_bytes(model, links.partition, workers) / workers / (links.token_bytes / links.workers)
 
@@ -120,7 +120,7 @@ class Bargain:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class EngineSharing:
     """Engines and workers that fit each other, for a plan with attention workers.
 
     Attributes:
@@ -148,16 +148,16 @@ class Sharing:
     bargain: Bargain | None
 
     @staticmethod
-    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "Sharing | None":
+    def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "EngineSharing | None":
         """Return the numbers for a prediction; None if workers attend to nothing."""
-        links = Links.of(model, hardware, prediction) if prediction.policy.works else None
+        links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
         if links is None or hardware.filed:  # a file is slower than the others, and takes only what they cannot hold
             return None
         numbers = (w for w in range(1, MOST_WORKERS + 1) if links.partition != HEADS or model.kv_heads % w == 0)
         paces = {workers: Pace.of(model, links, workers) for workers in numbers}
         now, room = paces[links.workers], _room(hardware, prediction)
         large = (w for w in paces if room * w * (1 + ROUNDING) >= links.workers)
-        return Sharing(
+        return EngineSharing(
             slice_seconds=now.device / links.batches,
             attention_seconds=links.handling + links.reading * links.workers / links.asked,
             transfer_seconds=_moving(model, links, 1) / links.asked, batches=links.batches,
@@ -175,7 +175,7 @@ def _room(hardware: Hardware, prediction: Prediction) -> float:
     return max(1.0, min(fits, default=math.inf))
 
 
-def _enough(links: Links, pace: Pace) -> int:
+def _enough(links: WorkerLinks, pace: Pace) -> int:
     """Return the fewest gpu_batches: (t_m + t_a) / max(t_m, t_a), and one if weights arrive more slowly than that."""
     if pace.turn <= links.loading:
         return 1
@@ -183,7 +183,7 @@ def _enough(links: Links, pace: Pace) -> int:
 
 
 def _bargain(
-    hardware: Hardware, links: Links, paces: Mapping[int, Pace], room: float, layers: int
+    hardware: Hardware, links: WorkerLinks, paces: Mapping[int, Pace], room: float, layers: int
 ) -> Bargain | None:  # fmt: skip
     """Return the best numbers for the money; None without prices. room: engines whose KV cache one worker holds."""
     engine, total = hardware.price(False), hardware.price(True)
@@ -202,13 +202,13 @@ def _bargain(
 
 def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[str]:
     """Return lines on engines and workers that fit each other; [] if there are no workers."""
-    sharing = Sharing.of(model, hardware, prediction)
+    sharing = EngineSharing.of(model, hardware, prediction)
     if sharing is None:
         return []
     return [f"            {line}" for line in _lines(sharing)]
 
 
-def _lines(s: Sharing) -> Iterator[str]:
+def _lines(s: EngineSharing) -> Iterator[str]:
     yield (f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
            f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
            f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}")  # fmt: skip
@@ -223,7 +223,7 @@ def _batches(number: float) -> str:
     return f"{number:.3g} {'gpu_batch' if number == 1 else 'gpu_batches'}"
 
 
-def _engines(s: Sharing) -> str:
+def _engines(s: EngineSharing) -> str:
     """Return how many engines the workers serve."""
     pool = f"the worker {'has' if s.engines else 'is'}" if s.workers == 1 else (
         f"{s.workers} workers {'have' if s.engines else 'are'}")  # fmt: skip
@@ -234,7 +234,7 @@ def _engines(s: Sharing) -> str:
     return f"{pool} time for {engines} like this one ({_batches(s.engines * s.batches)}){held}"
 
 
-def _fewest(s: Sharing) -> str:
+def _fewest(s: EngineSharing) -> str:
     """Return how many workers this engine needs."""
     if s.fewest is None:
         return "with no number of workers is its device always busy"
@@ -244,6 +244,6 @@ def _fewest(s: Sharing) -> str:
 
 
 def as_json(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
-    """Return `Sharing` as a JSON object; {} if there are no workers."""
-    sharing = Sharing.of(model, hardware, prediction)
+    """Return `EngineSharing` as a JSON object; {} if there are no workers."""
+    sharing = EngineSharing.of(model, hardware, prediction)
     return {} if sharing is None else {"sharing": asdict(sharing)}

@@ -58,7 +58,7 @@ class Move(NamedTuple):
         return hardware.link_seconds(self.lane, self.nbytes, self.transfer, weights=self.kind == WEIGHTS)
 
 
-class Work(NamedTuple):
+class LaneWork(NamedTuple):
     """Seconds of a lane.
 
     Attributes:
@@ -78,7 +78,7 @@ class Work(NamedTuple):
         return self.work
 
 
-Term = Move | Work
+Term = Move | LaneWork
 
 
 def by_lane(terms: Iterable[Term], hardware: Hardware) -> Lanes:
@@ -193,7 +193,7 @@ def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: La
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
     lane = f"{disk}_read"
     read = max(row, shortest_read(hardware, lane))
-    yield Work(lane, "", "", Move(lane, WEIGHTS, disk, tokens * read, read).seconds(hardware))
+    yield LaneWork(lane, "", "", Move(lane, WEIGHTS, disk, tokens * read, read).seconds(hardware))
 
 
 def shortest_read(hardware: Hardware, lane: str) -> float:

@@ -16,14 +16,14 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import MOST_DISKS, is_disk, place_names
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.formatting import size
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import lay_out
-from flexengine.plan.least import planned
+from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
 from flexengine.plan.shapes import Options
-from flexengine.plan.words import size
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares, thousandths
 

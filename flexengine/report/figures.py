@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flexengine.plan.feedback import LaneSeconds
+from flexengine.plan.formatting import clock, count, digits, lane_name, percent, size
 from flexengine.plan.picture import draw_memory
-from flexengine.plan.words import clock, count, digits, lane_name, percent, size
 from flexengine.report.record import Planned
 from flexengine.report.series import Bucket, LengthCounts
 from flexengine.report.svg import FAINT, INK, SERIES, STYLE, to_svg

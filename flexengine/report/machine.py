@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flexengine import __version__
 from flexengine.doctor.machine import cpu
-from flexengine.plan.words import count, size
+from flexengine.plan.formatting import count, size
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from flexengine.plan.words import clock, count, digits, percent, plain, size
+from flexengine.plan.formatting import clock, count, digits, percent, plain, size
 from flexengine.report import figures
 from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, ReportRecord
 from flexengine.report.svg import SERIES

@@ -10,10 +10,10 @@ from flexengine.engine.summary import JobCounts
 from flexengine.plan import explain
 from flexengine.plan.brief import kind_bytes
 from flexengine.plan.feedback import PlanReport, SweepMonitor
+from flexengine.plan.formatting import place_name
 from flexengine.plan.fractions import HIDDEN, fraction
 from flexengine.plan.picture import Memory
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.words import place_name
 from flexengine.report.series import Bucket, ErrorCounts, LengthCounts
 from flexengine.report.timeline import SweepLine
 

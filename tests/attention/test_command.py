@@ -12,7 +12,7 @@ from flexengine.commands.main import main
 from flexengine.plan.assumed import assumed
 from flexengine.plan.brief import waits_for
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.words import lane_name
+from flexengine.plan.formatting import lane_name
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.measuring import measure_quickly
 

@@ -13,7 +13,7 @@ from flexengine import Engine, InvalidInput, SamplingParams
 from flexengine.commands import plan
 from flexengine.commands.progress import EmptyTexts
 from flexengine.config import Result
-from flexengine.engine.rates import Rates
+from flexengine.engine.rates import RateStore
 from flexengine.job.inputs import Rows
 from tests.helpers.explained import CPU
 from tests.helpers.families import NEW, reference
@@ -161,7 +161,7 @@ def test_chat_is_true_or_false(asked: Job) -> None:
 
 
 def test_a_plan_counts_the_tokens_of_the_template(asked: Job, speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rates, "measured", Rates.known)  # measures nothing
+    monkeypatch.setattr(RateStore, "measured", RateStore.known)  # measures nothing
     least, most = sorted(len(templated(speaker, user(question))) for question in QUESTIONS)
     rows = f"2 rows of {least} to {most} prompt tokens"
     assert asked("--chat", *COLUMN, "--dry-run") == 0

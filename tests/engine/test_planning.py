@@ -23,7 +23,7 @@ from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import READING, lay_out
-from flexengine.plan.least import smallest
+from flexengine.plan.min_memory import smallest
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened, open_model

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import Solution, solve
-from flexengine.plan.problem import Linear, Memory, Phase, Problem
+from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
 
 FRACTIONS = fractions()
 ALL = frozenset(FRACTIONS)
@@ -45,31 +45,34 @@ def flexgen(machine: Machine, shape: Mapping[str, int], delegate: bool) -> Probl
             "d2h": scaled(down, deep / machine["d2h"]),
             "disk_read": scaled({WD: weights, CD: kv, HD: act}, deep / machine["disk_read"]),
             "disk_write": scaled({CD: new_kv, HD: act}, deep / machine["disk_write"]),
-            "device": Linear(deep * (product + quadratic), {k: deep * v for k, v in attention.items() if v}),
+            "device": Affine(deep * (product + quadratic), {k: deep * v for k, v in attention.items() if v}),
         }
     peak, block = 4 * (s + n) * h1 * bls * deep, 2 * s * h1 * bls
 
     def home(place: str) -> dict[str, float]:
         return {f"weights@{place}": weights * deep, f"cache@{place}": peak, f"hidden@{place}": block}
 
-    def work(buffer: float, cached: float) -> Linear:
+    def work(buffer: float, cached: float) -> Affine:
         """Home on the device, two slots of streamed weights and of a batch's hidden states, and a buffer."""
         held = home("device") | {CG: peak + cached}
         held[WG] -= 2 * weights
         held[HG] -= 2 * s * h1 * gbs
-        return Linear(2 * weights + 2 * s * h1 * gbs + buffer, held)
+        return Affine(2 * weights + 2 * s * h1 * gbs + buffer, held)
 
     score = gbs * (4 * s * h1 + 2 * nh * s * s)
     peaks = [(8 * gbs * s * h1, 0), (score, 0), (2 * gbs * s * (h1 + h2), 0), (0, gbs * 2 * (s + n) * h1)]
-    memories = [Memory("device", work(*p), machine["device"]) for p in peaks]
-    staging = Linear(weights, {WG: -weights, **home("host")}) if delegate else Linear(0.0, home("host"))
-    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("disk")), machine["disk"])]
+    memories = [MemoryLimit("device", work(*p), machine["device"]) for p in peaks]
+    staging = Affine(weights, {WG: -weights, **home("host")}) if delegate else Affine(0.0, home("host"))
+    memories += [
+        MemoryLimit("host", staging, machine["host"]),
+        MemoryLimit("disk", Affine(0.0, home("disk")), machine["disk"]),
+    ]
     phases = (Phase("prefill", 1, busy["prefill"], 1), Phase("decode", n - 1, busy["decode"], n - 1))
     return Problem(phases, tuple(memories), {}, True, ALL)
 
 
-def scaled(nbytes: Mapping[str, float], seconds: float) -> Linear:
-    return Linear(0.0, {name: n * seconds for name, n in nbytes.items() if n})
+def scaled(nbytes: Mapping[str, float], seconds: float) -> Affine:
+    return Affine(0.0, {name: n * seconds for name, n in nbytes.items() if n})
 
 
 def machine_of(rng: random.Random) -> Machine:
@@ -98,7 +101,7 @@ def problem_of(seed: int) -> Problem:
     return replace(problem, overlap=rng.random() < 0.7)
 
 
-def value_at(line: Linear, points: np.ndarray) -> np.ndarray:
+def value_at(line: Affine, points: np.ndarray) -> np.ndarray:
     """[points]"""
     total = np.full(len(points), float(line.constant))
     for name, k in line.coefficients.items():
@@ -152,18 +155,18 @@ def check_feasible(problem: Problem, solution: Solution) -> None:
         assert solution.phase_seconds[phase.label] == pytest.approx(phase_at(phase, problem, point)[0])
 
 
-def toy(lanes: Mapping[str, Linear], **changes: object) -> Problem:
+def toy(lanes: Mapping[str, Affine], **changes: object) -> Problem:
     """One sweep, three tiers of 100 bytes each for 60 bytes of weights, 60 of cache and 30 of hidden states."""
     sizes = {"weights": 60.0, "cache": 60.0, "hidden": 30.0}
     memories = tuple(
-        Memory(label, Linear(0.0, {f"{kind}@{label}": size for kind, size in sizes.items()}), 100.0)
+        MemoryLimit(label, Affine(0.0, {f"{kind}@{label}": size for kind, size in sizes.items()}), 100.0)
         for label in ("device", "host", "disk")
     )
     problem = Problem((Phase("sweep", 1, lanes, 1),), memories, {}, True, ALL)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
-LANES = {"h2d": Linear(1.0, {WC: 2.0, CC: 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {CC: 1.0})}
+LANES = {"h2d": Affine(1.0, {WC: 2.0, CC: 4.0}), "device": Affine(3.0), "d2h": Affine(0.5, {CC: 1.0})}
 ON_HOST = frozenset({WC, CC, HG})
 
 

@@ -14,7 +14,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.explain import report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.least import planned
+from flexengine.plan.min_memory import planned
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.search import Search, search
 from flexengine.plan.shapes import Options

@@ -11,7 +11,7 @@ from flexengine.plan.attention import Attention
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.paging import LayerPages, Pages
+from flexengine.plan.paging import LayerPages, ModelPages
 from flexengine.plan.profile import unit
 from flexengine.plan.rates import Rates, derived
 from flexengine.plan.workload import Workload
@@ -86,7 +86,7 @@ def test_a_format_takes_its_own_table_or_that_of_its_exact_form() -> None:
 
 def test_pairs_of_continued_pieces_are_those_of_all_pieces_but_the_first() -> None:
     sizes = {(700, 3): 2, (90, 2): 1, (256, 1): 1}
-    found = unit(Workload(sizes), 256, Pages((LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 0.0), frozenset({100}))
+    found = unit(Workload(sizes), 256, ModelPages((LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 0.0), frozenset({100}))
     for window in (None, 100):
         pieces = [(p, times) for (n, _), times in sizes.items() for p in split_prompt(0, 0, n, 256)]
         every = sum(p.pairs(window) * times for p, times in pieces)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexengine.plan.cost import Cost
-from flexengine.plan.crossover import CLOSE, LONGEST, ROUNDING, SHORTEST, Span, near, span, spans
+from flexengine.plan.crossover import CLOSE, LONGEST, ROUNDING, SHORTEST, PromptRange, near, span, spans
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.explained import GPU, model
@@ -29,7 +29,7 @@ def test_spans_of_a_condition(ends: tuple[int, ...]) -> None:
 
 
 def test_lengths_that_fit_nowhere_end_the_search() -> None:
-    assert list(spans(lambda n: None if n > 1000 else n >= 100)) == [Span(100, None)]
+    assert list(spans(lambda n: None if n > 1000 else n >= 100)) == [PromptRange(100, None)]
     assert list(spans(lambda n: None)) == []
 
 

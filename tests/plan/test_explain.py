@@ -11,7 +11,7 @@ import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
-from flexengine.plan import explain, picture, whatif, words
+from flexengine.plan import explain, formatting, picture, whatif
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.prediction import Prediction
@@ -24,11 +24,11 @@ from tests.helpers.explained import CPU, GPU, MIXED, WORK, in_bytes, model, pred
 
 
 def test_sizes_and_times() -> None:
-    assert [words.size(n) for n in (0, 999, 1000, 15_400_000_000, 999_990_000, 2e12)] == [
+    assert [formatting.size(n) for n in (0, 999, 1000, 15_400_000_000, 999_990_000, 2e12)] == [
         "0 B", "999 B", "1.00 kB", "15.4 GB", "1.00 GB", "2.00 TB"]  # fmt: skip
-    assert [words.clock(s) for s in (0, 0.0123, 5.5, 59.96, 61, 3885.2, 360000)] == [
+    assert [formatting.clock(s) for s in (0, 0.0123, 5.5, 59.96, 61, 3885.2, 360000)] == [
         "0.00 s", "0.0123 s", "5.50 s", "0:01:00", "0:01:01", "1:04:45", "100:00:00"]  # fmt: skip
-    assert [words.percent(x) for x in (0, 0.001, 0.25, 1)] == ["0 %", "<1 %", "25 %", "100 %"]
+    assert [formatting.percent(x) for x in (0, 0.001, 0.25, 1)] == ["0 %", "<1 %", "25 %", "100 %"]
 
 
 def test_bytes_of_every_purpose_add_up() -> None:
@@ -44,7 +44,7 @@ def test_bytes_of_every_purpose_add_up() -> None:
         assert in_bytes(shown) == pytest.approx(used, rel=0.01)
         assert abs(bar.count("#") - 40 * used / limit) <= 0.5
         assert share.strip("<") == f"{max(1, round(100 * used / limit))}"
-    assert f"weights        {words.size(2 * sum(t.elements for t in facts.tensors))}".split() == next(
+    assert f"weights        {formatting.size(2 * sum(t.elements for t in facts.tensors))}".split() == next(
         line.split()[:3] for line in text.splitlines() if line.startswith("  weights "))  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_lanes_and_what_the_job_waits_for() -> None:
         assert float(row[3]) == pytest.approx(streamed / 1e9, rel=0.01)  # the only lane besides computing
     assert "decode (" in text
     assert "waits for the link from host to device: busy 100 % of a sweep, carrying weights 100 %" in text
-    assert f"{words.digits((9 * 16 + 3 * 8) / found.seconds)} tok/s" in text
+    assert f"{formatting.digits((9 * 16 + 3 * 8) / found.seconds)} tok/s" in text
     assert len(text.splitlines()) <= 40
     assert all(len(line) <= 130 and line == line.rstrip() for line in text.splitlines())
 
@@ -198,10 +198,11 @@ def test_compare_ranks_and_says_why_one_does_not_fit() -> None:
     for line in lines[1:4]:
         cells = line.split()
         assert float(cells[2]) == pytest.approx(dict(entries)[cells[1]].tok_s, rel=0.01)
-        assert line.endswith("  " + words.lane_name(dict(entries)[cells[1]].bottleneck, False))
+        assert line.endswith("  " + formatting.lane_name(dict(entries)[cells[1]].bottleneck, False))
     over = caught.value.needed + caught.value.used - caught.value.capacity
     assert lines[4].split()[:2] == ["-", "resident"]
-    assert f"does not fit: needs {words.size(over)} more than the {words.size(120 << 20)} of device memory" in lines[4]
+    needs, memory = formatting.size(over), formatting.size(120 << 20)
+    assert f"does not fit: needs {needs} more than the {memory} of device memory" in lines[4]
 
 
 def test_frontier_holds_what_nothing_beats() -> None:

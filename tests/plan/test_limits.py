@@ -14,7 +14,7 @@ import pytest
 from flexengine.errors import InvalidInput
 from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import NoSolver, SolverFailed, optimum, save, share_name, solve
-from flexengine.plan.problem import Linear, Memory, Phase, Problem
+from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
 from tests.helpers.programs import (
     ALL,
     CC,
@@ -42,9 +42,9 @@ from tests.helpers.programs import (
 # Latency
 def two_sided() -> Problem:
     """Prefill, of which the job has much, likes the weights on the device; a row's many decode sweeps the cache."""
-    lanes = [{"h2d": Linear(1.0, {WC: 2.0})}, {"h2d": Linear(1.0, {CC: 2.0})}]
+    lanes = [{"h2d": Affine(1.0, {WC: 2.0})}, {"h2d": Affine(1.0, {CC: 2.0})}]
     phases = (Phase("prefill", 10, lanes[0], 1), Phase("decode", 4, lanes[1], 4))
-    memories = (Memory("device", Linear(0.0, {WG: 60.0, CG: 60.0}), 60.0),)
+    memories = (MemoryLimit("device", Affine(0.0, {WG: 60.0, CG: 60.0}), 60.0),)
     return Problem(phases, memories, {}, True, frozenset({WG, WC, CG, CC, HG}))
 
 
@@ -98,10 +98,10 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
         ({"latency_limit": math.nan}, "latency limit is nan"),
         ({"phases": (Phase("decode", -1, {}),)}, r"decode: times is -1"),
         ({"phases": (Phase("decode", 1, {}, math.inf),)}, r"decode: life is inf"),
-        ({"phases": (Phase("decode", 1, {"h2d": Linear(math.nan)}),)}, r"decode: h2d is .*finite"),
-        ({"phases": (Phase("decode", 1, {"h2d": Linear(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
-        ({"memories": (Memory("disk", Linear(0.0, {WD: math.inf}), 1.0),)}, r"disk memory is .*finite"),
-        ({"memories": (Memory("disk", Linear(0.0), math.nan),)}, r"disk memory: capacity is nan"),
+        ({"phases": (Phase("decode", 1, {"h2d": Affine(math.nan)}),)}, r"decode: h2d is .*finite"),
+        ({"phases": (Phase("decode", 1, {"h2d": Affine(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
+        ({"memories": (MemoryLimit("disk", Affine(0.0, {WD: math.inf}), 1.0),)}, r"disk memory is .*finite"),
+        ({"memories": (MemoryLimit("disk", Affine(0.0), math.nan),)}, r"disk memory: capacity is nan"),
     ],
 )
 def test_what_is_no_number_or_no_fraction_is_refused(changes: dict[str, object], message: str) -> None:
@@ -130,7 +130,7 @@ def test_solving_is_quiet_and_leaves_no_files(
 
 
 def test_the_saved_program_has_every_name_and_unit(tmp_path: Path) -> None:
-    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {WC: 2.0, CG: -0.5})}, 1), Phase("decode", 7, LANES, 7))
+    phases = (Phase("prefill", 3, {"h2d": Affine(1.0, {WC: 2.0, CG: -0.5})}, 1), Phase("decode", 7, LANES, 7))
     save(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {HD}), str(tmp_path / "a.lp"))
     text = " ".join((tmp_path / "a.lp").read_text().split())  # long rows are wrapped
     for row in (
@@ -170,7 +170,7 @@ def test_whoever_reads_the_saved_program_finds_the_same(tmp_path: Path, seed: in
 def test_linear_is_linear() -> None:
     rng = random.Random(0)
     point = {name: rng.random() for name in fractions()}
-    a, b = Linear(2.0, {WG: 3.0, CC: -1.0}), Linear(0.5, {CC: 4.0, HD: 1.0})
+    a, b = Affine(2.0, {WG: 3.0, CC: -1.0}), Affine(0.5, {CC: 4.0, HD: 1.0})
     assert a.value(point) == pytest.approx(2 + 3 * point[WG] - point[CC])
     assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))
     assert (0.5 * a).value({}) == 1
@@ -179,10 +179,10 @@ def test_linear_is_linear() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"phases": (Phase("decode", 1, {"h2d": Linear(1.7e308), "d2h": Linear(1.7e308)}),), "overlap": False},
+        ({"phases": (Phase("decode", 1, {"h2d": Affine(1.7e308), "d2h": Affine(1.7e308)}),), "overlap": False},
          "limit of row decode_all_lanes_ks is -inf"),
-        ({"phases": (Phase("decode", 1.7e308, {"h2d": Linear(1e300)}),)}, "cost of decode_sweep_ks is inf"),
-        ({"phases": (Phase("decode", 1, {n: Linear(1.0, {WD: 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
+        ({"phases": (Phase("decode", 1.7e308, {"h2d": Affine(1e300)}),)}, "cost of decode_sweep_ks is inf"),
+        ({"phases": (Phase("decode", 1, {n: Affine(1.0, {WD: 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
          "coefficient of weights_on_disk_share in row decode_all_lanes_ks is inf"),
     ],
 )  # fmt: skip

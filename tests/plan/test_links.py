@@ -10,7 +10,7 @@ from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.links import Links, as_json, least_bandwidth, price_words, token_bytes, worker_words
+from flexengine.plan.links import WorkerLinks, as_json, least_bandwidth, price_words, token_bytes, worker_words
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
@@ -65,13 +65,13 @@ def test_bytes_of_a_token(group: int, workers: int) -> None:
     assert token_bytes(grouped(group), TOKENS, workers) == down + up
 
 
-def run(hardware: Hardware, policy: Policy = POLICY, group: int = 1) -> tuple[Links, Prediction, float]:
+def run(hardware: Hardware, policy: Policy = POLICY, group: int = 1) -> tuple[WorkerLinks, Prediction, float]:
     """Return the links, the prediction, and the share of the decode sweeps in which the device of the clock works."""
     facts = grouped(group)
     prediction, forecast = both(facts, hardware, WORK, policy)
     begins = min(start for task, start, _ in forecast.spans if task.cell.sweep == 1)
     spans = [(start, end) for task, start, end in forecast.spans if task.lane == "device" and start >= begins]
-    links = Links.of(facts, hardware, prediction)
+    links = WorkerLinks.of(facts, hardware, prediction)
     assert links is not None
     return links, prediction, sum(end - start for start, end in spans) / (forecast.seconds - begins)
 

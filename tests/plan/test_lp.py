@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import optimum, program, share_name, solve
-from flexengine.plan.problem import Linear, Phase
+from flexengine.plan.problem import Affine, Phase
 from tests.helpers.programs import (
     ALL,
     CC,
@@ -108,7 +108,7 @@ def test_crosstalk_slows_a_lane_by_a_share_of_the_others() -> None:
 
 def test_the_scarce_device_goes_to_what_saves_most_per_byte() -> None:
     """110 bytes of host traffic to save: 60 of cache at 4 s, then 40 of the 60 of weights at 2 s."""
-    solution = best(toy({"h2d": Linear(1.0, {WC: 2.0, WD: 2.0, CC: 4.0, CD: 4.0})}))
+    solution = best(toy({"h2d": Affine(1.0, {WC: 2.0, WD: 2.0, CC: 4.0, CD: 4.0})}))
     assert solution.seconds == pytest.approx(1 + 2 * 20 / 60)
     assert solution.fractions[CG] == pytest.approx(1)
     assert solution.fractions[WG] == pytest.approx(40 / 60)
@@ -116,7 +116,7 @@ def test_the_scarce_device_goes_to_what_saves_most_per_byte() -> None:
 
 def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
     phases = tuple(
-        Phase("decode", times, {"device": Linear(seconds)}) for times, seconds in ((3, 5.0), (0, 7.0), (2, 1.0))
+        Phase("decode", times, {"device": Affine(seconds)}) for times, seconds in ((3, 5.0), (0, 7.0), (2, 1.0))
     )
     solution = best(toy({}, phases=(*phases, Phase("idle", 4, {}))))
     assert solution.seconds == pytest.approx(3 * 5 + 2 * 1)
@@ -126,7 +126,7 @@ def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
 @pytest.mark.parametrize("seconds", [1e-6, 1.0, 1e5])
 def test_ties_prefer_the_device_then_the_host(seconds: float) -> None:
     """Time that the placement does not change; room for all in the device, then for a third of it, then for none."""
-    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {WC: seconds / 4, WD: seconds / 4})}
+    lanes = {"device": Affine(seconds), "h2d": Affine(seconds / 2, {WC: seconds / 4, WD: seconds / 4})}
     first = best(roomy(toy(lanes)))
     assert {name for name, share in first.fractions.items() if share == 1} == {WG, CG, HG}
     tight = toy(lanes)
@@ -205,6 +205,6 @@ def test_bounds_without_solving_are_below_the_optimum(seed: int) -> None:
 
 
 def test_least_of_a_line() -> None:
-    line = Linear(2.0, {WG: 3.0, WC: 1.0, CG: 4.0, CC: -1.0})
+    line = Affine(2.0, {WG: 3.0, WC: 1.0, CG: 4.0, CC: -1.0})
     assert line.least(ALL) == 2.0 + 0.0 - 1.0  # all weights on disk, all cache on the host
     assert line.least(frozenset({WG, WC, CG, HG})) == 2.0 + 1.0 + 4.0

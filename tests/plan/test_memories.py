@@ -10,7 +10,7 @@ from flexengine.places import TIERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.memories import memories
-from flexengine.plan.problem import Memory
+from flexengine.plan.problem import MemoryLimit
 from flexengine.plan.sizes import ALIGN, sweep_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
@@ -33,7 +33,7 @@ def laid_out(policy: Policy, work: Workload = WORK) -> Layout:
     return lay_out(MODEL, policy, work, ENDLESS)
 
 
-def program(shape: Policy, work: Workload = WORK) -> tuple[Memory, ...]:
+def program(shape: Policy, work: Workload = WORK) -> tuple[MemoryLimit, ...]:
     """The rows for a block shape. Pages are counted here: all rows of a block have them at their end at once."""
     corners = {}
     for tier in TIERS:

@@ -16,8 +16,8 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.least import planned
 from flexengine.plan.lp import NoSolver, Solution, SolverFailed
+from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search

@@ -11,7 +11,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.least import planned
+from flexengine.plan.min_memory import planned
 from flexengine.plan.stages import for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

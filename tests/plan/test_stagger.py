@@ -8,7 +8,7 @@ import pytest
 
 from bench.stagger.orders import POOL, Stagger, replica_lane, steady
 from flexengine.plan import explain
-from flexengine.plan.stagger import MOST_ENGINES, Pace, Sharing, as_json, best, sharing_words
+from flexengine.plan.stagger import MOST_ENGINES, EngineSharing, Pace, as_json, best, sharing_words
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.program import Op
 from flexengine.schedule.simulate import simulate
@@ -101,7 +101,7 @@ def test_seconds_of_a_gpu_batch_on_a_single_worker(partition: str) -> None:
     """Two workers plan with the seconds that one has: attention of 4 sequences, and a question of 0.2 ms."""
     policy, rates = replace(POLICY, partition=partition), {"rate": 1e10, "link": 5e8, "asking": 2e-4}
     one, _, _ = run(with_workers(1, **rates), policy)
-    sharing = Sharing.of(model(), with_workers(2, **rates), run(with_workers(2, **rates), policy)[1])
+    sharing = EngineSharing.of(model(), with_workers(2, **rates), run(with_workers(2, **rates), policy)[1])
     assert sharing is not None
     assert sharing.attention_seconds == pytest.approx(one.attending / 8, rel=0.01)
     assert sharing.attention_seconds == pytest.approx(4 * 4096 * (192 + 64 / 2 + 0.5) / 1e10 + 2e-4, rel=0.01)
@@ -141,7 +141,7 @@ def test_loads_of_weights_count_once_for_all_gpu_batches() -> None:
     assert found.device == pytest.approx(2 * step, rel=0.1)
     assert found.device == pytest.approx(prediction.lanes["decode"]["h2d"] / 8)
     assert found.turn == pytest.approx(links.computing / 8 + links.away)
-    sharing = Sharing.of(model(), slow, prediction)
+    sharing = EngineSharing.of(model(), slow, prediction)
     assert sharing is not None
     assert sharing.slice_seconds == pytest.approx(found.device / 8)
     assert (sharing.enough, found.engines) == (1, int(1.01 * found.device / links.attending))
@@ -194,11 +194,11 @@ def test_time_and_memory_for_more_engines() -> None:
     assert second.strip() == "2 workers have time for 16 engines like this one (128 gpu_batches), and memory for 2;" \
                              " this engine needs 1 worker"  # fmt: skip
     full = replace(wide, workers=(held + 4096,) * 2)
-    sharing = Sharing.of(facts, full, run(full)[1])
+    sharing = EngineSharing.of(facts, full, run(full)[1])
     assert sharing is not None
     assert (sharing.engines, sharing.held, sharing.fewest) == (16, 1, 2)  # one worker has the time, not the memory
     endless = replace(wide, workers=(None, None))
-    sharing = Sharing.of(facts, endless, run(endless)[1])
+    sharing = EngineSharing.of(facts, endless, run(endless)[1])
     assert sharing is not None
     assert sharing.held is None
 
@@ -211,7 +211,7 @@ def test_workers_of_heads_divide_the_heads() -> None:
     slow = replace(slow, worker_attention=dict.fromkeys(slow.worker_attention, read / (4.5 * step)))
     fewest = {}
     for partition in (REQUESTS, HEADS):
-        sharing = Sharing.of(facts, slow, run(slow, replace(POLICY, partition=partition))[1])
+        sharing = EngineSharing.of(facts, slow, run(slow, replace(POLICY, partition=partition))[1])
         assert sharing is not None
         fewest[partition] = sharing.fewest
     assert fewest == {REQUESTS: 5, HEADS: 8}

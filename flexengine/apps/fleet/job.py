@@ -16,7 +16,7 @@ from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput, MemberFailed
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 
 
 class Fleet(Protocol):

@@ -11,7 +11,7 @@ from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFOR
 from flexengine.apps.wrangle.tables import Table
 from flexengine.errors import InvalidInput
 from flexengine.job.tables import Record
-from flexengine.plan.words import count
+from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
 _LABEL_WORDS = "Yes, No, true, false, 1 or 0"

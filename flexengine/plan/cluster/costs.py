@@ -9,12 +9,12 @@ import numpy as np
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.cluster.booked import cohort_policy, fixed_bytes
+from flexengine.plan.cluster.case_costs import EXACT, Array, CaseCosts, UnitChoice
 from flexengine.plan.cluster.devices import Cluster, Device
 from flexengine.plan.cluster.harm import Harm
-from flexengine.plan.cluster.job import Job, Shape
+from flexengine.plan.cluster.job import ClusterJob, Shape
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format, Model
-from flexengine.plan.cluster.numbers import EXACT, Array, Choice, Numbers
 
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
 MOST_PERMUTED = 4  # types whose orders are all tried: 64 of them
@@ -24,7 +24,7 @@ Order = tuple[Device, ...]
 
 
 @dataclass(frozen=True)
-class Task:
+class ClusterTask:
     """What is planned.
 
     Attributes:
@@ -41,7 +41,7 @@ class Task:
 
     cluster: Cluster
     models: Mapping[str, Model]
-    job: Job
+    job: ClusterJob
     formats: tuple[Format, ...]
     harm: Harm
     theta: float = 1.0
@@ -55,10 +55,10 @@ class Task:
         return self.models[self.cluster.devices[0].kind]
 
     @cached_property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[UnitChoice, ...]:
         """Return the choices of a unit, those on the device first."""
         hosts = (False, True) if self.offload and any(d.offloads for d in self.cluster.devices) else (False,)
-        return tuple(Choice(form, host) for host in hosts for form in self.formats)
+        return tuple(UnitChoice(form, host) for host in hosts for form in self.formats)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -83,11 +83,11 @@ class Task:
 class Costs:
     """Costs of the cases of a task. Seconds of layers that several cases share are cached."""
 
-    task: Task
+    task: ClusterTask
     _seconds: dict[tuple[int, str, int, Format, str, int], float] = field(default_factory=dict)
     _bytes: dict[tuple[str, int, int, tuple[bool, bool]], int] = field(default_factory=dict)
 
-    def numbers(self, order: Order, shape: Shape) -> Numbers:
+    def numbers(self, order: Order, shape: Shape) -> CaseCosts:
         """Return the costs of a case.
 
         Args:
@@ -114,7 +114,7 @@ class Costs:
                         host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)
         harm = np.array([[task.harm[list(unit), task.formats.index(c.form)].sum() for c in task.choices]
                          for unit in task.groups])  # fmt: skip
-        return Numbers(
+        return CaseCosts(
             choices=task.choices, classes=task.classes, prefill=prefill, decode=decode, load=load, memory=memory,
             host=host, slots=slots,
             fixed_prefill=self._fixed(order, shape.prefill), fixed_decode=self._fixed(order, shape.decode),
@@ -127,7 +127,7 @@ class Costs:
             rounds=shape.rounds(job.rows), form=task.form,
         )  # fmt: skip
 
-    def unordered(self, shape: Shape) -> Numbers:
+    def unordered(self, shape: Shape) -> CaseCosts:
         """Return costs that are not above those of any order of any of the devices: without links, embedding and
         head."""
         order = self.task.cluster.devices
@@ -139,7 +139,7 @@ class Costs:
         return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0, fixed_memory=kept,
                        fixed_prefill=np.array(prefill), fixed_decode=np.array(decode))  # fmt: skip
 
-    def _units(self, device: Device, layers: Sequence[int], choice: Choice, phase: str, shape: Shape) -> float:
+    def _units(self, device: Device, layers: Sequence[int], choice: UnitChoice, phase: str, shape: Shape) -> float:
         """Return the seconds of a unit on a device, without loads."""
         batch = shape.prefill if phase == PREFILL else shape.decode
         return sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
@@ -226,7 +226,7 @@ def _type_orders(cluster: Cluster) -> Iterator[Sequence[str]]:
             yield kept[::-1]
 
 
-def check(task: Task) -> None:
+def check(task: ClusterTask) -> None:
     """Raise InvalidInput if a device has no kernel for any allowed format."""
     shape = Shape(1, 1, 1)
     costs = Costs(task)

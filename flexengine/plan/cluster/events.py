@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flexengine.plan.cluster.latency import DECODE, PREFILL
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Op, Task
 from flexengine.schedule.simulate import Forecast, simulate
@@ -42,7 +42,7 @@ class Pipeline:
     steps: int = 0
 
     @staticmethod
-    def of(plan: Plan) -> "Pipeline":
+    def of(plan: ClusterPlan) -> "Pipeline":
         """Return the pipeline of one round of a plan."""
         priced, numbers = plan.priced, plan.numbers
         return Pipeline(priced.prefill, priced.decode, priced.hop_prefill, priced.hop_decode, priced.back,

@@ -11,7 +11,7 @@ MAX_BATCH = 4096  # most sequences alive at once
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """Rows of a job. Seconds are of rows of mean size, bytes of the longest rows.
 
     Attributes:
@@ -31,7 +31,7 @@ class Job:
     workload: Workload
 
     @staticmethod
-    def of(workload: Workload) -> "Job":
+    def of(workload: Workload) -> "ClusterJob":
         """Return the job with the rows of a workload, which has at least one."""
         rows = workload.count
         prompt = sum(p * times for (p, _), times in workload.sizes.items()) / rows
@@ -42,12 +42,12 @@ class Job:
             ends[held] = ends.get(held, 0) + times
         longest = max(p for p, _ in workload.sizes)
         falling = tuple(sorted(ends.items(), reverse=True))
-        return Job(rows, max(1, round(prompt)), max(1, round(output)), longest, falling, workload)
+        return ClusterJob(rows, max(1, round(prompt)), max(1, round(output)), longest, falling, workload)
 
     @staticmethod
-    def uniform(rows: int, prompt: int, output: int) -> "Job":
+    def uniform(rows: int, prompt: int, output: int) -> "ClusterJob":
         """Return a job of equal rows."""
-        return Job.of(Workload({(prompt, output): rows}))
+        return ClusterJob.of(Workload({(prompt, output): rows}))
 
     @property
     def past(self) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexengine.plan.cluster.model import Format, Model
-from flexengine.plan.cluster.regression import Line
+from flexengine.plan.cluster.regression import Regression
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.rates import Rates
 
@@ -90,7 +90,7 @@ class Profiled:
         head_seconds: seconds of the logits of a micro-batch.
     """
 
-    lines: Mapping[tuple[Format, str], Line]
+    lines: Mapping[tuple[Format, str], Regression]
     head_seconds: float = 0.0
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:

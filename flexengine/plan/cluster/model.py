@@ -20,7 +20,7 @@ def encoded_bytes(elements: float, form: Format, itemsize: int) -> float:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSizes:
     """One decoder layer.
 
     Attributes:
@@ -60,7 +60,7 @@ class Model:
     """
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSizes, ...]
     hidden: int
     width: int
     itemsize: int
@@ -106,7 +106,7 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     for j, tensors in enumerate(exact.layers):
         nbytes = {form: sum(aligned(t.held_bytes) for t in made.layers[j]) for form, made in facts.items()}
         active = sum(_active(t, exact.active) for t in tensors if t.matrix)
-        layers.append(Layer(nbytes, active, 4.0 * exact.heads * exact.head_dim, exact.kv_token))
+        layers.append(LayerSizes(nbytes, active, 4.0 * exact.heads * exact.head_dim, exact.kv_token))
     embedding = exact.embedding.held_bytes if exact.embedding else 0
     others = sum(t.held_bytes for t in exact.others)
     output = exact.output
@@ -135,6 +135,6 @@ def decoder(
     matrices = 2 * hidden * hidden * (1 + kv_share) + 2 * hidden * width
     norms = 4 * hidden * itemsize
     nbytes = {form: round(encoded_bytes(matrices, form, itemsize)) + norms for form in BITS}
-    layer = Layer(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
+    layer = LayerSizes(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
     edge = vocabulary * hidden
     return Model(name, (layer,) * layers, hidden, width, itemsize, vocabulary, edge * itemsize, edge * itemsize, edge)

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexengine.plan.cluster.booked import cohort_policy
-from flexengine.plan.cluster.costs import Order, Task
+from flexengine.plan.cluster.case_costs import CaseCosts, Priced, UnitChoice, price
+from flexengine.plan.cluster.costs import ClusterTask, Order
 from flexengine.plan.cluster.devices import Device
 from flexengine.plan.cluster.job import Shape
 from flexengine.plan.cluster.model import Format
-from flexengine.plan.cluster.numbers import Choice, Numbers, Priced, price
 from flexengine.policy import thousandths
 from flexengine.strategy import StagePlan, Strategy
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """Stages of one case.
 
     Attributes:
@@ -27,21 +27,26 @@ class Plan:
         priced: seconds, bytes and cost.
     """
 
-    task: Task
+    task: ClusterTask
     order: Order
     shape: Shape
-    numbers: Numbers
+    numbers: CaseCosts
     stage_of: tuple[int, ...]
     choice_of: tuple[int, ...]
     priced: Priced
 
     @staticmethod
     def of(
-        task: Task, order: Order, shape: Shape, numbers: Numbers, stage_of: Sequence[int], choice_of: Sequence[int]
-    ) -> "Plan":  # fmt: skip
+        task: ClusterTask,
+        order: Order,
+        shape: Shape,
+        numbers: CaseCosts,
+        stage_of: Sequence[int],
+        choice_of: Sequence[int],
+    ) -> "ClusterPlan":
         """Return the plan with its price."""
         found = price(numbers, stage_of, choice_of)
-        return Plan(task, order, shape, numbers, tuple(stage_of), tuple(choice_of), found)
+        return ClusterPlan(task, order, shape, numbers, tuple(stage_of), tuple(choice_of), found)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -58,7 +63,7 @@ class Plan:
         return tuple(ranges)
 
     @cached_property
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[UnitChoice, ...]:
         """Return the choice of every layer."""
         return tuple(self.numbers.choices[c] for c, unit in zip(self.choice_of, self.task.groups, strict=True)
                      for _ in unit)  # fmt: skip

@@ -31,7 +31,7 @@ import numpy as np
 import pulp
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.numbers import PAPER, Array, Numbers
+from flexengine.plan.cluster.case_costs import PAPER, Array, CaseCosts
 from flexengine.plan.lp import NoSolver, SolverFailed
 
 GB = 1e9
@@ -43,7 +43,7 @@ _EXTREME = ("HiGHS found no stages of the pipeline, and {}; if seconds of layers
 
 
 @dataclass(frozen=True)
-class Answer:
+class Assignment:
     """The optimum of a case.
 
     Attributes:
@@ -58,7 +58,7 @@ class Answer:
 
 
 @dataclass
-class _Program:
+class _StagesProgram:
     """A program under construction.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Program:
         anywhere: whether the first and the last stage may be empty, too.
     """
 
-    numbers: Numbers
+    numbers: CaseCosts
     relaxed: bool = False
     quality: bool = False
     anywhere: bool = False
@@ -250,9 +250,9 @@ class _Program:
 
 
 def solve(
-    numbers: Numbers, gap: float = 1e-4, seconds: float | None = None, below: float | None = None,
+    numbers: CaseCosts, gap: float = 1e-4, seconds: float | None = None, below: float | None = None,
     quality: bool = False,
-) -> Answer | None:  # fmt: skip
+) -> Assignment | None:  # fmt: skip
     """Return the best assignment, or None if there is none (below `below`), or none was found in time.
 
     Args:
@@ -266,7 +266,7 @@ def solve(
         NoSolver: highspy is not installed.
         SolverFailed: HiGHS stopped with an error.
     """
-    program = _Program(numbers, quality=quality)
+    program = _StagesProgram(numbers, quality=quality)
     if below is not None:
         objective = program.lp.objective
         program.add(objective.copy(), -1, below, "better_than_the_best")
@@ -279,17 +279,17 @@ def solve(
     counts = {key: round(n.varValue or 0.0) for key, n in program.n.items()}
     stage_of = _stage_of(program)
     bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else -math.inf
-    return Answer(stage_of, spread(numbers, stage_of, counts), bound)
+    return Assignment(stage_of, spread(numbers, stage_of, counts), bound)
 
 
-def lower_bound(numbers: Numbers, anywhere: bool = False) -> float:
+def lower_bound(numbers: CaseCosts, anywhere: bool = False) -> float:
     """Return a lower bound of the cost of a case: the program without whole numbers, infinite if that has no solution.
 
     Args:
         numbers: the case.
         anywhere: whether the first and the last stage may be empty, too.
     """
-    program = _Program(numbers, relaxed=True, anywhere=anywhere)
+    program = _StagesProgram(numbers, relaxed=True, anywhere=anywhere)
     status = _run(program.lp, pulp.HiGHS(msg=False))
     return math.inf if status == "Infeasible" else float(pulp.value(program.lp.objective) or 0.0)
 
@@ -311,7 +311,7 @@ def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
     return status
 
 
-def _stage_of(program: _Program) -> tuple[int, ...]:
+def _stage_of(program: _StagesProgram) -> tuple[int, ...]:
     """Return the stage of each unit."""
     m = program.numbers
     if program.y:
@@ -324,7 +324,7 @@ def _stage_of(program: _Program) -> tuple[int, ...]:
 
 
 def spread(
-    numbers: Numbers, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]
+    numbers: CaseCosts, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the choice of each unit with the least harm.
 

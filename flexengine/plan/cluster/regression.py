@@ -33,7 +33,7 @@ def _features(phase: str, batch: float, tokens: float, knee: float) -> tuple[flo
 
 
 @dataclass(frozen=True)
-class Line:
+class Regression:
     """A fitted regression.
 
     Attributes:
@@ -52,7 +52,7 @@ class Line:
         return sum(a * x for a, x in zip(self.coefficients, terms, strict=True))
 
 
-def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Line:
+def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Regression:
     """Return the regression with the least relative errors.
 
     Args:
@@ -74,15 +74,15 @@ def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Line:
     return line
 
 
-def _fit(phase: str, points: Sequence[tuple[float, float, float]], knee: float) -> tuple[float, Line]:
+def _fit(phase: str, points: Sequence[tuple[float, float, float]], knee: float) -> tuple[float, Regression]:
     """Return the norm of the relative errors, and the regression."""
     rows: NDArray[np.float64] = np.array([_features(phase, v, t, knee) for v, t, _ in points], dtype=float)
     seconds = np.array([y for _, _, y in points], dtype=float)
     scale = np.maximum(rows.max(axis=0), 1e-300)  # without a knee, a term is 0
     found, norm = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
-    return float(norm), Line(phase, tuple(float(a) for a in found / scale), knee if found[-1] else math.inf)
+    return float(norm), Regression(phase, tuple(float(a) for a in found / scale), knee if found[-1] else math.inf)
 
 
-def errors(line: Line, points: Iterable[tuple[float, float, float]]) -> list[float]:
+def errors(line: Regression, points: Iterable[tuple[float, float, float]]) -> list[float]:
     """Return predicted / measured - 1 of points (batch, tokens, seconds)."""
     return [line(v, t) / y - 1 for v, t, y in points]

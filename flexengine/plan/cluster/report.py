@@ -6,11 +6,11 @@ from typing import Any
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found
-from flexengine.plan.cluster.whatif import Help
+from flexengine.plan.cluster.whatif import ClusterHelp
 from flexengine.plan.explain import BAR_CHARACTERS
-from flexengine.plan.words import clock, count, digits, percent, size
+from flexengine.plan.formatting import clock, count, digits, percent, size
 
 MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
 MOST_SIMULATED = 200_000  # tasks of a round; more take over a second
@@ -22,7 +22,7 @@ def name_of(form: Format) -> str:
     return form or "exact"
 
 
-def report(found: Found, model_name: str, helps: Sequence[Help] = ()) -> str:
+def report(found: Found, model_name: str, helps: Sequence[ClusterHelp] = ()) -> str:
     """Return the whole explanation.
 
     Args:
@@ -38,7 +38,7 @@ def report(found: Found, model_name: str, helps: Sequence[Help] = ()) -> str:
     return "\n".join(line.rstrip() for part in parts for line in part)
 
 
-def head(plan: Plan, model_name: str) -> list[str]:
+def head(plan: ClusterPlan, model_name: str) -> list[str]:
     """Return lines with model, cluster, rows and micro-batches."""
     cluster, job, shape = plan.task.cluster, plan.task.job, plan.shape
     rounds = shape.rounds(job.rows)
@@ -57,7 +57,7 @@ def head(plan: Plan, model_name: str) -> list[str]:
     return lines + ([f"            without layers: {', '.join(unused)}"] if unused else [])
 
 
-def picture(plan: Plan) -> list[str]:
+def picture(plan: ClusterPlan) -> list[str]:
     """Return a character per layer: its format; small letters mark layers whose weights are on the host."""
     shown = sorted({choice.form for choice in plan.choices}, key=lambda form: list(MARKS).index(form))
     legend = "  ".join(f"{MARKS[form]} {name_of(form)}" for form in shown)
@@ -74,7 +74,7 @@ def picture(plan: Plan) -> list[str]:
     return lines
 
 
-def stages(plan: Plan) -> list[str]:
+def stages(plan: ClusterPlan) -> list[str]:
     """Return a table of the stages: layers, formats, seconds of a micro-batch, busy shares, and the link after it."""
     priced = plan.priced
     busy = busy_shares(plan)
@@ -96,7 +96,7 @@ def stages(plan: Plan) -> list[str]:
     return "\n".join(lines).split("\n")
 
 
-def busy_shares(plan: Plan) -> dict[str, list[float]]:
+def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
     """Return by phase the share of its time in which each stage works, by the objective's times."""
     priced, numbers = plan.priced, plan.numbers
     slow = max(*priced.prefill, *priced.hop_prefill, 0.0)
@@ -114,7 +114,7 @@ def formats_text(formats: Sequence[Format]) -> str:
     return ", ".join(f"{name_of(form)} x {formats.count(form)}" for form in MARKS if form in formats)
 
 
-def memory(plan: Plan) -> list[str]:
+def memory(plan: ClusterPlan) -> list[str]:
     """Return a bar per device of its bytes against its capacity, and the bytes on the host."""
     lines, width = ["Memory"], max(len(device.name) for device in plan.devices)
     for k, device in enumerate(plan.devices):
@@ -126,7 +126,7 @@ def memory(plan: Plan) -> list[str]:
     return lines
 
 
-def simulated_seconds(plan: Plan) -> float | None:
+def simulated_seconds(plan: ClusterPlan) -> float | None:
     """Return the seconds of the job in virtual time; None if there are too many events."""
     pipeline = Pipeline.of(plan)
     events = (plan.numbers.prefills + plan.numbers.steps * plan.numbers.cohorts) * 2 * len(plan.devices)
@@ -150,14 +150,14 @@ def totals(found: Found) -> list[str]:
     ]
 
 
-def help_lines(helps: Sequence[Help]) -> list[str]:
+def help_lines(helps: Sequence[ClusterHelp]) -> list[str]:
     """Return lines with the changes that would help, and the speedup of the job."""
     width = max((len(h.label) for h in helps), default=0)
     lines = [f"  {h.label:<{width}}  {h.ratio:.2f}x" for h in helps]
     return ["Would help  (the whole job, one change at a time, each planned again)", *lines]
 
 
-def as_json(found: Found, helps: Sequence[Help] = ()) -> dict[str, Any]:
+def as_json(found: Found, helps: Sequence[ClusterHelp] = ()) -> dict[str, Any]:
     """Return the plan's numbers."""
     plan, priced = found.plan, found.plan.priced
     busy = busy_shares(plan)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.cluster.costs import Costs, Order, Task, check, orders
+from flexengine.plan.cluster.case_costs import PAPER, CaseCosts
+from flexengine.plan.cluster.costs import ClusterTask, Costs, Order, check, orders
 from flexengine.plan.cluster.job import Shape, batches, shapes
-from flexengine.plan.cluster.numbers import PAPER, Numbers
-from flexengine.plan.cluster.plan import Plan
-from flexengine.plan.cluster.program import Answer, lower_bound, solve
+from flexengine.plan.cluster.plan import ClusterPlan
+from flexengine.plan.cluster.program import Assignment, lower_bound, solve
 from flexengine.plan.cluster.transfer import transfer
 
 PROGRAM, TRANSFER, AUTO = "program", "transfer", "auto"
@@ -60,7 +60,7 @@ class Found:
         method: PROGRAM or TRANSFER.
     """
 
-    plan: Plan
+    plan: ClusterPlan
     bound: float
     seconds: float
     solved: int
@@ -78,10 +78,10 @@ class Found:
 class _Search:
     """A search under way. The heap has (bound, level, tie, case)."""
 
-    task: Task
+    task: ClusterTask
     limits: Limits
     costs: Costs = field(init=False)
-    best: Plan | None = None
+    best: ClusterPlan | None = None
     solved: int = 0
     bounded: int = 0
     floor: float = math.inf  # least bound of the cases that were not solved to the end
@@ -163,10 +163,10 @@ class _Search:
         elif below is not None:
             self.floor = min(self.floor, below)
 
-    def _take(self, answer: Answer | None, order: Order, shape: Shape, numbers: Numbers) -> None:
+    def _take(self, answer: Assignment | None, order: Order, shape: Shape, numbers: CaseCosts) -> None:
         if answer is None:
             return
-        plan = Plan.of(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
+        plan = ClusterPlan.of(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
         if plan.priced.fits and (self.best is None or plan.priced.cost < self.best.priced.cost):
             self.best = plan
 
@@ -187,7 +187,7 @@ class _Search:
         return error
 
 
-def search(task: Task, limits: Limits | None = None) -> Found:
+def search(task: ClusterTask, limits: Limits | None = None) -> Found:
     """Return the plan with the least cost: seconds + theta * harm.
 
     Raises:
@@ -199,7 +199,7 @@ def search(task: Task, limits: Limits | None = None) -> Found:
     return _Search(task, limits or Limits()).run()
 
 
-def quick_bound(numbers: Numbers) -> float:
+def quick_bound(numbers: CaseCosts) -> float:
     """Return a lower bound of the cost of any order of these devices, without a program.
 
     The slowest stage takes at least as long as perfectly divided work, and the way through the pipeline at least as
@@ -221,7 +221,7 @@ def quick_bound(numbers: Numbers) -> float:
     return numbers.rounds * seconds + numbers.theta * float(numbers.harm.min(axis=1).sum())
 
 
-def min_bytes(numbers: Numbers) -> int:
+def min_bytes(numbers: CaseCosts) -> int:
     """Return a lower bound of the bytes of all devices and hosts together."""
     units = np.bincount(numbers.classes, minlength=numbers.memory.shape[1])
     both = np.where(np.isfinite(numbers.decode), numbers.memory + numbers.host, np.inf)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.numbers import Array, Numbers, Priced, price
-from flexengine.plan.cluster.program import Answer, solve
+from flexengine.plan.cluster.case_costs import Array, CaseCosts, Priced, price
+from flexengine.plan.cluster.program import Assignment, solve
 
 MOVED = (1, 2, 4, 8)  # units that change at once
 START_SECONDS = 10.0  # most seconds of the program that finds the start
@@ -32,7 +32,7 @@ FIT = 0.02  # share by which an estimate may exceed a memory: classes differ in 
 Counts = NDArray[np.int64]  # [stages, choices] units
 
 
-def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
+def transfer(numbers: CaseCosts, start: Assignment | None = None) -> Assignment | None:
     """Return a good assignment, or None if none fits.
 
     Args:
@@ -49,14 +49,14 @@ def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
     return min(found, key=lambda answer: price(numbers, answer.stage_of, answer.choice_of).cost, default=None)
 
 
-def _counted(numbers: Numbers, answer: Answer) -> Counts:
+def _counted(numbers: CaseCosts, answer: Assignment) -> Counts:
     """Return the numbers of units by stage and choice."""
     counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
     np.add.at(counts, (np.array(answer.stage_of), np.array(answer.choice_of)), 1)
     return counts
 
 
-def fastest(numbers: Numbers) -> Counts:
+def fastest(numbers: CaseCosts) -> Counts:
     """Return numbers of units in each stage's fastest choice, in proportion to the stages' speeds."""
     share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1])
     seconds = np.tensordot(share, np.maximum(numbers.decode, numbers.load), axes=(0, 1))  # [stages, choices]
@@ -69,7 +69,7 @@ def fastest(numbers: Numbers) -> Counts:
     return counts
 
 
-def _descended(numbers: Numbers, counts: Counts) -> Answer | None:
+def _descended(numbers: CaseCosts, counts: Counts) -> Assignment | None:
     """Return the assignment at which no change lowers the cost; None if it does not fit."""
     best = assigned(numbers, counts)
     if best is None:
@@ -80,10 +80,10 @@ def _descended(numbers: Numbers, counts: Counts) -> Answer | None:
         if step is None:
             break
         counts, best, priced = step
-    return Answer(*best, -np.inf) if priced.fits else None
+    return Assignment(*best, -np.inf) if priced.fits else None
 
 
-def flattened(numbers: Numbers) -> Numbers:
+def flattened(numbers: CaseCosts) -> CaseCosts:
     """Return the case with the mean harm of its class for each unit. Its program is small, and has the same numbers of
     units by stage and choice if harm is proportional to a factor of the unit."""
     kinds = np.array(numbers.classes)
@@ -92,7 +92,7 @@ def flattened(numbers: Numbers) -> Numbers:
 
 
 def _first_better(
-    numbers: Numbers, counts: Counts, priced: Priced
+    numbers: CaseCosts, counts: Counts, priced: Priced
 ) -> tuple[Counts, tuple[tuple[int, ...], tuple[int, ...]], Priced] | None:
     """Return a change that lowers the cost, with its price: the first of those that look best."""
     changes = np.array(list(_changes(numbers, counts, priced)))
@@ -110,7 +110,7 @@ def _first_better(
     return None
 
 
-def estimates(numbers: Numbers, changes: Counts) -> Array:
+def estimates(numbers: CaseCosts, changes: Counts) -> Array:
     """Return about the cost of each change, infinite if it clearly does not fit.
 
     Layers count as their mean over classes, and harm of a choice as its mean over units. For units of one class and
@@ -145,7 +145,7 @@ def estimates(numbers: Numbers, changes: Counts) -> Array:
     return guess
 
 
-def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Counts]:
+def _changes(numbers: CaseCosts, counts: Counts, priced: Priced) -> Iterator[Counts]:
     """Yield changed numbers of units by stage and choice, those that relieve the slowest stage first."""
     busy = [0.0] * numbers.stages
     for j, pre, dec in zip(priced.used, priced.prefill, priced.decode, strict=True):
@@ -185,7 +185,7 @@ def _added(counts: Counts, changes: Sequence[tuple[int, int, int]]) -> Counts:
     return made
 
 
-def assigned(numbers: Numbers, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def assigned(numbers: CaseCosts, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return stage and choice of each unit with the least harm.
 
     Args:

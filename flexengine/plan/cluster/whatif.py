@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.cluster import harm
-from flexengine.plan.cluster.costs import Task
+from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Device, Link
 from flexengine.plan.cluster.latency import Latency
 from flexengine.plan.cluster.model import Format, Model
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found, Limits, search
 
 SECONDS = 4.0  # most seconds to plan one change
@@ -20,7 +20,7 @@ MOST_TYPES = 3  # types that are tried at twice the speed
 FULL = 0.8  # share of a device's memory from which more memory is tried
 
 
-class Help(NamedTuple):
+class ClusterHelp(NamedTuple):
     """A change, and how often faster the job is with it."""
 
     label: str
@@ -47,7 +47,7 @@ class Faster:
         return self.latency.fixed(rows) / self.factor
 
 
-def helps(found: Found, limits: Limits) -> list[Help]:
+def helps(found: Found, limits: Limits) -> list[ClusterHelp]:
     """Return the changes that make the job at least 3 % shorter, the best first.
 
     Args:
@@ -62,11 +62,11 @@ def helps(found: Found, limits: Limits) -> list[Help]:
         except OutOfMemory:
             continue
         if (ratio := found.plan.priced.seconds / seconds) >= MIN_SPEEDUP:
-            made.append(Help(label, ratio))
+            made.append(ClusterHelp(label, ratio))
     return sorted(made, key=lambda h: -h.ratio)
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, Task]]:
+def _changes(plan: ClusterPlan) -> Iterator[tuple[str, ClusterTask]]:
     """Yield changes, and the task with each of them."""
     task, cluster, priced = plan.task, plan.task.cluster, plan.priced
     slow = max(range(len(plan.devices)), key=lambda k: priced.decode[k] * plan.numbers.cohorts + priced.prefill[k])

@@ -16,7 +16,7 @@ from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
 from flexengine.engine import calibration
 from flexengine.engine.calibration import Calibration
-from flexengine.engine.rates import Rates
+from flexengine.engine.rates import RateStore
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import Recorder
@@ -101,7 +101,7 @@ def test_the_text_is_read_when_it_is_needed(
     text.write_text(texts.text("alice"))
     with monkeypatch.context() as patch:
         patch.setattr(calibration, "read", lambda name: pytest.fail(f"{name} was read"))
-        patch.setattr(Rates, "measured", Rates.known)
+        patch.setattr(RateStore, "measured", RateStore.known)
         assert main([*job.words, "--dry-run", "--calibration-text", str(text)]) == DONE
     with Engine(job.words[2], device="sim", lossy=Lossy("int4", calibrate=str(text))) as engine:
         text.unlink()

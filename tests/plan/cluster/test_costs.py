@@ -9,11 +9,11 @@ import pytest
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster import harm, model
 from flexengine.plan.cluster.booked import MOST_READING, cohort_policy, stage_facts
-from flexengine.plan.cluster.costs import Costs, Task
+from flexengine.plan.cluster.costs import ClusterTask, Costs
 from flexengine.plan.cluster.devices import Cluster, Device, Link
-from flexengine.plan.cluster.job import Job, Shape
+from flexengine.plan.cluster.job import ClusterJob, Shape
 from flexengine.plan.cluster.latency import Machine
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import lay_out
@@ -28,16 +28,16 @@ def untied(facts: ModelFacts) -> ModelFacts:
     return replace(facts, head=replace(facts.embedding, name="head"))
 
 
-def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape, kind: str) -> Plan:
+def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape, kind: str) -> ClusterPlan:
     """The stages between the cuts, on equal machines."""
     hardware = replace(machine_of(random.Random(1), kind), task_seconds=1e-4)
     devices = tuple(Device(f"d{k}", "d", 10**12, Machine(hardware), kind) for k in range(len(cuts) - 1))
     made = model.of_facts({None: facts})
-    task = Task(Cluster("c", devices, Link(1e9), Link(1e9)), {kind: made}, Job.of(workload), (None,),
-                harm.assumed(made, (None,)))  # fmt: skip
+    cluster = Cluster("c", devices, Link(1e9), Link(1e9))
+    task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), harm.assumed(made, (None,)))
     stages = [k for k in range(len(cuts) - 1) for _ in range(cuts[k + 1] - cuts[k])]
     numbers = Costs(task).numbers(devices, shape)
-    return Plan.of(task, devices, shape, numbers, stages, [0] * len(stages))
+    return ClusterPlan.of(task, devices, shape, numbers, stages, [0] * len(stages))
 
 
 @pytest.mark.parametrize("facts", [TINY, untied(TINY)], ids=["tied", "untied"])

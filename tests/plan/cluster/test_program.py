@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.cluster.toys import INSTANCES, brute_force, cost, instance, random_numbers
-from flexengine.plan.cluster.numbers import price
+from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.program import lower_bound, solve
 from flexengine.plan.cluster.search import quick_bound
 from flexengine.plan.cluster.transfer import transfer

@@ -10,14 +10,14 @@ import pytest
 from bench.cluster import baselines
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster import whatif
+from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.costs import Costs, orders
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline
-from flexengine.plan.cluster.job import Job, Shape, batches, shapes
+from flexengine.plan.cluster.job import ClusterJob, Shape, batches, shapes
 from flexengine.plan.cluster.latency import HandRates
 from flexengine.plan.cluster.model import decoder
-from flexengine.plan.cluster.numbers import price
-from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import Limits, search
 from flexengine.plan.cluster.transfer import transfer
@@ -35,12 +35,12 @@ QUICK = Limits(gap=5e-3, seconds=20.0, batch=16)
 
 
 @cache
-def chosen(name: str) -> Plan:
+def chosen(name: str) -> ClusterPlan:
     """The plan of a skewed cluster. Cached: several tests look at it."""
     return search(task(SKEWED[name], theta=0.01), QUICK).plan
 
 
-def simulated(plan: Plan) -> float:
+def simulated(plan: ClusterPlan) -> float:
     """Tokens per second in virtual time."""
     seconds = Pipeline.of(plan).simulate().seconds * plan.numbers.rounds
     return plan.task.job.rows * plan.task.job.output / seconds
@@ -66,7 +66,7 @@ def test_shapes() -> None:
     assert max(batches(100_000)) <= 4096
     assert Shape(10, 4, 2).cohorts == 3
     assert Shape(10, 4, 2).prefills == 6
-    job = Job.uniform(10, 100, 20)
+    job = ClusterJob.uniform(10, 100, 20)
     assert (job.past, job.cached(3), Shape(4, 2, 1).rounds(10)) == (110, 3 * 128, 3)  # pages of 16 tokens
 
 
@@ -89,7 +89,7 @@ def test_many_types_have_few_orders() -> None:
 
 def test_pruning_loses_nothing() -> None:
     """Against the best of all cases, each solved to optimality."""
-    made = task(SKEWED["fast and slow"], decoder("toy", 6, 2048, 8192, 32000), Job.uniform(4, 64, 8), theta=0.1)
+    made = task(SKEWED["fast and slow"], decoder("toy", 6, 2048, 8192, 32000), ClusterJob.uniform(4, 64, 8), theta=0.1)
     found = search(made, Limits(gap=0.0, seconds=60.0))
     costs, best = Costs(made), np.inf
     for order, batch in itertools.product(orders(made.cluster), batches(4)):
@@ -141,7 +141,7 @@ def test_the_bit_transfer_is_near_the_program() -> None:
     for best in map(chosen, SKEWED):
         answer = transfer(best.numbers)
         assert answer is not None
-        moved = Plan.of(best.task, best.order, best.shape, best.numbers, answer.stage_of, answer.choice_of)
+        moved = ClusterPlan.of(best.task, best.order, best.shape, best.numbers, answer.stage_of, answer.choice_of)
         assert moved.priced.fits
         gaps.append(moved.priced.cost / best.priced.cost - 1)
     assert min(gaps) >= -5e-3

@@ -3,9 +3,9 @@
 import numpy as np
 
 from flexengine.plan.cluster import harm
-from flexengine.plan.cluster.costs import Task
+from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Device, Link
-from flexengine.plan.cluster.job import Job
+from flexengine.plan.cluster.job import ClusterJob
 from flexengine.plan.cluster.latency import HandRates
 from flexengine.plan.cluster.model import Format, Model, decoder
 from flexengine.strategy import BITS
@@ -30,11 +30,11 @@ def cluster(*devices: Device, bandwidth: float = 1e10, latency: float = 1e-5) ->
 
 
 def task(
-    devices: Cluster, model: Model | None = None, job: Job | None = None, formats: tuple[Format, ...] = MIXED,
+    devices: Cluster, model: Model | None = None, job: ClusterJob | None = None, formats: tuple[Format, ...] = MIXED,
     theta: float = 1.0, group: int = 1,
-) -> Task:  # fmt: skip
+) -> ClusterTask:  # fmt: skip
     made = model or decoder("toy", 12, 2048, 8192, 32000)
     table = harm.assumed(made, formats)
     rng = np.random.default_rng(1)
     table = table * rng.uniform(0.3, 3.0, (len(made.layers), 1))
-    return Task(devices, {"cuda": made}, job or Job.uniform(16, 256, 32), formats, table, theta, group)
+    return ClusterTask(devices, {"cuda": made}, job or ClusterJob.uniform(16, 256, 32), formats, table, theta, group)

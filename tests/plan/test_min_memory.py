@@ -1,4 +1,4 @@
-"""plan.least: a refusal names the least memory that is enough; the job runs with exactly that, and not with less."""
+"""A refusal names the least memory that is enough; the job runs with exactly that, and not with less."""
 
 import random
 import re
@@ -13,7 +13,7 @@ from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import lay_out
-from flexengine.plan.least import capacity_for, lay_out_given, planned, smallest
+from flexengine.plan.min_memory import capacity_for, lay_out_given, planned, smallest
 from flexengine.plan.search import check, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -20,7 +20,7 @@ EXACT, PAPER = "exact", "paper"  # forms of the objective
 SLACK = 1e-9  # of a memory's bytes, relative: rounding errors of sums
 
 
-class Choice(NamedTuple):
+class UnitChoice(NamedTuple):
     """Format of a unit's weights, and whether they are on the host."""
 
     form: Format
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class CaseCosts:
     """Costs of a case. N stages, K classes, C choices, U units. Seconds and bytes are of whole units.
 
     Attributes:
@@ -52,7 +52,7 @@ class Numbers:
         form: EXACT, or PAPER for the objective as LLM-PQ printed it.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[UnitChoice, ...]
     classes: tuple[int, ...]
     prefill: Array
     decode: Array
@@ -121,7 +121,7 @@ class Priced:
     cost: float
 
 
-def price(numbers: Numbers, stage_of: Sequence[int], choice_of: Sequence[int]) -> Priced:
+def price(numbers: CaseCosts, stage_of: Sequence[int], choice_of: Sequence[int]) -> Priced:
     """Return the costs of an assignment.
 
     Args:
@@ -158,7 +158,7 @@ def price(numbers: Numbers, stage_of: Sequence[int], choice_of: Sequence[int]) -
 
 
 def round_seconds(
-    numbers: Numbers, prefill: Array, decode: Array, hop_prefill: Sequence[float], hop_decode: Sequence[float],
+    numbers: CaseCosts, prefill: Array, decode: Array, hop_prefill: Sequence[float], hop_decode: Sequence[float],
     back: float,
 ) -> float:  # fmt: skip
     """Return the seconds of one round, by the objective.

@@ -19,7 +19,7 @@ MAX_TIME_RATIO = 0.995  # a policy replaces the best one if it takes at most thi
 
 
 @dataclass
-class Tried:
+class Candidates:
     """Policies of one search.
 
     Attributes:
