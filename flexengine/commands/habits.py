@@ -5,6 +5,7 @@ returns a line with the right command if the replaced command line is valid.
 """
 
 import argparse
+import re
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,84 +14,95 @@ from typing import NamedTuple
 
 Known = Mapping[str, argparse.Action]  # actions of a parser by option
 
+
+def _table(text: str) -> dict[str, tuple[str, ...]]:
+    """Return the words after each name of a table. An indented line continues the one before."""
+    lines = (line.split(": ", 1) for line in re.split(r"\n(?=\S)", text.strip()))
+    return {name: tuple(words.split()) for name, words in lines}
+
+
 # Options of other programs that have another name here; the value stays.
-RENAMED = {
-    "--max-tokens": ("--max-new-tokens", "--max-length", "--n-predict", "--predict", "-n", "--gen-len", "--output-len",
-                     "--output-tokens", "--max-output-tokens", "--max-completion-tokens", "--max-gen-toks"),
-    "--temperature": ("--temp", "-t"),
-    "--top-k": ("--topk",),
-    "--top-p": ("--topp",),
-    "--repetition-penalty": ("--repeat-penalty",),
-    "--n": ("--num-samples", "--num-return-sequences", "--best-of", "--n-samples"),
-    "--stop": ("--stop-sequences", "--stop-sequence", "--stop-strings", "--reverse-prompt", "--until"),
-    "--seed": ("--random-seed", "--rng-seed"),
-    "--logprobs": ("--top-logprobs", "--log-probs"),
-    "--input": ("--input-file", "--input-path", "--prompts", "--prompt-file", "--dataset", "--file", "-f"),
-    "--output": ("--output-file", "--output-path", "--out", "--save-path", "--results"),
-    "--model": ("--model-path", "--model-name", "--model-id", "--model-name-or-path", "--pretrained", "--checkpoint"),
-    "--limit": ("--num-prompts", "--max-samples", "--limit-samples", "--num-rows", "--num-samples-limit"),
-    "--prompt-column": ("--column", "--text-column", "--prompt-field", "--prompt-key", "--input-column"),
-    "--prompt-tokens": ("--prompt-len", "--input-len", "--input-tokens"),
-    "--offload-dir": ("--offload-folder", "--swap-dir", "--disk-dir", "--nvme-path"),
-    "--host-mem": ("--cpu-mem", "--ram"),
-    "--device-mem": ("--gpu-mem", "--vram", "--max-memory"),
-    "--hardware": ("--machine", "--hw"),
-    "--weights": ("--quantization", "--quantize", "--weight-format", "--bits", "-q"),
-    "--cache": ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv", "--kv-cache-type"),
-    "--dtype": ("--torch-dtype", "--precision"),
-}  # fmt: skip
-# Options without a value, and what they are here.
-FLAGS = {
-    "--load-in-4bit": ("--weights", "int4"), "--load-in-8bit": ("--weights", "int8"),
-    "--compress-weight": ("--weights", "int4"), "--compress-cache": ("--cache", "int4"),
-    "--cpu": ("--device", "cpu"), "--use-cpu": ("--device", "cpu"), "--cpu-only": ("--device", "cpu"),
-    "--gpu": ("--device", "cuda"), "--cuda": ("--device", "cuda"), "--use-gpu": ("--device", "cuda"),
-    "--do-sample": ("--temperature", "1"), "--greedy": ("--temperature", "0"),
-    "--overwrite": ("--restart",), "--force": ("--restart",), "--no-resume": ("--restart",),
-    "--apply-chat-template": ("--chat",), "--conversation": ("--chat",), "-cnv": ("--chat",),
-    "--silent": ("--quiet",), "--disable-tqdm": ("--quiet",), "--no-progress": ("--quiet",), "--debug": ("--verbose",),
-}  # fmt: skip
+RENAMED = _table("""
+--max-tokens: --max-new-tokens --max-length --n-predict --predict -n --gen-len --output-len --output-tokens
+    --max-output-tokens --max-completion-tokens --max-gen-toks
+--temperature: --temp -t
+--top-k: --topk
+--top-p: --topp
+--repetition-penalty: --repeat-penalty
+--n: --num-samples --num-return-sequences --best-of --n-samples
+--stop: --stop-sequences --stop-sequence --stop-strings --reverse-prompt --until
+--seed: --random-seed --rng-seed
+--logprobs: --top-logprobs --log-probs
+--input: --input-file --input-path --prompts --prompt-file --dataset --file -f
+--output: --output-file --output-path --out --save-path --results
+--model: --model-path --model-name --model-id --model-name-or-path --pretrained --checkpoint
+--limit: --num-prompts --max-samples --limit-samples --num-rows --num-samples-limit
+--prompt-column: --column --text-column --prompt-field --prompt-key --input-column
+--prompt-tokens: --prompt-len --input-len --input-tokens
+--offload-dir: --offload-folder --swap-dir --disk-dir --nvme-path
+--host-mem: --cpu-mem --ram
+--device-mem: --gpu-mem --vram --max-memory
+--hardware: --machine --hw
+--weights: --quantization --quantize --weight-format --bits -q
+--cache: --kv-cache-dtype --cache-type-k --cache-type-v -ctk -ctv --kv-cache-type
+--dtype: --torch-dtype --precision
+""")
+# Options without a value, by what they are here.
+_SWITCHES = _table("""
+--weights int4: --load-in-4bit --compress-weight
+--weights int8: --load-in-8bit
+--cache int4: --compress-cache
+--device cpu: --cpu --use-cpu --cpu-only
+--device cuda: --gpu --cuda --use-gpu
+--temperature 1: --do-sample
+--temperature 0: --greedy
+--restart: --overwrite --force --no-resume
+--chat: --apply-chat-template --conversation -cnv
+--quiet: --silent --disable-tqdm --no-progress
+--verbose: --debug
+""")
+FLAGS = {other: tuple(ours.split()) for ours, others in _SWITCHES.items() for other in others}
 # Options that have no counterpart: the number of their values, and the reason.
 _PLANNED = "the planner chooses block and placement (--policy FILE.json sets them)"
-DROPPED = {
-    **dict.fromkeys(("--batch-size", "-b", "--max-num-seqs", "--gpu-batch-size", "--num-gpu-batches", "--ubatch-size"),
-                    (1, _PLANNED)),
-    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl", "--device-map", "--cpu-offload-gb", "--swap-space"),
-                    (1, _PLANNED)),
-    "--percent": (6, _PLANNED),
-    "--gpu-memory-utilization": (1, "the free device memory is used (--device-mem SIZE limits it)"),
-    **dict.fromkeys(("--max-model-len", "--ctx-size", "-c", "--max-seq-len", "--context-length"),
-                    (1, "the context length is the model's")),
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--num-gpus"),
-                    (1, "one device computes")),
-    "--tokenizer": (1, "the tokenizer is the model's"),
-    "--num-beams": (1, "there is no beam search"),
-    **dict.fromkeys(("--resume", "--continue", "--resume-from"), (0, "the same command continues the job")),
-    "--chat-template": (1, "the chat template is the model's (--chat runs prompts through it)"),
-}  # fmt: skip
-_INT8 = ("8bit", "8-bit", "int8", "q8_0", "q8", "fp8", "fp8_e4m3", "fp8_e5m2", "w8a8", "w8a16", "bitsandbytes")
-_INT4 = ("4bit", "4-bit", "int4", "q4_0", "q4_k_m", "q4_k", "q4", "nf4", "fp4", "awq", "gptq", "w4a16", "mxfp4")
-# Values of other programs, by option. "" stands for leaving the option out.
-VALUES: dict[str, dict[str, str]] = {
-    "--weights": dict.fromkeys(_INT8, "int8") | dict.fromkeys(_INT4, "int4")
-    | {"none": "", "fp16": "", "bf16": "", "16": "", "8": "int8", "4": "int4", "3": "int3", "2": "int2"},
-    "--cache": dict.fromkeys(_INT8, "int8") | dict.fromkeys(_INT4, "int4")
-    | {"bfloat16": "bf16", "fp16": "bf16", "f16": "bf16", "auto": ""},
-    "--dtype": {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32",
-                "float": "float32", "f32": "float32"},
-    "--device": {"gpu": "cuda", "cuda:0": "cuda"},
-}  # fmt: skip
-# Names of other programs' commands.
-COMMANDS = {
-    "run": ("generate", "run-batch", "batch", "infer", "inference", "complete", "chat"),
-    "plan": ("estimate", "explain", "policy", "dry-run"),
-    "measure": ("bench", "benchmark", "profile"),
-    "quality": ("eval", "evaluate", "perplexity"),
-    "doctor": ("check", "info", "env", "collect-env", "version"),
-    "verify": ("checksum", "sha256sum"),
-    "cache": ("scan-cache", "clean", "clear"),
-    "completion": ("completions", "install-completion"),
+_NO_COUNTERPART = (
+    ("--batch-size -b --max-num-seqs --gpu-batch-size --num-gpu-batches --ubatch-size", 1, _PLANNED),
+    ("--n-gpu-layers --gpu-layers -ngl --device-map --cpu-offload-gb --swap-space", 1, _PLANNED),
+    ("--percent", 6, _PLANNED),
+    ("--gpu-memory-utilization", 1, "the free device memory is used (--device-mem SIZE limits it)"),
+    ("--max-model-len --ctx-size -c --max-seq-len --context-length", 1, "the context length is the model's"),
+    ("--tensor-parallel-size -tp --pipeline-parallel-size -pp --num-gpus", 1, "one device computes"),
+    ("--tokenizer", 1, "the tokenizer is the model's"),
+    ("--num-beams", 1, "there is no beam search"),
+    ("--resume --continue --resume-from", 0, "the same command continues the job"),
+    ("--chat-template", 1, "the chat template is the model's (--chat runs prompts through it)"),
+)
+DROPPED = {option: (values, why) for options, values, why in _NO_COUNTERPART for option in options.split()}
+# Values of other programs, by what they are here. "" stands for leaving the option out.
+_INT8, _INT4, _EXACT = _table("""
+int8: 8bit 8-bit int8 q8_0 q8 fp8 fp8_e4m3 fp8_e5m2 w8a8 w8a16 bitsandbytes
+int4: 4bit 4-bit int4 q4_0 q4_k_m q4_k q4 nf4 fp4 awq gptq w4a16 mxfp4
+exact: none fp16 bf16 16
+""").values()
+_VALUES = {
+    "--weights": {"int8": (*_INT8, "8"), "int4": (*_INT4, "4"), "int3": ("3",), "int2": ("2",), "": _EXACT},
+    "--cache": {"int8": _INT8, "int4": _INT4, "bf16": ("bfloat16", "fp16", "f16"), "": ("auto",)},
+    "--dtype": {"float16": ("fp16", "half", "f16"), "bfloat16": ("bf16",), "float32": ("fp32", "float", "f32")},
+    "--device": {"cuda": ("gpu", "cuda:0")},
 }
+VALUES = {
+    option: {other: ours for ours, others in values.items() for other in others} for option, values in _VALUES.items()
+}
+# Names of other programs' commands.
+COMMANDS = _table("""
+run: generate run-batch batch infer inference complete chat
+plan: estimate explain policy dry-run
+measure: bench benchmark profile
+quality: eval evaluate perplexity
+doctor: check info env collect-env version
+verify: checksum sha256sum
+cache: scan-cache clean clear
+completion: completions install-completion
+""")
 SCORE = ("score", "loglikelihood", "logprobs")  # commands whose work `run --score` does
 _NAMES = {other: name for name, others in RENAMED.items() for other in others}
 _PROMPT = ("--prompt", "-p")  # a prompt on the command line
