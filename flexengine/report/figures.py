@@ -49,15 +49,16 @@ def _boxes(axes: Any, boxes: Iterable[Box], gid: str, **look: Any) -> None:
 
 def memory(plan: Planned) -> str:
     """Return a bar per memory: its bytes by purpose, in % of its capacity."""
-    parts = [f"{name} {size(sum(account.values()))}" + (f" of {size(limit)}" if limit else "")
-             for name, account, limit in plan.memories]  # fmt: skip
+    parts = []
+    for name, account, limit in plan.memories:
+        parts.append(f"{name} {size(sum(account.values()))}" + (f" of {size(limit)}" if limit else ""))
 
     def draw(axes: Any) -> Tips:
         axes.grid(axis="y", visible=False)
         return dict(draw_memory(axes, plan.memories))
 
-    return _drawn("memory", "Bytes of each memory against its capacity", "; ".join(parts),
-                  (WIDTH, 1.5 + 0.5 * len(parts)), draw)  # fmt: skip
+    inches = (WIDTH, 1.5 + 0.5 * len(parts))
+    return _drawn("memory", "Bytes of each memory against its capacity", "; ".join(parts), inches, draw)
 
 
 # One sweep.
@@ -75,19 +76,22 @@ def sweep(line: SweepLine, shared: bool) -> str:
         tips: Tips = {}
         for color, kind in zip(SERIES, KINDS, strict=False):
             spans = [span for span in line.spans if span.kind == kind]
-            boxes = [(scale * s.began, scale * s.end, lanes.index(s.lane) - 0.38, lanes.index(s.lane) + 0.38)
-                     for s in spans]  # fmt: skip
-            _boxes(axes, boxes, f"sweep-{kind}".replace(" ", "-"), facecolors=color, label=kind if spans else None)
-            tips[f"sweep-{kind}".replace(" ", "-")] = [_span_words(span, shared) for span in spans]
+            rows = [lanes.index(span.lane) for span in spans]
+            ends = [(scale * span.began, scale * span.end) for span in spans]
+            boxes = [(*both, row - 0.38, row + 0.38) for both, row in zip(ends, rows, strict=True)]
+            gid = f"sweep-{kind}".replace(" ", "-")
+            _boxes(axes, boxes, gid, facecolors=color, label=kind if spans else None)
+            tips[gid] = [_span_words(span, shared) for span in spans]
         axes.set_xlim(0, scale * line.seconds or 1)
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_yticks(range(len(lanes)), named)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(f"{unit} from the start of the sweep")
+        beside: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "annotation_clip": False}
+        at = ("axes fraction", "data")
         for row, lane in enumerate(lanes):
-            axes.annotate(percent(share[lane]), (1, row), xycoords=("axes fraction", "data"), xytext=(6, 0),
-                          textcoords="offset points", va="center", fontsize=9, annotation_clip=False)  # fmt: skip
-        axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points", fontsize=9)
+            axes.annotate(percent(share[lane]), (1, row), xycoords=at, xytext=(6, 0), va="center", **beside)
+        axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(6, 4), **beside)
         axes.legend(**ABOVE, ncols=4)
         return tips
 
@@ -100,9 +104,9 @@ def _span_words(span: LaneSpan, shared: bool) -> str:
         return "" if high < 0 else f", {name} {high}" if low in (-1, high) else f", {name}s {low} to {high}"
 
     work = "" if span.tasks == 1 else f"; {span.tasks} tasks, {_brief(span.busy)} of work"
-    return (f"{lane_name(span.lane, shared)}: {span.op}{several('layer', span.layers)}"
-            f"{several('gpu_batch', span.batches).replace('gpu_batchs', 'gpu_batches')},"
-            f" {_brief(span.end - span.began)} from {_brief(span.began)} on{work}")  # fmt: skip
+    cells = several("layer", span.layers) + several("gpu_batch", span.batches).replace("gpu_batchs", "gpu_batches")
+    times = f"{_brief(span.end - span.began)} from {_brief(span.began)} on"
+    return f"{lane_name(span.lane, shared)}: {span.op}{cells}, {times}{work}"
 
 
 def _brief(seconds: float) -> str:
@@ -127,17 +131,19 @@ def rates(buckets: Sequence[Bucket]) -> str:
             values = [(tokens / seconds if seconds else 0.0) for tokens, seconds in sums]
             boxes = [(x0, x1, 0.0, y) for (x0, x1), y in zip(ends, values, strict=True)]
             _boxes(axes, boxes, kind, facecolors=color, edgecolors=color, linewidths=0.4)
-            tips[kind] = [f"{kind}, {clock(x0)} to {clock(x1)}: {digits(y)} tok/s in {b.sweeps} sweeps"
-                          for (x0, x1, _, y), b in zip(boxes, buckets, strict=True)]  # fmt: skip
+            tips[kind] = [
+                f"{kind}, {clock(x0)} to {clock(x1)}: {digits(y)} tok/s in {bucket.sweeps} sweeps"
+                for (x0, x1, _, y), bucket in zip(boxes, buckets, strict=True)
+            ]
             axes.set_ylim(0, 1.08 * max(values, default=0.0) or 1)
             axes.set_title(f"{kind}: {what} tokens per second of {kind} sweeps", loc="left")
         axes.set_xlim(0, total or 1)
         axes.set_xlabel("seconds of sweeps")
         return tips
 
-    means = [f"{kind} {digits(sum(n for n, _ in s) / spent)} tok/s" for kind, _, s, _ in shown
-             if (spent := sum(x for _, x in s))]  # fmt: skip
-    return _drawn("rates", "Tokens per second over time", "Mean: " + ", ".join(means), (WIDTH, 3.6), draw, 2)
+    sums = [(kind, sum(n for n, _ in pairs), sum(x for _, x in pairs)) for kind, _, pairs, _ in shown]
+    means = ", ".join(f"{kind} {digits(tokens / seconds)} tok/s" for kind, tokens, seconds in sums if seconds)
+    return _drawn("rates", "Tokens per second over time", f"Mean: {means}", (WIDTH, 3.6), draw, 2)
 
 
 # Prediction.
@@ -205,7 +211,8 @@ def lengths(name: str, title: str, what: str, counts: LengthCounts, color: str) 
         axes.set_ylabel(f"{what}s")
         axes.grid(axis="x", visible=False)
         axes.axhline(0, color=FAINT, linewidth=0.8)
-        return {name: [f"{low:,} to {high:,} tokens: {count(n, what, what + 's')}" if high > low else
-                       f"{low:,} tokens: {count(n, what, what + 's')}" for low, high, n in bins]}  # fmt: skip
+        ranges = [f"{low:,} to {high:,}" if high > low else f"{low:,}" for low, high, _ in bins]
+        numbers = [count(number, what, f"{what}s") for _, _, number in bins]
+        return {name: [f"{tokens} tokens: {rows}" for tokens, rows in zip(ranges, numbers, strict=True)]}
 
     return _drawn(name, title, words, (HALF, 2.4), draw)

@@ -23,12 +23,18 @@ def render(record: ReportRecord) -> str:
     """Return the page of a job."""
     source = files("flexengine.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": size, "clock": clock, "digits": digits, "percent": percent,
-                            "plain": partial(plain, keep="\n")}  # fmt: skip
+    environment.filters |= {filter.__name__: filter for filter in (size, clock, digits, percent)}
+    environment.filters["plain"] = partial(plain, keep="\n")
     return environment.from_string(source).render(
-        r=record, headline=HEADLINES[record.state], pictures=_pictures(record), count=count, script=_digest(source),
-        tiles=_tiles(record), lanes=_lanes(record), policy=json.dumps(record.plan.policy) if record.plan else "",
-    )  # fmt: skip
+        r=record,
+        headline=HEADLINES[record.state],
+        pictures=_pictures(record),
+        count=count,
+        script=_digest(source),
+        tiles=_tiles(record),
+        lanes=_lanes(record),
+        policy=json.dumps(record.plan.policy) if record.plan else "",
+    )
 
 
 def _digest(source: str) -> str:

@@ -10,19 +10,21 @@ _SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
 # Colors in figures, and the CSS variables of page.html that replace them. Pages have a light and a dark set.
 INK, FAINT, PAPER = "#010101", "#010102", "#010103"
 SERIES = tuple(f"#0101{number:02x}" for number in range(16, 24))
-_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)",
-              **{color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}}  # fmt: skip
+_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
+_VARIABLES |= {color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}
 
 _REFERENCE = re.compile(r"#([\w-]+)")
 
 STYLE = {
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 9,
-    "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "legend.frameon": False, "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.grid": True,
-    "grid.color": FAINT, "grid.linewidth": 0.4, "grid.alpha": 0.6, "text.color": INK, "axes.labelcolor": INK,
-    "axes.titlecolor": INK, "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK, "axes.facecolor": "none", "figure.facecolor": "none", "hatch.linewidth": 0.6,
-}  # fmt: skip
+    **dict.fromkeys(("font.size", "axes.titlesize"), 10),
+    **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), FAINT),
+    **dict.fromkeys(("svg.fonttype", "axes.facecolor", "figure.facecolor"), "none"),
+    **dict.fromkeys(("text.parse_math", "legend.frameon", "axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.axisbelow", "axes.grid"), True),
+    **{"grid.linewidth": 0.4, "grid.alpha": 0.6, "hatch.linewidth": 0.6},
+}
 
 
 def to_svg(figure: Any, name: str, title: str, description: str, tips: Mapping[str, str | Sequence[str]]) -> str:

@@ -14,10 +14,10 @@ ALL_RECORDED = 3  # the first sweeps are all recorded, then each whose number is
 
 WEIGHTS, CACHE, HIDDEN, COMPUTE = KINDS = ("weights", "KV cache", "activations", "compute")
 _KINDS = {
-    Op.LOAD_RESIDENT: WEIGHTS, Op.LOAD_WEIGHT: WEIGHTS, Op.LOAD_ROWS: WEIGHTS, Op.LOAD_CACHE: CACHE,
-    Op.STORE_CACHE: CACHE, Op.LOAD_HIDDEN: HIDDEN, Op.STORE_HIDDEN: HIDDEN, Op.SEND: HIDDEN, Op.FETCH: HIDDEN,
-    Op.ENTER: HIDDEN, Op.LEAVE: HIDDEN, Op.READ_USED: WEIGHTS,
-}  # fmt: skip
+    **dict.fromkeys((Op.LOAD_RESIDENT, Op.LOAD_WEIGHT, Op.LOAD_ROWS, Op.READ_USED), WEIGHTS),
+    **dict.fromkeys((Op.LOAD_CACHE, Op.STORE_CACHE), CACHE),
+    **dict.fromkeys((Op.LOAD_HIDDEN, Op.STORE_HIDDEN, Op.SEND, Op.FETCH, Op.ENTER, Op.LEAVE), HIDDEN),
+}
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,9 @@ class LaneSpan:
     def joined(self, other: "LaneSpan") -> "LaneSpan":
         """Return one span for this one and a later one of the same lane."""
         longer = self if self.busy >= other.busy else other
-        return replace(
-            self, op=self.op, kind=longer.kind, end=max(self.end, other.end), layers=_range(self.layers, other.layers),
-            batches=_range(self.batches, other.batches), tasks=self.tasks + other.tasks, busy=self.busy + other.busy,
-        )  # fmt: skip
+        layers, batches = _range(self.layers, other.layers), _range(self.batches, other.batches)
+        end, tasks, busy = max(self.end, other.end), self.tasks + other.tasks, self.busy + other.busy
+        return replace(self, kind=longer.kind, end=end, layers=layers, batches=batches, tasks=tasks, busy=busy)
 
 
 def _range(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -107,8 +106,8 @@ def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], 
     if not own:
         return None
     zero, last = min(began for began, _ in own), max(end for _, end in own)
-    spans = [LaneSpan.of(task, max(began, zero) - zero, min(end, last) - zero)
-             for task, began, end in tasks if end > zero and began < last]  # fmt: skip
+    inside = [(task, began, end) for task, began, end in tasks if end > zero and began < last]
+    spans = [LaneSpan.of(task, max(began, zero) - zero, min(end, last) - zero) for task, began, end in inside]
     busy: dict[str, float] = {}
     for span in spans:
         busy[span.lane] = busy.get(span.lane, 0.0) + span.busy
