@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
 # Colors in figures, and the CSS variables of page.html that replace them. Pages have a light and a dark set.
 INK, FAINT, PAPER = "#010101", "#010102", "#010103"
 SERIES = tuple(f"#0101{number:02x}" for number in range(16, 24))
@@ -14,6 +13,7 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
 _VARIABLES |= {color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}
 
 _REFERENCE = re.compile(r"#([\w-]+)")
+_NOT_IN_HTML = re.compile(r'<metadata>.*?</metadata>|<\?xml.*?\?>|<!DOCTYPE.*?>|\sxmlns(?::\w+)?="[^"]*"', re.DOTALL)
 
 STYLE = {
     **dict.fromkeys(("font.size", "axes.titlesize"), 10),
@@ -41,47 +41,33 @@ def to_svg(figure: Any, name: str, title: str, description: str, tips: Mapping[s
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     FigureCanvasSVG(figure)
-    text = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    root = ET.fromstring(text.getvalue())
-    for metadata in root.findall(f"{_SVG}metadata"):
-        root.remove(metadata)
+    file = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):  # ids that are referred to depend on the salt
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = _NOT_IN_HTML.sub("", file.getvalue()).replace("xlink:href", "href")
+    root, used = ET.fromstring(text), set(_REFERENCE.findall(text))
     for element in list(root.iter()):
         _add_tips(element, tips)
-    _rename(root, name)
+        if element.get("id") not in used:
+            element.attrib.pop("id", None)
     _label(root, name, title, description)
-    return _recolored(ET.tostring(root, encoding="unicode"))
+    text = ET.tostring(root, encoding="unicode")
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    return text
 
 
 def _add_tips(element: ET.Element, tips: Mapping[str, str | Sequence[str]]) -> None:
     """Add a `<title>` to the shapes of an artist that has tooltips."""
-    if (tip := tips.get(element.get("id", ""))) is None:
+    tip = tips.get(element.get("id", ""))
+    if tip is None:
         return
-    shapes = element.findall(f".//{_SVG}path")
+    shapes = element.findall(".//path")
     texts = [tip] * len(shapes) if isinstance(tip, str) else tip
     for shape, said in zip(shapes, texts, strict=True):
         title = ET.Element("title")
         title.text = said
         shape.insert(0, title)
-
-
-def _rename(root: ET.Element, name: str) -> None:
-    """Drop namespaces, which HTML needs none of, and all ids but those that are referred to."""
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(_SVG)
-        if (href := element.attrib.pop(f"{_XLINK}href", None)) is not None:
-            element.set("href", f"#{name}-{href.removeprefix('#')}")
-        for key in ("clip-path", "style"):
-            if "url(#" in (value := element.get(key, "")):
-                element.set(key, value.replace("url(#", f"url(#{name}-"))
-    values = (value for element in root.iter() for value in element.attrib.values())
-    used = {found for value in values for found in _REFERENCE.findall(value)}
-    for element in root.iter():
-        if (identity := element.attrib.pop("id", None)) is not None:
-            own = f"{name}-{identity}"
-            if own in used:
-                element.set("id", own)
 
 
 def _label(root: ET.Element, name: str, title: str, description: str) -> None:
@@ -93,9 +79,3 @@ def _label(root: ET.Element, name: str, title: str, description: str) -> None:
         element = ET.Element(tag, {"id": f"{name}-{'description' if tag == 'desc' else 'title'}"})
         element.text = said
         root.insert(i, element)
-
-
-def _recolored(text: str) -> str:
-    for color, variable in _VARIABLES.items():
-        text = text.replace(color, variable)
-    return text
