@@ -37,7 +37,7 @@ import pyarrow.dataset
 import ray
 
 from flexengine import Engine, SamplingParams
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from flexengine.job.rows import Row
 
 STEP = 2048  # rows of a task: what is done again if its actor is lost
@@ -54,7 +54,7 @@ SCHEMA = pa.schema([*map(pa.field, ABOUT, ABOUT.values()), *ASKED])
 
 
 class Counts(NamedTuple):
-    """Rows of an output directory, and how many of them have an error."""
+    """InputRows of an output directory, and how many of them have an error."""
 
     rows: int
     failed: int
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{args.output} is there already: {in_words(count(args.output))}")
         return
     files = sorted(p for p in args.input.iterdir() if p.suffix in (".jsonl", ".parquet"))
-    lengths = [sum(1 for _ in Rows(path)) for path in files]
+    lengths = [sum(1 for _ in InputRows(path)) for path in files]
     if not sum(lengths):
         raise SystemExit(f"{args.input} holds no .jsonl or .parquet file with rows")
     part = args.output.with_name(args.output.name + ".part")
@@ -125,7 +125,7 @@ def read(parts: pa.Table) -> pa.Table:
     """
     (part,) = parts.to_pylist()
     path, start = Path(part["path"]), part["start"]
-    with Rows(path) as rows:
+    with InputRows(path) as rows:
         found = [about(row, path.name, part["first"]) for row in islice(rows, start, start + STEP)]
     return pa.Table.from_pylist(found, SCHEMA)
 

@@ -2,19 +2,19 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from flexengine.commands.messages import VERBOSE, say, verbosity
+from flexengine.commands.messages import VERBOSE, verbosity
 from flexengine.commands.open_engine import engine_options
 from flexengine.commands.options import Group, named
-from flexengine.commands.progress import RowErrors, last_line, verified_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.parallel.environment import ranks
 
 if TYPE_CHECKING:
-    from flexengine.job.interrupt import Interrupts
-    from flexengine.job.resume import Job
+    from flexengine.apps.fleet.job import FleetRunner
 
 _OWN = ("actors", "shard_rows")  # options that need --ray
 _NOT = ("dry_run", "trace", "report")  # options of one engine
@@ -59,30 +59,20 @@ def check_fleet(args: argparse.Namespace) -> None:
                            " give --stages")  # fmt: skip
 
 
-def run_fleet(
-    args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts"
-) -> dict[str, Any]:
-    """Run the rows that remain on a fleet, write the output file, and return the summary as JSON values, as
-    `run_job.run_job` does for one engine."""
+@contextmanager
+def fleet_runner(
+    args: argparse.Namespace, params: SamplingParams, look: "Callable[[], None]"
+) -> "Iterator[FleetRunner]":
+    """Return a context manager with a fleet that runs the rows. look: called after each shard; may raise an error."""
     try:
         from flexengine.apps.fleet import cluster
     except ImportError as error:
         raise InvalidInput(f'--ray needs Ray Data ({error}); pip install "flexengine[ray]"') from error
-    from flexengine.apps.fleet.job import FleetJob
+    from flexengine.apps.fleet.job import FleetRunner
     from flexengine.apps.fleet.member import Recipe
 
-    errors = RowErrors()
     with cluster.connected(args.ray, verbosity() >= VERBOSE):
         fleet = cluster.RayFleet.of(args.device, args.actors, args.stages or 1, args.interface)
         options = {"model": args.model, "progress": False, **engine_options(args)}
         recipe = Recipe(options, params, args.chat, folder=os.getcwd())
-        running = FleetJob(fleet, job, recipe, args.shard_rows)
-        remain = running.begin()
-        if running.about is not None and running.about.verified:
-            say(verified_line(dict(running.about.verified)))
-        if remain:
-            for result in running.results(interrupts.check):
-                errors.note(result)
-    summary = running.end()
-    say(last_line(job, args.output, summary if running.ran else {}))
-    return summary
+        yield FleetRunner(fleet, recipe, args.shard_rows, look)

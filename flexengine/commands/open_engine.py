@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import MachineOptions
     from flexengine.engine.state import Progress
-    from flexengine.job.inputs import Rows
+    from flexengine.job.inputs import InputRows
     from flexengine.lossy import Lossy
     from flexengine.parallel.group import Group
     from flexengine.worker.opened import Opened
@@ -98,11 +98,11 @@ def bare_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*_MACHINE, "dtype", "trust_remote_code", "allow_symlinks")}
 
 
-def open_rows(args: argparse.Namespace) -> "Rows":
+def open_rows(args: argparse.Namespace) -> "InputRows":
     """Open the input, with the options that `options.add_rows` adds."""
-    from flexengine.job.inputs import Rows
+    from flexengine.job.inputs import InputRows
 
-    return Rows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)
+    return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":

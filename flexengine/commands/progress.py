@@ -14,8 +14,8 @@ from flexengine.job.chat import fault
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 
 if TYPE_CHECKING:
-    from flexengine.job.inputs import Rows
-    from flexengine.job.resume import Job
+    from flexengine.job.inputs import InputRows
+    from flexengine.job.resume import JobStore
 
 SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
 SHOWN_CHARACTERS = 600  # of such an error; a row's text may be part of it
@@ -87,18 +87,18 @@ class EmptyTexts:
         self._rows += 1
         self._empty += result.error is None and result.generated_text == ""
 
-    def hint(self, rows: "Rows", tokenizer: Any) -> str:
+    def hint(self, rows: "InputRows", tokenizer: Any) -> str:
         """Return a line that names --chat; "" unless at least half of the texts are empty, all prompts of the input
         were continued as they stand, and the model has a chat template."""
-        if not self._empty or 2 * self._empty < self._rows or rows.chat or fault(tokenizer) is not None:
+        if not self._empty or 2 * self._empty < self._rows or rows.chat or not rows.scan().only_texts:
             return ""
-        if any(row.error is None and (row.is_batch or not isinstance(row.prompt, str)) for row in rows):
+        if fault(tokenizer) is not None:
             return ""
         empty = f"{self._empty} of {count(self._rows, 'text is', 'texts are')} empty"
         return f"{empty}; --chat runs each prompt as a user's message, through the model's chat template"
 
 
-def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
+def last_line(job: "JobStore", output: str | None, summary: dict[str, Any]) -> str:
     """Return the result of a run in one line.
 
     Args:

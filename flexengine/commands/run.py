@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
-from flexengine.commands.fleet import add_fleet, check_fleet, run_fleet
+from flexengine.commands.fleet import add_fleet, check_fleet
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine, open_rows
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         open_job(rows, args.output, args.restart, args.retry_errors) as job,
     ):
         with interrupts.guarding(job.save, job.standing):
-            summary = (run_job if args.ray is None else run_fleet)(args, job, params, interrupts)
+            summary = run_job(args, job, params, interrupts)
         failed = job.failed
     if args.json:
         print(json.dumps(summary), flush=True)

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, SCORE, Manifest, make_manifest
 from flexengine.lossy import Lossy
 
 if TYPE_CHECKING:  # it imports torch, which is not needed here
-    from flexengine.engine.base import BaseEngine
+    from flexengine.engine.session import Session
 
 # Names of settings.
 LOSSY, CACHE, IMPORTANCES, PREFILL_TOKENS, THRESHOLDS = "lossy", "cache", "importances", "prefill_tokens", "thresholds"
 _AGAIN = "give --restart (restart=True in Python) to run the job again"
 
 
-def engine_part(engine: "BaseEngine", known: Manifest) -> dict[str, Any]:
+def engine_part(engine: "Session", known: Manifest) -> dict[str, Any]:
     """Return the values of a manifest that identify the model and its arithmetic.
 
     Args:
@@ -28,20 +28,22 @@ def engine_part(engine: "BaseEngine", known: Manifest) -> dict[str, Any]:
     return {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
 
 
-def switches_part(engine: "BaseEngine") -> dict[str, Any]:
+def switches_part(engine: "Session") -> dict[str, Any]:
     """Return the lossy switches of a manifest: those that the user gave, or those that the planner may choose from."""
     allow = engine.options.allow
     return {"allow": sorted(allow)} if allow else engine.switches
 
 
-def manifest(rows: Rows, params: SamplingParams, engine: Mapping[str, Any], switches: Mapping[str, Any]) -> Manifest:
+def manifest(
+    rows: InputRows, params: SamplingParams, engine: Mapping[str, Any], switches: Mapping[str, Any]
+) -> Manifest:
     """Return the manifest of a job of a file.
 
     Args:
         params: sampling parameters of rows without fields of these names.
         engine, switches: see `engine_part` and `switches_part`.
     """
-    given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,
+    given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.scan().sha256, "input_format": rows.form,
                              "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
     if rows.chat:
         given[CHAT] = True
@@ -50,7 +52,7 @@ def manifest(rows: Rows, params: SamplingParams, engine: Mapping[str, Any], swit
     return make_manifest(params, given, engine, switches)
 
 
-def settings_of(engine: "BaseEngine", prefill_tokens: int) -> dict[str, Any]:
+def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
     """Return the choices of an engine.
 
     Args:
@@ -63,7 +65,7 @@ def settings_of(engine: "BaseEngine", prefill_tokens: int) -> dict[str, Any]:
             **sparse}  # fmt: skip
 
 
-def take_over(engine: "BaseEngine", settings: Mapping[str, Any]) -> None:
+def take_over(engine: "Session", settings: Mapping[str, Any]) -> None:
     """Let an engine use the choices with which its job began. `Planner.keep_prefill` takes the size of prefill chunks.
 
     Args:
@@ -79,14 +81,14 @@ def take_over(engine: "BaseEngine", settings: Mapping[str, Any]) -> None:
     _check_thresholds(engine, settings.get(THRESHOLDS))
 
 
-def _check_cache(engine: "BaseEngine", began: str) -> None:
+def _check_cache(engine: "Session", began: str) -> None:
     """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that the
     user gave is compared with the manifest instead."""
     if began and began != (now := engine.core.cache_form):
         raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; {_AGAIN}")
 
 
-def _check_importances(engine: "BaseEngine", began: str | None) -> None:
+def _check_importances(engine: "Session", began: str | None) -> None:
     """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring
     them again gave other numbers."""
     if began is None or (current := engine.calibrator.importances) is None or current.digest == began:
@@ -96,7 +98,7 @@ def _check_importances(engine: "BaseEngine", began: str | None) -> None:
                        f" {current.digest}; {_AGAIN}")  # fmt: skip
 
 
-def _check_thresholds(engine: "BaseEngine", began: list[float] | None) -> None:
+def _check_thresholds(engine: "Session", began: list[float] | None) -> None:
     """Raise InvalidInput if the job began with other thresholds of sparsified activations, as for importances."""
     if began is not None and began != engine.calibrator.thresholds:
         raise InvalidInput("this job began with other thresholds of sparsified activations than the cache has now: they"

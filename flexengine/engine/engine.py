@@ -4,21 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from flexengine.activity import Listener, reporting
+from flexengine.activity import Listener
 from flexengine.config import Result, SamplingParams, shown
-from flexengine.engine.base import BaseEngine
-from flexengine.engine.file_job import FileJob
 from flexengine.engine.options import EngineOptions, check, takes
 from flexengine.engine.pairs import pairs_of, rows_of
+from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
-from flexengine.job.columns import answered
-from flexengine.job.inputs import Rows
-from flexengine.job.overwrite import check_not_overwritten
-from flexengine.job.results import check_output, files_beside
-from flexengine.job.resume import open_job
-from flexengine.job.source import FORMATS
-from flexengine.job.streams import STDIN
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
@@ -26,7 +18,7 @@ Ids = Sequence[int]
 OnResult = Callable[[Result], None]
 
 
-class Engine(BaseEngine):
+class Engine(Session):
     """Generates text with a model whose weights, KV cache and activations may live on device, host and disk.
 
     Use it as a context manager, or call `close`. It is for offline batches: one job runs at a time. The public methods
@@ -58,7 +50,7 @@ class Engine(BaseEngine):
             UnsupportedModel: the model's architecture cannot be run.
             BadCheckpoint: the model's files are broken.
         """
-        super().__init__(EngineOptions(*args, **options))
+        super().__init__(EngineOptions(*args, **options), self._exact)
 
     def _exact(self, progress: Listener) -> "Engine":
         return Engine(**vars(self.options.exact(self.planner.rates.known(), progress)))
@@ -253,29 +245,10 @@ class Engine(BaseEngine):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
-        check("input", input, str | Path, "the name of a file")
-        check("output", output, str | Path, "the name of a file")
-        check("params", params, SamplingParams | None, "SamplingParams, or None")
-        check("prompt_column", prompt_column, str | None, "the name of a column, or None")
-        if input_format not in (*FORMATS, None):
-            raise InvalidInput(f"input_format is {shown(input_format)}; it must be one of {', '.join(FORMATS)}")
-        check("limit", limit, int | None, "a whole number of at least 1, or None")
-        if limit is not None and limit < 1:
-            raise InvalidInput(f"limit is {limit}; it must be at least 1")
-        check("chat", chat, bool, "True or False")
-        check("score", score, bool, "True or False")
-        check("restart", restart, bool, "True or False")
-        check("retry_errors", retry_errors, bool, "True or False")
-        input = STDIN if input == "-" else input
-        check_output(output, input)
-        written = {"trace": self.options.trace, "output": output, **files_beside(output, "output")}
-        check_not_overwritten({"input": input}, written)
-        with (
-            reporting(self.listener),
-            Rows(input, prompt_column, limit, input_format, chat, score) as rows,
-            open_job(rows, output, restart, retry_errors) as job,
-        ):
-            return FileJob(self, job, params or SamplingParams()).run()
+        from flexengine.engine.run_job import JobArguments, run_job  # plain jobs read no file
+
+        how = JobArguments(prompt_column, limit, input_format, chat, score, restart, retry_errors)
+        return run_job(self, input, output, SamplingParams() if params is None else params, how)
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.
@@ -285,6 +258,8 @@ class Engine(BaseEngine):
         Args:
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.
         """
+        from flexengine.job.columns import answered  # other jobs have no columns
+
         return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
 
 

@@ -1,35 +1,38 @@
-"""A job of a file: rows run on an engine, results go to the journal, and the manifest with which runs are compared.
+"""A job of a file: rows are run, results go to the journal, and the manifest is that with which runs are compared.
 
 `flexengine run` opens the job before it opens the engine, so that a wrong input or output is refused at once.
-`Engine.run_job` opens the job on an engine that is open. From there on both use `FileJob`.
+`Engine.run_job` opens the job on an engine that is open. From there on both, and fleets, use `FileJob`. The input is
+read once when the job is opened (counts and digest), once when its rows are run, and once when the output is written.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from flexengine.activity import activity, message
-from flexengine.config import Result, SamplingParams
-from flexengine.engine.agreement import (
-    PREFILL_TOKENS,
-    engine_part,
-    manifest,
-    settings_of,
-    switches_part,
-    take_over,
-)
-from flexengine.engine.generating import JobRows
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts, Summary
-from flexengine.errors import OutOfMemory
-from flexengine.job.resume import Job
+from flexengine.config import Result
+from flexengine.engine.summary import JobCounts
+from flexengine.job.resume import JobStore
 from flexengine.job.rows import Row
 from flexengine.job.same_job import Manifest
-from flexengine.plan.min_memory import SHORTEST
 
-if TYPE_CHECKING:  # it imports torch, which is not needed here
-    from flexengine.engine.base import BaseEngine
+
+class RowRunner(Protocol):
+    """Computes the rows of a job: one engine, or a fleet."""
+
+    def open(self, store: JobStore) -> str:
+        """Check whether the job's rows can be run, and return the name of the model."""
+
+    def manifest(self, store: JobStore, known: Manifest) -> Manifest:
+        """Return the job's manifest. known: that of the run that began the job; empty if there was none."""
+
+    def take_over(self, store: JobStore) -> None:
+        """Use the choices of the run that began the job."""
+
+    def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
+        """Yield the results of rows, without their prompts. The caller stores each before it takes the next one."""
+
+    def summary(self, counts: JobCounts, ran: bool) -> Any:
+        """Return the summary of the run. ran: whether rows were run."""
 
 
 class FileJob:
@@ -37,21 +40,19 @@ class FileJob:
 
     Attributes:
         ran: whether rows were run.
+
+    Args:
+        runner: computes the rows.
+        store: an open job. Its messages, and those of this class, go to the listener of the caller's context.
     """
 
-    def __init__(self, engine: "BaseEngine", job: Job, params: SamplingParams) -> None:
-        """Run a job on an engine.
-
-        Args:
-            job: an open job. Its messages, and those of this class, go to the listener of the caller's context.
-            params: sampling parameters of rows without fields of these names.
-        """
-        self.engine, self.job, self.params = engine, job, params
+    def __init__(self, runner: RowRunner, store: JobStore) -> None:
+        self.runner, self.store = runner, store
         self._rows: Iterable[Row] = ()
         self.ran = False
 
-    def run(self) -> Summary:
-        """Run the rows that remain, write the output file, and return the summary. Raise as `Engine.run_job`."""
+    def run(self) -> Any:
+        """Run the rows that remain, write the output file, and return the runner's summary."""
         self.begin()
         for _ in self.results():
             pass
@@ -65,96 +66,35 @@ class FileJob:
                 as messages and the model has no chat template.
             OutOfMemory: no row fits into memory.
         """
-        engine, job = self.engine, self.job
+        runner, store = self.runner, self.store
         self._say_note()
-        engine.reader.check(self.params)
-        engine.reader.check_chat(job.rows.chat)
-        self._rows = job.begin(self._manifest, engine.core.source.name)
+        model = runner.open(store)
+        self._rows = store.begin(lambda known: runner.manifest(store, known), model)
         self._say_note()
-        if job.resumed:
-            message(f"{job.resumed} of {job.total} rows were done before")
-        if not self._rows or not job.total:
+        if store.resumed:
+            message(f"{store.resumed} of {store.total} rows were done before")
+        if not self._rows or not store.total:
             return False
-        take_over(engine, job.settings)
+        runner.take_over(store)
         return True
 
     def results(self) -> Iterator[Result]:
         """Run the rows that remain. Yield every result after it was stored, without its prompt."""
-        if not self._rows or not self.job.total:
+        if not self._rows or not self.store.total:
             return
         self.ran = True
-        rows = JobRows(self.job.total, self.job.done, self.job.resumed - self.job.done)
-        stream = self.engine.results(self._rows, self.params, rows)
-        with self._saving(), self._same_cuts(), contextlib.closing(stream):
-            for result in stream:
-                result.prompt = None  # the output has the row's own fields, and a job without a journal keeps results
-                self.job.take(result)
-                yield result
+        for result in self.runner.results(self.store, self._rows):
+            self.store.take(result)
+            yield result
 
-    def end(self) -> Summary:
-        """Write the output file, and return the summary. The engine may be closed before."""
-        job, engine = self.job, self.engine
-        if not job.finished:
-            with activity("writing", "writing the results", job.total, "rows"):
-                job.end()
-        counts = JobCounts(job.total, job.done, job.failed, job.resumed)
-        return replace(engine.summary if self.ran else engine.core.empty_summary(), job=counts)
+    def end(self) -> Any:
+        """Write the output file, and return the runner's summary. The engine may be closed before."""
+        store = self.store
+        if not store.finished:
+            with activity("writing", "writing the results", store.total, "rows"):
+                store.end()
+        return self.runner.summary(JobCounts(store.total, store.done, store.failed, store.resumed), self.ran)
 
     def _say_note(self) -> None:
-        if note := self.job.take_note():
+        if note := self.store.take_note():
             message(note)
-
-    @contextlib.contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Return a context manager in which results are synced to the disk after sweeps, before the engine's own
-        `on_sweep` is called."""
-        engine, job = self.engine, self.job
-        own = engine.on_sweep
-
-        def sweep_ended(progress: Progress) -> None:
-            if engine.layout is not None:
-                job.save_settings(settings_of(engine, engine.layout.policy.prefill_tokens))
-            job.save(at_once=False)
-            if own is not None:
-                own(progress)
-
-        engine.on_sweep = sweep_ended
-        try:
-            yield
-        finally:
-            engine.on_sweep = own
-
-    @contextlib.contextmanager
-    def _same_cuts(self) -> Iterator[None]:
-        """Return a context manager in which prompts are cut as the run that began the job cut them: the last bits of a
-        prompt's KV depend on the cuts."""
-        planner, began = self.engine.planner, self.job.settings.get(PREFILL_TOKENS)
-        policy, tokens = planner.policy, planner.prefill_tokens
-        if planner.keep_prefill(began):
-            message(f"prefill_tokens stays {began}, with which the job began")
-        try:
-            yield
-        finally:
-            planner.policy, planner.prefill_tokens = policy, tokens
-
-    def _manifest(self, known: Manifest) -> Manifest:
-        """Return the job's manifest.
-
-        Args:
-            known: manifest of the run that began the job; empty if there was none.
-        """
-        engine = self.engine
-        engine.choose_bits()
-        if not known and not engine.options.allow:
-            self._check_memory()
-        return manifest(self.job.rows, self.params, engine_part(engine, known), switches_part(engine))
-
-    def _check_memory(self) -> None:
-        """Raise OutOfMemory, before all files of the model are hashed for the manifest, if not even a row of one prompt
-        token and one generated token fits."""
-        engine = self.engine
-        try:
-            engine.planner.check(SHORTEST)
-        except OutOfMemory:
-            if (workload := engine.reader.survey(self.job.rows, self.params)).count:
-                engine.planner.check(workload)  # its message says what these rows need

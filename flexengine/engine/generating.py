@@ -26,11 +26,13 @@ class JobRows:
     Attributes:
         total: rows of the whole job; None if it is unknown.
         done, failed: rows that earlier runs finished, without and with an error.
+        with_prompts: whether results have the prompts as they were given.
     """
 
     total: int | None = None
     done: int = 0
     failed: int = 0
+    with_prompts: bool = True
 
 
 class Rate:

@@ -28,7 +28,7 @@ from flexengine.engine.recovery import RENEWALS, REPLANS, exhausted, given_too_l
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.summary import Summary
-from flexengine.engine.survey import Reader
+from flexengine.engine.survey import PromptReader
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
@@ -55,7 +55,7 @@ class Job:
         core: Core,
         planner: Planner,
         calibrator: Calibrator,
-        reader: Reader,
+        reader: PromptReader,
         on_sweep: Callable[[Progress], None] | None = None,
         load_first: bool = False,
         rows: JobRows | None = None,
@@ -75,11 +75,12 @@ class Job:
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
         self.reader.shares = self.core.shares
-        workload = self.reader.survey(prompts, params)
+        workload, spool = self.reader.encoded(prompts, params)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)
         tokens = sum(n * times for (_, n), times in plan.workload.sizes.items())
-        state = JobState(self._requests(prompts, params, plan), Progress(most=tokens))
+        requests = self.reader.replayed(spool, prompts, params, self.rows.with_prompts)
+        state = JobState(self._fitting(requests, plan), Progress(most=tokens))
         if plan.layout is not None:
             self._report_plan(plan.workload, plan.layout)
             yield from self._run(plan.workload, plan.layout, state)
@@ -95,11 +96,9 @@ class Job:
             cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
             message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)
 
-    def _requests(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], plan: Plan
-    ) -> Iterator[Request | Row]:
+    def _fitting(self, requests: Iterator[Request | Row], plan: Plan) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
-        for item in self.reader.requests(prompts, params):
+        for item in requests:
             prompt, most = max(item.sizes, key=sum) if isinstance(item, Request) else (0, 0)
             if isinstance(item, Request) and prompt + most > plan.largest:
                 size = f"prompt of {prompt} tokens + max_tokens {most}"

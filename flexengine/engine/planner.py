@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.rates import RateStore
-from flexengine.engine.survey import Reader, Refused
+from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import OutOfMemory
-from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import is_worker
@@ -29,6 +29,9 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
+
+if TYPE_CHECKING:  # plain jobs read no file
+    from flexengine.job.inputs import InputRows
 
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
@@ -288,7 +291,12 @@ def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lo
 
 
 def workload(
-    opened: Opened, rows: Rows, params: SamplingParams, trust_remote_code: bool, refused: Refused, shares: bool = True
+    opened: Opened,
+    rows: "InputRows",
+    params: SamplingParams,
+    trust_remote_code: bool,
+    refused: Refused,
+    shares: bool = True,
 ) -> Workload:
     """Return the sizes of the rows, encoded with the model's tokenizer.
 
@@ -297,7 +305,7 @@ def workload(
         shares: whether prompts may share common prefixes.
     """
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
-    reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
+    reader = PromptReader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
     reader.shares = shares and not opened.lossy.alters_cache
     reader.check_chat(rows.chat)
     return reader.survey(rows, params, refused)

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.scoring import encode_scored
+from flexengine.engine.spool import RequestSpool
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
 from flexengine.job.prompts import Request, encode
@@ -86,7 +88,7 @@ class Tally:
         return Workload(self.sizes, spared, self.stems, self.longest, self.nested, self.scored)
 
 
-class Reader:
+class PromptReader:
     """Converts prompts to requests for one model.
 
     Attributes:
@@ -110,16 +112,20 @@ class Reader:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
         be refused."""
         if unknown := next((token for token in params.stop_token_ids if token >= self.vocabulary), None):
-            raise InvalidInput(f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids"
-                               f" from 0 to {self.vocabulary - 1}")  # fmt: skip
+            raise InvalidInput(
+                f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids from 0 to"
+                f" {self.vocabulary - 1}"
+            )
         check_stops(params, self.tokenizer)
 
     def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
         them, as every prompt would be refused. chat: whether they are."""
         if chat and (reason := fault(self.tokenizer)) is not None:
-            raise InvalidInput(f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it"
-                               " out, or take an instruction-tuned model")  # fmt: skip
+            raise InvalidInput(
+                f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or take"
+                " an instruction-tuned model"
+            )
 
     def requests(
         self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
@@ -134,7 +140,7 @@ class Reader:
             if isinstance(prompt, Request):
                 yield prompt
                 continue
-            row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
+            row = _row(prompt, i)
             defaults = params if isinstance(params, SamplingParams) else params[i]
             scored = row.is_scored and row.error is None
             if scored and self.unscored:
@@ -149,16 +155,54 @@ class Reader:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
+    def encoded(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
+    ) -> tuple[Workload, RequestSpool]:
+        """Return the number of sequences of each size, from which the job is planned, and all requests. No memory grows
+        with the number of prompts."""
+        spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
+        return self.survey(prompts, params, spool=spool), spool
+
+    def replayed(
+        self,
+        spool: RequestSpool,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams],
+        with_prompts: bool,
+    ) -> Iterator[Request | Row]:
+        """Yield what `requests` yields for these prompts, of which `encoded` returned the spool.
+
+        Args:
+            with_prompts: whether the items have their prompts as they were given. If False, the prompts are iterated
+                only if the spool is not complete.
+        """
+        if not spool.complete:
+            yield from self.requests(prompts, params)
+        elif not with_prompts:
+            yield from spool.items()
+        else:
+            for i, (prompt, item) in enumerate(zip(prompts, spool.items(), strict=True)):
+                if isinstance(prompt, Request):
+                    yield prompt
+                    continue
+                row = _row(prompt, i)
+                if isinstance(item, Request):
+                    yield replace(item, prompt=row.prompt)
+                else:
+                    yield replace(row, error=item.error)
+
     def survey(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], refused: Refused | None = None
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams],
+        refused: Refused | None = None,
+        spool: RequestSpool | None = None,
     ) -> Workload:
         """Return the number of sequences of each size, from which the job is planned.
 
-        Prompts are tokenized here and once more when they are run. Tokenizing costs little beside generating, and no
-        memory grows with the number of prompts.
-
         Args:
             refused: counts the rows that cannot be run; None if they need not be counted.
+            spool: gets all requests, and rows with an error, in order; None to drop them.
         """
         for each in [params] if isinstance(params, SamplingParams) else params:
             self.check(each)
@@ -170,6 +214,8 @@ class Reader:
             def counted() -> Iterator[Request | Row]:
                 for item in self.requests(prompts, params):
                     work.advance()
+                    if spool is not None:
+                        spool.add(item)
                     yield item
 
             arrangement = Arrangement(counted(), self.shares)
@@ -182,3 +228,8 @@ class Reader:
                 arrangement.ready.clear()
                 arrangement.bad.clear()
         return tally.workload()
+
+
+def _row(prompt: object, index: int) -> Row:
+    """Return the row of a prompt, which may be a row itself."""
+    return prompt if isinstance(prompt, Row) else row_of(prompt, index)

@@ -31,11 +31,12 @@ import numpy as np
 
 from flexengine.config import Result, SamplingParams, json_fault
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
-from flexengine.job import tables
 from flexengine.job.chat import TOOLS
 from flexengine.job.prompts import OVERRIDES
+from flexengine.job.read_arrow import record_of, records_of
 from flexengine.job.results import present_fields
 from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.tables import whole_number
 
 INDEX = "index"
 READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, INDEX)
@@ -165,12 +166,12 @@ def _cells(batch: Any) -> Iterator[dict[str, Any]]:
         yield from ({} for _ in range(batch.num_rows))
         return
     for part in selected.to_batches():
-        yield from tables.rows_of(part)
+        yield from records_of(part)
 
 
 def _row(position: int, cells: dict[str, Any]) -> Row:
-    record = tables.record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
-    fields = {name: tables.whole_number(name, value) for name, value in record.fields.items() if value is not None}
+    record = record_of(0, {name: _python(cell) for name, cell in cells.items()}, ("prompt",))
+    fields = {name: whole_number(name, value) for name, value in record.fields.items() if value is not None}
     index = fields.pop(INDEX, position)
     if isinstance(index, float) and index.is_integer():
         index = int(index)

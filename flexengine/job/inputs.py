@@ -1,35 +1,42 @@
-"""Reading of input files as rows. A bad row becomes a row with an error; only an unusable file raises."""
+"""The rows of an input file. A bad row becomes a row with an error; only an unusable file raises."""
 
 import hashlib
-import json
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from shlex import quote
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from flexengine.activity import advance
-from flexengine.config import json_fault, meant, shown
 from flexengine.errors import InvalidInput
-from flexengine.job import openai, tables
-from flexengine.job.documents import InvalidJson, elements, is_document
-from flexengine.job.lines import json_object, read_lines, too_long, utf8_fault
-from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
-from flexengine.job.source import Source
+from flexengine.job.reading import OpenReader, ReadOptions
+from flexengine.job.rows import Row
+from flexengine.job.source import FORMATS, InputFile
 from flexengine.job.streams import STDIN
 
-MAX_LINE_BYTES = 64 * 2**20
-_AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
-_STEP = 2**20
+_BLOCK_BYTES = 2**20
 
 
-class Rows:
+class InputScan(NamedTuple):
+    """What one reading of the whole input counts.
+
+    Attributes:
+        total: number of rows.
+        sha256: hex digest of all bytes of the input after decompression, including those beyond the limit.
+        only_texts: whether all rows without an error have a text as prompt, and none is an OpenAI batch line.
+    """
+
+    total: int
+    sha256: str
+    only_texts: bool
+
+
+class InputRows:
     """The rows of an input file. Every `iter()` reads the file again from its beginning. Memory does not grow with the
     file. Use as a context manager, or call `close`.
 
@@ -45,9 +52,14 @@ class Rows:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None,
-        form: str | None = None, chat: bool = False, score: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str],
+        prompt_column: str | None = None,
+        limit: int | None = None,
+        form: str | None = None,
+        chat: bool = False,
+        score: bool = False,
+    ) -> None:
         """Open an input file.
 
         Args:
@@ -58,7 +70,7 @@ class Rows:
                 TSV files.
             limit: most rows to read; None reads all.
             form: one of `source.FORMATS`; None takes the format of the file's suffix, jsonl for a stream without one.
-                A jsonl line may be an OpenAI batch line, see `openai.is_batch_line`.
+                A jsonl line may be an OpenAI batch line, see `read_json.is_batch_line`.
             chat: run each prompt that is text as a user's message, through the model's chat template. Rows with
                 messages or token ids, and OpenAI batch lines, are run as they are.
             score: score rows without a prompt; see `Row.scored`.
@@ -69,26 +81,23 @@ class Rows:
         """
         self.path = Path(STDIN if path == "-" else path)
         self.prompt_column, self.chat, self.score = prompt_column, chat, score
+        self._scan: InputScan | None = None
         self._limit = None if limit is None else min(limit, sys.maxsize)
-        self._source = Source(self.path, form)
+        self._source = InputFile(self.path, form)
         self.form = self._source.form
         try:
             self._state = self._source.state
-            self._read = _READERS[self.form](_Input(self.path, self._source, prompt_column, score))
+            module, _, name = FORMATS[self.form].reader.partition(":")
+            open_reader: OpenReader = getattr(import_module(module), name)
+            self._read = open_reader(ReadOptions(self.path, self._source, prompt_column, score))
         except BaseException:
             self.close()
             raise
 
     def __iter__(self) -> Iterator[Row]:
-        if self._source.state != self._state:
-            raise InvalidInput(f"input {self.path} has changed since it was opened; start the job again")
-        rows = islice(self._read(), self._limit)
-        if not (self.chat or self.score):
-            return rows
-        chat, score = self.chat, self.score
-        return (row if row.is_batch else replace(row, chat=chat, scored=score) for row in rows)
+        return self.hashed(None)
 
-    def __enter__(self) -> "Rows":
+    def __enter__(self) -> "InputRows":
         return self
 
     def __exit__(
@@ -106,218 +115,54 @@ class Rows:
         state = self._source.state
         return state[2] if state else 0
 
-    def sha256(self) -> str:
-        """Return the hex digest of all bytes of the input after decompression, including those beyond `limit`."""
-        digest = hashlib.sha256()
-        with self._source.open() as file:
-            while block := file.read(_STEP):
-                digest.update(block)
-        return digest.hexdigest()
+    @property
+    def changed(self) -> bool:
+        """Return whether the file has another size, time or inode than when it was opened."""
+        return self._source.state != self._state
 
+    def hashed(self, digest: Any) -> Iterator[Row]:
+        """Return an iterator of the rows that adds all bytes of the input to a digest of hashlib, also those beyond the
+        limit. digest: None for no digest."""
+        if self.changed:
+            raise InvalidInput(f"input {self.path} has changed since it was opened; start the job again")
+        return self._rows(digest)
 
-def survey(rows: Iterable[Row]) -> int:
-    """Return the number of rows. Raise InvalidInput if OpenAI batch lines share a custom_id. For the memory that this
-    takes see `openai.duplicate_ids`."""
-    total, hashes = 0, array("q")
-    for row in rows:
-        total += 1
-        advance()
-        if row.custom_id:
-            hashes.append(hash(row.custom_id))
-    if repeated := openai.duplicate_ids(rows, hashes):
-        listed = ", ".join(f"{custom_id!r} (lines {first} and {second})" for custom_id, first, second in repeated)
-        raise InvalidInput(f"every custom_id must be unique, but these are found twice: {listed}; change one of each")
-    return total
+    def _rows(self, digest: Any) -> Iterator[Row]:
+        with self._source.open(digest) as file:
+            for row in islice(self._read(file), self._limit):
+                marked = (self.chat or self.score) and not row.is_batch
+                yield replace(row, chat=self.chat, scored=self.score) if marked else row
+            while digest is not None and file.read(_BLOCK_BYTES):
+                pass
 
+    def scan(self) -> InputScan:
+        """Return the counts of the whole input. The first call reads it once.
 
-class _Input(NamedTuple):
-    """An input that is open.
+        Memory is 8 bytes for each OpenAI batch line, and more if lines share a custom_id; see `openai.duplicate_ids`.
 
-    Attributes:
-        name: name of the input, for messages.
-        source: the open input.
-        column: the prompt column, if one was given.
-        score: whether rows without a prompt are scored.
-    """
+        Raises:
+            InvalidInput: OpenAI batch lines share a custom_id, or as for iterating.
+        """
+        if self._scan is not None:
+            return self._scan
+        total, only_texts, digest, hashes = 0, True, hashlib.sha256(), array("q")
+        for row in self.hashed(digest):
+            total += 1
+            advance()
+            only_texts = only_texts and (row.error is not None or (not row.is_batch and isinstance(row.prompt, str)))
+            if row.custom_id:
+                hashes.append(hash(row.custom_id))
+        if hashes:
+            self._check_ids(hashes)
+        self._scan = InputScan(total, digest.hexdigest(), only_texts)
+        return self._scan
 
-    name: Path
-    source: Source
-    column: str | None
-    score: bool
+    def _check_ids(self, hashes: "array[int]") -> None:
+        """Raise InvalidInput if OpenAI batch lines share a custom_id. hashes: those of all custom_ids."""
+        from flexengine.job.openai import duplicate_ids
 
-    def wanted(self, default: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the columns of which a table must have one. default: without a prompt column."""
-        scored = SCORED_KINDS if self.score else ()
-        return (*scored, *(default if self.column is None else (self.column,)))
-
-
-_Reader = Callable[[], Iterator[Row]]
-
-
-def _text(given: _Input) -> _Reader:
-    if given.column is not None:
-        raise InvalidInput(f"input {given.name} has one prompt per line and no columns; leave the prompt column out")
-    if given.score:
-        raise InvalidInput(f"input {given.name} has one prompt per line, and --score (score=True in Python) scores no"
-                           " prompts; give texts as .jsonl or .csv with the field text")  # fmt: skip
-
-    def rows() -> Iterator[Row]:
-        for row, raw in _lines(given):
-            yield _text_row(row, raw) if row.error is None else row
-
-    return rows
-
-
-def _json(given: _Input) -> _Reader:
-    with given.source.open() as file:
-        numbered = _elements if is_document(file) else _lines
-
-    def rows(unreadable: str | None = None) -> Iterator[Row]:
-        for row, raw in numbered(given):
-            read = _json_row(row, raw, given) if row.error is None else row
-            yield read if read.fields else replace(read, custom_id=unreadable)
-
-    # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
-    first = next((row for row in rows() if row.fields), None)
-    return partial(rows, "" if first is not None and first.is_batch else None)
-
-
-def _csv(given: _Input) -> _Reader:
-    form, column = given.source.form, given.column or "prompt"
-    if column in PROMPT_KINDS[1:]:
-        raise InvalidInput(f"input {given.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
-    with given.source.open() as file:
-        columns, _ = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
-    _check_columns(given, columns, given.wanted(("prompt",)))
-    convert = _scored_cell if given.score else tables.parsed_cell
-
-    def rows() -> Iterator[Row]:
-        with given.source.open() as file:
-            _, records = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
-            for index, record in enumerate(records):
-                yield _table_row(index, record, column, convert, given.score)
-
-    return rows
-
-
-def _arrow(given: _Input) -> _Reader:
-    file, form = given.source.file, given.source.form
-    columns = tables.arrow_columns(file, given.name, form)
-    _check_columns(given, columns, given.wanted(PROMPT_KINDS))
-    texts = (given.column or "prompt", *((CONTEXT, *SCORED_KINDS) if given.score else ()))
-
-    def rows() -> Iterator[Row]:
-        for index, record in enumerate(tables.arrow_records(file, given.name, form, texts)):
-            yield _table_row(index, record, given.column, tables.whole_number, given.score)
-
-    return rows
-
-
-_READERS: dict[str, Callable[[_Input], _Reader]] = {
-    "jsonl": _json, "txt": _text, "csv": _csv, "tsv": _csv, "parquet": _arrow, "arrow": _arrow,
-}  # fmt: skip
-
-
-def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -> None:
-    """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
-    if double := sorted({name for name in columns if columns.count(name) > 1}):
-        raise InvalidInput(f"input {given.name} has several columns named {double}; rename them")
-    if set(wanted) & set(columns):
-        return
-    lacks = f"input {given.name} has no column {' or '.join(wanted)}; its columns are {columns}"
-    if seems := tables.other_separator(columns, given.source.form, _AS_TSV):
-        raise InvalidInput(f"{lacks}: {seems}")
-    name = meant(wanted[0], columns) or "NAME"
-    raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r}"
-                       " in Python)")  # fmt: skip
-
-
-def _lines(given: _Input) -> Iterator[tuple[Row, bytes]]:
-    """Yield each line that is not blank, without its line end, with an empty row, or a row with an error."""
-    index = 0
-    with given.source.open() as file:
-        for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
-            if raw is not None and not raw.strip():
-                continue
-            row = Row(index, line)
-            yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
-            index += 1
-
-
-def _elements(given: _Input) -> Iterator[tuple[Row, bytes]]:
-    """Yield each element of an array, or each of several documents, with an empty row."""
-    with given.source.open() as file:
-        try:
-            for index, (line, raw) in enumerate(elements(file, MAX_LINE_BYTES)):
-                yield Row(index, line), raw
-        except InvalidJson as error:
-            raise InvalidInput(f"input {given.name}, {error}") from error
-
-
-def _text_row(row: Row, raw: bytes) -> Row:
-    if fault := utf8_fault(raw):
-        return row.refused(fault)
-    return Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
-
-
-def _json_row(row: Row, raw: bytes, given: _Input) -> Row:
-    try:
-        fields = json_object(raw)
-    except InvalidInput as error:
-        return row.refused(str(error))
-    column = given.column
-    batch = openai.is_batch_line(fields, (*PROMPT_KINDS, column))
-    row = Row(row.index, row.line, fields, custom_id=openai.custom_id_of(fields) if batch else None)
-    try:
-        return replace(row, request=openai.request_of(fields) if batch else _request(fields, column, given.score))
-    except InvalidInput as error:
-        return row.refused(str(error))
-    except RecursionError:
-        return row.refused("nested too deeply")
-
-
-def _table_row(
-    index: int, record: tables.Record, column: str | None, convert: Callable[[str, Any], Any], score: bool
-) -> Row:  # fmt: skip
-    row = Row(index, record.line, record.fields)
-    if record.fault is not None:
-        return row.refused(record.fault)
-    try:
-        request = _request(record.fields, column, score)
-        return replace(row, request={name: convert(name, value) for name, value in request.items()})
-    except InvalidInput as error:
-        return row.refused(str(error))
-
-
-def _scored_cell(name: str, cell: str) -> Any:
-    """Return the value of a CSV cell of a row that is scored or generates: an empty cell is no value, and choices are a
-    JSON list. Other cells are as for `tables.parsed_cell`."""
-    if not cell and name in ("prompt", CONTEXT, *SCORED_KINDS):
-        return None
-    if name != "choices":
-        return tables.parsed_cell(name, cell)
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"choices is {shown(cell)}, which is no JSON list: {json_fault(error)}") from error
-
-
-def _request(fields: dict[str, Any], column: str | None, score: bool) -> dict[str, Any]:
-    """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
-
-    Args:
-        column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
-            fields.
-        score: a row without this field is scored.
-
-    Raises:
-        InvalidInput: the row has no such field, and is not scored.
-    """
-    if column is None:
-        return fields
-    others = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
-    if fields.get(column) is None:
-        if score:
-            return others
-        raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
-    return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}
+        if repeated := duplicate_ids(self, hashes):
+            listed = ", ".join(f"{name!r} (lines {first} and {second})" for name, first, second in repeated)
+            raise InvalidInput(
+                f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
+            )

@@ -19,7 +19,6 @@ from flexengine.job import chat
 from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
-LINE_KEYS = ("custom_id", "method", "url", "body")
 MAX_ID_CHARACTERS = 512
 _SAME = (
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
@@ -37,17 +36,6 @@ _ONLY: tuple[tuple[str, Any], ...] = (
 _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 _CONFIRMED_AT_ONCE = 4096  # repeated hashes that are compared by custom_id in one pass over the rows
 _VERY_UNLIKELY = -9999.0  # OpenAI's value for a log probability of minus infinity, which JSON cannot hold
-
-
-def is_batch_line(fields: dict[str, Any], prompt_fields: Iterable[str | None]) -> bool:
-    """Return whether a JSON line is a batch line: it has all four keys, or at least two of them and no prompt field.
-
-    Args:
-        fields: fields of the line.
-        prompt_fields: names of prompt fields; None among them is ignored.
-    """
-    known = sum(key in fields for key in LINE_KEYS)
-    return known == len(LINE_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompt_fields if p))
 
 
 def custom_id_of(fields: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 from flexengine.activity import advance
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
-from flexengine.job.openai import batch_line
 from flexengine.job.rows import Row
 from flexengine.job.streams import descriptor, is_stream, stdout_is_open
 from flexengine.job.whole_file import part_path, whole_file
@@ -139,6 +138,8 @@ def line_encoder(model: str, created: int) -> Encode:
     def encode(row: Row, result: Result) -> bytes:
         if not row.is_batch:
             return encode_row(row, result)
+        from flexengine.job.openai import batch_line  # most files have no such line
+
         return encode_fields(batch_line(row, result, model, created))
 
     return encode
@@ -220,7 +221,11 @@ class ResultWriter:
 
 
 def write_output(
-    output: str | os.PathLike[str], rows: Iterable[Row], results: Iterator[Result], encode: Encode = encode_row
+    output: str | os.PathLike[str],
+    rows: Iterable[Row],
+    results: Iterator[Result],
+    encode: Encode = encode_row,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the output file: a line per row, in order.
 
@@ -229,8 +234,10 @@ def write_output(
     Args:
         results: the results, in the order of `rows`.
         encode: return the output line of a row.
+        ready: called when all lines are written, before they appear under the name `output`.
     """
     with whole_file(output) as file:
         for row, result in zip(rows, results, strict=True):
             file.write(encode(row, result))
             advance()
+        ready()

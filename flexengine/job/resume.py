@@ -1,6 +1,7 @@
 """A job and its results: the rows that remain to be run, the journal, the output file, and resuming."""
 
 import errno
+import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from typing import Any
 from flexengine.activity import activity
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Rows, survey
+from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
 from flexengine.job.room import full_disk, size_of
@@ -22,9 +23,11 @@ from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritte
 
 Describe = Callable[[Manifest], Manifest]
 _STEP = 2**20
+_OTHER_WRITER = "has been written by another program while the job ran; rename it"
+_INPUT_CHANGED = "the input has changed while the job ran; restore it"
 
 
-class Pending:
+class PendingRows:
     """The rows that remain to be run, in order. They can be iterated as often as `rows`."""
 
     def __init__(self, rows: Iterable[Row], finished: bytes) -> None:
@@ -32,7 +35,7 @@ class Pending:
 
         Args:
             rows: all rows.
-            finished: one byte per row, 0 if the row must be run. Rows beyond its end must be run.
+            finished: one byte per row, 0 if the row must be run. InputRows beyond its end must be run.
         """
         self._rows, self._finished = rows, finished
 
@@ -40,12 +43,12 @@ class Pending:
         return (row for row in self._rows if row.index >= len(self._finished) or not self._finished[row.index])
 
 
-class Job(ABC):
-    """A job whose results are stored or printed. Use as a context manager.
+class JobStore(ABC):
+    """A job of a file: its rows, and where their results are stored or printed. Use as a context manager.
 
     Attributes:
         rows: all rows of the input.
-        total: number of rows.
+        total: number of rows; if the rows have not been scanned, the constructor reads the input once.
         done: rows that have a result without an error.
         failed: rows that have a result with an error.
         resumed: rows that had a result when the job was resumed; set by `begin`.
@@ -53,8 +56,8 @@ class Job(ABC):
         note: message for the user after the job is opened and after `begin`; "" if there is none. See `take_note`.
     """
 
-    def __init__(self, rows: Rows, total: int) -> None:
-        self.rows, self.total = rows, total
+    def __init__(self, rows: InputRows) -> None:
+        self.rows, self.total = rows, rows.scan().total
         self.resumed, self.finished, self.note = 0, False, ""
 
     @property
@@ -65,7 +68,7 @@ class Job(ABC):
     @abstractmethod
     def failed(self) -> int: ...
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> "JobStore":
         return self
 
     @abstractmethod
@@ -119,15 +122,15 @@ class Job(ABC):
         """Write the output file. Called when every row has a result."""
 
 
-class PrintedJob(Job):
+class PrintedJob(JobStore):
     """A job whose results go to stdout, a device or a pipe, in input order. It has no journal and cannot be resumed.
 
     Args:
         output: a device or pipe; None is stdout.
     """
 
-    def __init__(self, rows: Rows, total: int, output: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(rows, total)
+    def __init__(self, rows: InputRows, output: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(rows)
         self._writer = ResultWriter(rows, output)
         self._name = output or "stdout"
 
@@ -172,7 +175,7 @@ class PrintedJob(Job):
                 " been stored")  # fmt: skip
 
 
-class JournalJob(Job):
+class JournalJob(JobStore):
     """A job whose results go to a journal beside the output file. The output file is written at the end.
 
     The journal stays. If the same command is run again, it does nothing if the job is finished, writes a lost output
@@ -180,7 +183,7 @@ class JournalJob(Job):
     """
 
     def __init__(
-        self, rows: Rows, total: int, output: str | os.PathLike[str], restart: bool = False, retry_errors: bool = False
+        self, rows: InputRows, output: str | os.PathLike[str], restart: bool = False, retry_errors: bool = False
     ) -> None:
         """Open the job's journal.
 
@@ -191,7 +194,7 @@ class JournalJob(Job):
         Raises:
             InvalidInput: another process writes this output, or the output file exists but its journal does not.
         """
-        super().__init__(rows, total)
+        super().__init__(rows)
         path = journal_path(output)
         if path is None:
             raise InvalidInput(f"output {output} is a device or a pipe; only a plain file can have a journal")
@@ -245,7 +248,7 @@ class JournalJob(Job):
         self.resumed = finished.count(1)
         whole = self.resumed == self.total
         self.finished = whole and not journal.outdated and journal.output == (self.total, size)
-        return () if whole else Pending(self.rows, finished)
+        return () if whole else PendingRows(self.rows, finished)
 
     def _check_own(self, size: int | None) -> None:
         """Raise InvalidInput if the output file was not written by this job, or was edited since.
@@ -321,15 +324,20 @@ class JournalJob(Job):
                 self.journal.sync_if_due()
 
     def end(self) -> None:
-        manifest = self.journal.manifest or {}
-        if self.rows.sha256() != manifest.get(INPUT_DIGEST):
-            raise OSError(errno.ESTALE, f"the input has changed while the job ran; restore it; {self._remedy()}")
-        if _state(self._output) not in (None, self._seen):
-            raise OSError(errno.EEXIST, f"output {self._output} has been written by another program while the job ran;"
-                                        f" rename it; {self._remedy()}")  # fmt: skip
-        with self._explained():
+        digest = hashlib.sha256()
+
+        def ready() -> None:
+            if digest.hexdigest() != (self.journal.manifest or {}).get(INPUT_DIGEST):
+                raise OSError(errno.ESTALE, _INPUT_CHANGED)
             self.journal.forget_output()
-            write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
+
+        with self._explained():
+            if self.rows.changed:
+                raise OSError(errno.ESTALE, _INPUT_CHANGED)
+            if _state(self._output) not in (None, self._seen):
+                raise OSError(errno.EEXIST, f"output {self._output} {_OTHER_WRITER}")
+            results = self.journal.results(range(self.total))
+            write_output(self._output, self.rows.hashed(digest), results, self._encoder(), ready)
             self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:
@@ -369,8 +377,8 @@ def _state(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
 
 
 def open_job(
-    rows: Rows, output: str | os.PathLike[str] | None, restart: bool = False, retry_errors: bool = False
-) -> Job:
+    rows: InputRows, output: str | os.PathLike[str] | None, restart: bool = False, retry_errors: bool = False
+) -> JobStore:
     """Return the job of an input file, with its journal open if the output is a plain file. No model is needed.
 
     Args:
@@ -383,10 +391,10 @@ def open_job(
             output, or the output file exists but its journal does not.
     """
     with activity("reading", f"reading {rows.path}", unit="rows"):
-        total = survey(rows)
+        rows.scan()
     if output is not None and journal_path(output) is not None:
-        return JournalJob(rows, total, output, restart, retry_errors)
+        return JournalJob(rows, output, restart, retry_errors)
     if restart or retry_errors:
         option = "--restart (restart=True in Python)" if restart else "--retry-errors (retry_errors=True in Python)"
         raise InvalidInput(f"{option} needs an output (--output) that is a plain file, which has a journal; name one")
-    return PrintedJob(rows, total, output)
+    return PrintedJob(rows, output)

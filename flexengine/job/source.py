@@ -8,21 +8,41 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.config import meant
 from flexengine.errors import InvalidInput
 from flexengine.job.room import full_disk
 from flexengine.job.streams import descriptor, is_stream
 
-FORMATS = ("jsonl", "txt", "csv", "tsv", "parquet", "arrow")
-TABLES = ("parquet", "arrow")  # read at any position, so that they cannot be decompressed while they are read
+
+class Format(NamedTuple):
+    """A file format of input rows.
+
+    Attributes:
+        reader: function that opens a file of this format, as "module:name"; its type is `reading.OpenReader`. The
+            module is imported when a file of this format is opened.
+        suffixes: suffixes of its files.
+        seeks: whether it is read at any position, so that it cannot be decompressed while it is read.
+    """
+
+    reader: str
+    suffixes: tuple[str, ...]
+    seeks: bool = False
+
+
+FORMATS = {
+    "jsonl": Format("flexengine.job.read_json:open_json", (".jsonl", ".ndjson", ".json")),
+    "txt": Format("flexengine.job.read_json:open_text", (".txt",)),
+    "csv": Format("flexengine.job.read_csv:open_csv", (".csv",)),
+    "tsv": Format("flexengine.job.read_csv:open_csv", (".tsv",)),
+    "parquet": Format("flexengine.job.read_arrow:open_arrow", (".parquet",), seeks=True),
+    "arrow": Format("flexengine.job.read_arrow:open_arrow", (".arrow", ".feather"), seeks=True),
+}
 ACCEPTED = (
     ".jsonl, .ndjson and .json (one JSON object per line, or an array of objects), .txt (one prompt per line), .csv and"
     " .tsv (with a header), each also with .gz or .zst behind it, .parquet, .arrow and .feather"
 )
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".csv": "csv", ".tsv": "tsv",
-             ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # fmt: skip
 _PACKED = {".gz": "gzip", ".zst": "zstd"}
 # Patterns of the first bytes. A zstd file may begin with a skippable frame.
 _FIRST_BYTES = {"gzip": rb"\x1f\x8b", "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
@@ -42,7 +62,7 @@ _STEP = 2**20
 _SEEN = 32  # bytes of the beginning that are looked at
 
 
-class Source:
+class InputFile:
     """An input that is open. Use as a context manager, or call `close`.
 
     Attributes:
@@ -70,7 +90,7 @@ class Source:
         try:
             self.file = self._regular()
             self._packing = self._packing_of(packed)
-            if self.form not in TABLES:
+            if not FORMATS[self.form].seeks:
                 self._check_text()
         except BaseException:
             self.close()
@@ -82,17 +102,21 @@ class Source:
             self._copy.close()
 
     @contextmanager
-    def open(self) -> Iterator[BinaryIO]:
+    def open(self, digest: Any = None) -> Iterator[BinaryIO]:
         """Open the file for reading from its beginning. Compressed data is decompressed while it is read.
 
         Reading raises InvalidInput if compressed data is damaged or cut short.
+
+        Args:
+            digest: object of hashlib that gets all bytes that are read; None for no digest.
         """
         with self.file.open("rb") as file:
             if not self._packing:
-                yield file
+                yield _hashed(file, digest)
                 return
             with self._unpacked(file) as packed:
-                yield cast(BinaryIO, io.BufferedReader(_Unpacked(packed, self.name, self._packing), _STEP))
+                unpacked = io.BufferedReader(_Unpacked(packed, self.name, self._packing), _STEP)
+                yield _hashed(cast(BinaryIO, unpacked), digest)
 
     @property
     def state(self) -> tuple[int, ...] | None:
@@ -158,7 +182,7 @@ class Source:
         if wanted and packing != wanted:
             begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"
             raise InvalidInput(f"input {self.name} is no {wanted} file: {begins}; give it the name of what it is")
-        if packing and self.form in TABLES:
+        if packing and FORMATS[self.form].seeks:
             raise InvalidInput(
                 f"input {self.name} is a compressed .{self.form} file, which must be read at any position; decompress"
                 f" it first ({'gunzip' if packing == 'gzip' else 'unzstd'} -k {quote(str(self.name))})"
@@ -225,6 +249,27 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
+class _Hashed(io.RawIOBase):
+    """Bytes of a file, which are added to a digest while they are read."""
+
+    def __init__(self, file: BinaryIO, digest: Any) -> None:
+        self._file, self._digest = file, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._digest.update(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _hashed(file: BinaryIO, digest: Any) -> BinaryIO:
+    """Return a file whose bytes are added to a digest, if there is one."""
+    return file if digest is None else cast(BinaryIO, io.BufferedReader(_Hashed(file, digest), _STEP))
+
+
 def _form_of(name: Path, form: str | None) -> tuple[str, str]:
     """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none)."""
     suffix = name.suffix.lower()
@@ -236,9 +281,10 @@ def _form_of(name: Path, form: str | None) -> tuple[str, str]:
     inner = Path(name.stem).suffix.lower() if packed else suffix
     if not inner and is_stream(name):
         return "jsonl", packed
-    if inner not in _SUFFIXES:
+    named = next((name for name, kind in FORMATS.items() if inner in kind.suffixes), None)
+    if named is None:
         raise InvalidInput(_unknown(name, inner, packed))
-    return _SUFFIXES[inner], packed
+    return named, packed
 
 
 def _unknown(name: Path, suffix: str, packed: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 from flexengine.config import Result
 
 if TYPE_CHECKING:
-    from flexengine.engine.base import BaseEngine
+    from flexengine.engine.session import Session
     from flexengine.engine.state import Progress
 
 
@@ -20,7 +20,7 @@ class NoReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def attach(self, engine: "BaseEngine") -> None:
+    def attach(self, engine: "Session") -> None:
         """Observe an engine, before its job begins."""
 
     def sweep(self, progress: "Progress") -> None:

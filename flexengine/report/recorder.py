@@ -14,7 +14,7 @@ from flexengine.config import Completion, Result
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput
-from flexengine.job.resume import Job
+from flexengine.job.resume import JobStore
 from flexengine.job.whole_file import part_path
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.report.base import NoReport
@@ -24,7 +24,7 @@ from flexengine.report.series import Bucket, ErrorCounts, SweepRates
 from flexengine.report.timeline import SweepSample
 
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
-    from flexengine.engine.base import BaseEngine
+    from flexengine.engine.session import Session
 
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
@@ -60,7 +60,7 @@ class ReportRecorder(NoReport):
         self,
         path: str,
         command: Sequence[str],
-        rows: Job,
+        rows: JobStore,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -75,13 +75,13 @@ class ReportRecorder(NoReport):
         """
         self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
         self.sample, self._rates, self._errors, self._lengths = SweepSample(), SweepRates(), ErrorCounts(), Lengths()
-        self._engine: BaseEngine | None = None
+        self._engine: Session | None = None
         self._watch: SweepMonitor | None = None
         self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
         self._began, self._since = time.time(), clock()
         self._next = self._since + FIRST_SECONDS
 
-    def attach(self, engine: "BaseEngine") -> None:
+    def attach(self, engine: "Session") -> None:
         self._engine = engine
         engine.core.sample = self.sample
 

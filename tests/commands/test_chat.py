@@ -14,7 +14,7 @@ from flexengine.commands import plan
 from flexengine.commands.progress import EmptyTexts
 from flexengine.config import Result
 from flexengine.engine.rates import RateStore
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from tests.helpers.explained import CPU
 from tests.helpers.families import NEW, reference
 from tests.helpers.inputs import make_tokenizer, written
@@ -185,7 +185,7 @@ def hint_of(path: Path, texts: list[str | None], template: bool = True, **option
         counts.note(Result(i, text, error=None if text is not None else "bad"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template if template else None
-    with Rows(path, **options) as rows:
+    with InputRows(path, **options) as rows:
         return counts.hint(rows, tokenizer)
 
 

@@ -17,7 +17,7 @@ from flexengine.commands.run import main
 from flexengine.engine import planner as planning
 from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from flexengine.measure.quick import quick_rates
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
@@ -222,7 +222,7 @@ def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
     refused = Refused()
     rows = [*known.rows, {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}]
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with Rows(tmp_path / "in.jsonl") as opened:
+    with InputRows(tmp_path / "in.jsonl") as opened:
         found = planning.workload(bare, opened, GREEDY, False, refused)
     assert found == Workload.of((len(p), NEW) for p in known.prompts)
     assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: line {len(known.rows) + 1}")

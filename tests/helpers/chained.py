@@ -16,7 +16,7 @@ from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import Progress
-from flexengine.engine.survey import Reader
+from flexengine.engine.survey import PromptReader
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.worker.stage_ports import Ports, RamPort
@@ -39,7 +39,7 @@ class Chain:
     def generate(self, rows: Iterable[Any], params: SamplingParams) -> list[Result]:
         rows = list(rows)
         last = self.cores[-1]
-        reader = Reader(last.tokenizer, last.skeleton.context_length, last.skeleton.head[1][0])
+        reader = PromptReader(last.tokenizer, last.skeleton.context_length, last.skeleton.head[1][0])
         reader.shares = True
         workload = reader.survey(rows, params)
         between = [RamPort() for _ in self.cores[1:]]

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
-from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe
+from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer
 from flexengine.apps.fleet.space import Share
 
 T = TypeVar("T")
@@ -25,14 +25,14 @@ class LocalFleet:
         self.shards: list[bytes] = []  # all that were run
 
     def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
-        member = Member(sent(recipe))
+        member = FleetMember(sent(recipe))
         try:
             return sent(member.describe(sample))
         finally:
             member.close()
 
-    def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[Answer | Failure]:
-        members = [Member(sent(recipe), share=Share(fleet=self.actors)) for _ in range(self.actors)]
+    def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[ShardAnswer | Failure]:
+        members = [FleetMember(sent(recipe), share=Share(fleet=self.actors)) for _ in range(self.actors)]
         order = list(shards)
         random.Random(len(order)).shuffle(order)
         try:

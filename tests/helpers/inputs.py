@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
-from flexengine.job.inputs import Row, Rows
+from flexengine.job.inputs import InputRows, Row
 
 DEFAULTS = SamplingParams(max_tokens=4)
 
@@ -27,7 +27,7 @@ def written(tmp_path: Path, data: bytes, name: str = "in.jsonl") -> Path:
 
 
 def rows_of(tmp_path: Path, data: bytes, name: str = "in.jsonl", **options) -> list[Row]:
-    return list(Rows(written(tmp_path, data, name), **options))
+    return list(InputRows(written(tmp_path, data, name), **options))
 
 
 # Parquet and Arrow

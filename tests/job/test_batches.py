@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Row, Rows, survey
+from flexengine.job.inputs import InputRows
 from flexengine.job.prompts import Request, encode
+from flexengine.job.rows import Row
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 from tests.helpers.strategies import mutated
 
@@ -40,11 +41,11 @@ def test_batch_lines_are_told_from_plain_ones(tmp_path):
 
 def test_survey_counts_rows_and_refuses_repeated_ids(tmp_path):
     lines = [batch("a"), {"prompt": "x", "custom_id": "a"}, batch("b"), batch("", n=0), batch("")]
-    assert survey(Rows(written(tmp_path, "\n".join(map(json.dumps, lines)).encode()))) == 5
+    assert InputRows(written(tmp_path, "\n".join(map(json.dumps, lines)).encode())).scan().total == 5
     lines.append(batch("a", n=0))  # refused for another reason, but answered under its id
-    rows = Rows(written(tmp_path, "\n\n".join(map(json.dumps, lines)).encode()))
+    rows = InputRows(written(tmp_path, "\n\n".join(map(json.dumps, lines)).encode()))
     with pytest.raises(InvalidInput, match=r"'a' \(lines 1 and 11\)"):
-        survey(rows)
+        rows.scan()
 
 
 # Mutations

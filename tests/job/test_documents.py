@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
-from flexengine.job import documents, inputs
+from flexengine.job import documents, reading
 from flexengine.job.documents import elements, is_document
-from flexengine.job.inputs import Rows, survey
+from flexengine.job.inputs import InputRows
 from tests.helpers.inputs import rows_of, written
 
 VALUES = st.recursive(
@@ -70,10 +70,10 @@ def test_a_bad_element_is_one_error_row(tmp_path):
 
 def test_batch_lines_in_an_array(tmp_path):
     lines = [{"custom_id": c, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}} for c in "xyx"]
-    rows = Rows(written(tmp_path, json.dumps(lines, indent=1).encode(), "in.json"))
+    rows = InputRows(written(tmp_path, json.dumps(lines, indent=1).encode(), "in.json"))
     assert [row.custom_id for row in rows] == ["x", "y", "x"]
     with pytest.raises(InvalidInput, match=r"'x' \(lines 2 and 18\)"):
-        survey(rows)
+        rows.scan()
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_batch_lines_in_an_array(tmp_path):
 def test_a_file_that_cannot_be_read_on_is_refused_with_its_line(tmp_path, text, words):
     path = written(tmp_path, text.encode(), "in.json")
     with pytest.raises(InvalidInput, match="repair the file, or write one JSON object per line") as refused:
-        list(Rows(path))
+        list(InputRows(path))
     assert str(refused.value).startswith(f"input {path}, {words}")
 
 
 def test_an_element_has_the_length_of_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
     fits = '[{"prompt": "%s"}]' % ("x" * 986)
     assert len(rows_of(tmp_path, fits.encode(), "in.json")) == 1
     for text in (fits.replace("xx", "xxx", 1), '[{"prompt": "' + "x" * 3_000_000):
@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_the_array(tmp_path):
     path.write_text(json.dumps([{"prompt": f"{rng.getrandbits(10_000):x}"} for _ in range(4000)], indent=1))
     size = path.stat().st_size
     tracemalloc.start()
-    assert sum(1 for _ in Rows(path)) == 4000
+    assert sum(1 for _ in InputRows(path)) == 4000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < size / 2 > 4_000_000

@@ -17,9 +17,10 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job import inputs, tables
-from flexengine.job.inputs import Rows
+from flexengine.job import reading
+from flexengine.job.inputs import InputRows
 from flexengine.job.prompts import Request, encode
+from flexengine.job.read_csv import parsed_cell
 from flexengine.job.rows import Row, row_of
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 
@@ -63,7 +64,7 @@ def test_a_bad_line_is_one_error_row(tmp_path, bad, reason):
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
 def test_a_huge_line_is_one_error_row(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
     form = '{"prompt": "%s"}' if name == "in.jsonl" else "%s"
     huge, small = (form % ("x" * n) for n in (3_000_000, 1))
     exact = form % ("x" * (1000 - len(form) + 2))
@@ -104,13 +105,13 @@ def test_chat_marks_every_row_and_changes_nothing_else(tmp_path, name, data):
     assert [(row.chat, row.prompt) for row in chat] == [(True, "a"), (True, "b")]
     assert [dataclasses.replace(row, chat=False) for row in chat] == plain
     with (tmp_path / name).open("rb") as file:  # as a stream
-        stream = Rows(f"/dev/fd/{file.fileno()}", form=Rows(tmp_path / name).form, chat=True)
+        stream = InputRows(f"/dev/fd/{file.fileno()}", form=InputRows(tmp_path / name).form, chat=True)
         assert list(stream) == chat
 
 
 # Files
 def test_rows_are_read_anew_every_time(tmp_path):
-    rows = Rows(written(tmp_path, b'{"prompt": "a"}\n{"prompt": "b"}\n'))
+    rows = InputRows(written(tmp_path, b'{"prompt": "a"}\n{"prompt": "b"}\n'))
     first, second = iter(rows), iter(rows)
     assert next(first) == next(second)
     assert list(rows) == [next(iter(rows)), next(first)]
@@ -123,7 +124,7 @@ def test_limit(tmp_path):
 
 def test_digest_is_that_of_the_whole_file(tmp_path):
     data = random.Random(1).randbytes(3 * 2**20 + 17)
-    assert Rows(written(tmp_path, data, "in.txt"), limit=1).sha256() == hashlib.sha256(data).hexdigest()
+    assert InputRows(written(tmp_path, data, "in.txt"), limit=1).scan().sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_unusable_files_are_refused_at_once(tmp_path):
@@ -133,14 +134,14 @@ def test_unusable_files_are_refused_at_once(tmp_path):
     cases = (("x.docx", ".jsonl"), ("gone.jsonl", "No such file"), ("dir.jsonl", "directory"), ("x", ".txt"))
     for name, word in cases:
         with pytest.raises(InvalidInput, match=word):
-            Rows(tmp_path / name)
+            InputRows(tmp_path / name)
     with pytest.raises(InvalidInput, match="no columns"):
-        Rows(written(tmp_path, b"a", "in.txt"), prompt_column="prompt")
+        InputRows(written(tmp_path, b"a", "in.txt"), prompt_column="prompt")
 
 
 def test_a_changed_file_is_refused(tmp_path):
     path = written(tmp_path, b'{"prompt": "a"}\n')
-    rows = Rows(path)
+    rows = InputRows(path)
     assert len(list(rows)) == 1
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(InvalidInput, match="has changed"):
@@ -159,10 +160,10 @@ def test_a_pipe_is_copied_and_can_be_read_again(tmp_path, monkeypatch):
     os.mkfifo(pipe := tmp_path / "in.jsonl")
     writer = threading.Thread(target=pipe.write_bytes, args=(data,))
     writer.start()
-    with Rows(pipe) as rows:
+    with InputRows(pipe) as rows:
         writer.join()
         assert [r.fields["prompt"] for r in rows] == [r.fields["prompt"] for r in rows] == ["a", "b"]
-        assert rows.sha256() == hashlib.sha256(data).hexdigest()
+        assert rows.scan().sha256 == hashlib.sha256(data).hexdigest()
         copies = [fd for fd in Path("/proc/self/fd").iterdir() if str(fd.resolve()).startswith(str(spool))]
         assert [copy.stat().st_mode & 0o077 for copy in copies] == [0]  # prompts may be private
         assert list(spool.iterdir()) == []  # no name, so that a killed process leaves nothing
@@ -173,8 +174,8 @@ def test_a_pipe_is_copied_and_can_be_read_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
 def test_standard_input_is_json_lines_from_where_it_stands(tmp_path, name, redirected):
     data = b'{"prompt": "a"}\n{"prompt": "b"}\n'
-    code = "import sys; from flexengine.job.inputs import Rows; rows = Rows(sys.argv[1])\n" + (
-        "print([[row.fields['prompt'] for row in rows] for _ in range(2)], rows.sha256())"
+    code = "import sys; from flexengine.job.inputs import InputRows; rows = InputRows(sys.argv[1])\n" + (
+        "print([[row.fields['prompt'] for row in rows] for _ in range(2)], rows.scan().sha256)"
     )
     (file := tmp_path / "some").write_bytes(b"a header that somebody else has read\n" + data)
     with file.open("rb", buffering=0) as stream:
@@ -185,7 +186,7 @@ def test_standard_input_is_json_lines_from_where_it_stands(tmp_path, name, redir
 
 
 def test_one_line_that_is_an_array_is_one_bad_row(tmp_path):
-    rows = list(Rows(written(tmp_path, b'\xef\xbb\xbf[1, 2]\n{"prompt": "a"}\n', "in.json")))
+    rows = list(InputRows(written(tmp_path, b'\xef\xbb\xbf[1, 2]\n{"prompt": "a"}\n', "in.json")))
     assert [row.error is None for row in rows] == [False, True]
 
 
@@ -194,7 +195,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     def peak(rows: int) -> int:
         path = written(tmp_path, b"prompt\n" + b'{"prompt": "' + b"a" * 80 + b'"}\n' * rows, name)
         tracemalloc.start()
-        assert sum(1 for _ in Rows(path)) >= rows
+        assert sum(1 for _ in InputRows(path)) >= rows
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return found
@@ -245,7 +246,7 @@ def test_a_bad_record_is_one_error_row(tmp_path, bad, reason, after):
 
 
 def test_a_record_over_many_lines_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
     rows = rows_of(tmp_path, b'prompt\n"start\n' + b"hello\n" * 50, "in.csv")
     assert [r.line for r in rows] == list(range(2, 53))
     assert [r.error is None for r in rows] == [False, *[True] * 50]
@@ -273,7 +274,7 @@ def test_csv_headers(tmp_path):
     )
     for data, column, words in refused:
         with pytest.raises(InvalidInput, match=words):
-            Rows(written(tmp_path, data, "in.csv"), prompt_column=column)
+            InputRows(written(tmp_path, data, "in.csv"), prompt_column=column)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_values_out_of_range_are_refused_by_encode(tmp_path):
     assert "line 2: temperature is nan" in encode(row, make_tokenizer(), 64, DEFAULTS).error
 
 
-# Rows
+# InputRows
 def test_row_of():
     assert row_of("hi", 2) == Row(2, 0, {"prompt": "hi"})
     assert row_of({"prompt_token_ids": [1]}, 0).fields == {"prompt_token_ids": [1]}
@@ -322,12 +323,12 @@ def test_row_of():
 
 
 def test_kinds_of_sampling_fields_are_known():
-    assert {name: tables.parsed_cell(name, "") for name in SamplingParams.__dataclass_fields__} == dict.fromkeys(
+    assert {name: parsed_cell(name, "") for name in SamplingParams.__dataclass_fields__} == dict.fromkeys(
         SamplingParams.__dataclass_fields__
     )
 
 
-# Rows that are scored.
+# InputRows that are scored.
 def test_rows_of_a_csv_file_are_scored(tmp_path):
     """An empty cell is no value, and choices are a JSON list; a row with a prompt generates."""
     data = b'context,continuation,choices,prompt\nx, y,,\n,,"["" a"", "" b""]",\nx,,,hi\nx,,[1,\n'

@@ -13,8 +13,9 @@ import pytest
 
 from flexengine.config import Completion, Result, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, is_batch_line, request_of
+from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, request_of
 from flexengine.job.prompts import encode
+from flexengine.job.read_json import is_batch_line
 from flexengine.job.rows import Row
 
 

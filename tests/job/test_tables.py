@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from flexengine.job.prompts import Request, encode
-from flexengine.job.tables import arrow_records
+from flexengine.job.read_arrow import arrow_records
 from tests.helpers.inputs import DEFAULTS, arrow_file, make_tokenizer, written
 from tests.helpers.strategies import flipped
 
@@ -26,7 +26,7 @@ def test_tables(tmp_path, suffix):
         "prompt": [f"world {i}" if i % 3 == 2 else None for i in range(count)], "messages": messages,
         "prompt_token_ids": ids, "id": list(range(count)), "max_tokens": [None if i % 2 else 7.0 for i in range(count)],
     }  # fmt: skip
-    rows = Rows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)), limit=900)
+    rows = InputRows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)), limit=900)
     for _ in range(2):
         found = list(rows)
         assert [r.line for r in found] == list(range(1, 901))
@@ -45,24 +45,24 @@ def test_streams_as_the_datasets_library_saves_them(tmp_path):
     table = pa.table({"prompt": ["a", "b"]})
     with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    assert [r.fields for r in Rows(tmp_path / "t.arrow")] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert [r.fields for r in InputRows(tmp_path / "t.arrow")] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_prompt_column_of_tables(tmp_path):
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"q": ["a", None], "text": [b"caf\xc3\xa9", b"\xff"], "prompt": ["x", "y"]})
     path = arrow_file(tmp_path / "t.parquet", table)
-    assert [r.request for r in Rows(path)] == [r.fields for r in Rows(path)]
-    first, second = Rows(path, "q")
+    assert [r.request for r in InputRows(path)] == [r.fields for r in InputRows(path)]
+    first, second = InputRows(path, "q")
     assert first.request["prompt"] == "a"
     assert second.error == "line 2: has no 'q', which is to hold the prompt; it has ['prompt', 'q', 'text']"
-    first, second = Rows(path, "text")
+    first, second = InputRows(path, "text")
     assert first.request["prompt"] == "café"
     assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
     with pytest.raises(InvalidInput, match=r"no column z; its columns are \['q', 'text', 'prompt'\]"):
-        Rows(path, "z")
+        InputRows(path, "z")
     with pytest.raises(InvalidInput, match="no column prompt or messages or prompt_token_ids"):
-        Rows(arrow_file(tmp_path / "u.arrow", pa.table({"a": [1]})))
+        InputRows(arrow_file(tmp_path / "u.arrow", pa.table({"a": [1]})))
 
 
 def test_values_that_json_has_not(tmp_path):
@@ -89,7 +89,7 @@ def test_values_that_json_has_not(tmp_path):
     }
     table = pa.table({"prompt": ["a"], **{name: array for name, (array, _) in expected.items()}})
     for suffix in (".parquet", ".arrow"):
-        (row,) = Rows(arrow_file(tmp_path / f"t{suffix}", table))
+        (row,) = InputRows(arrow_file(tmp_path / f"t{suffix}", table))
         assert row.error is None
         assert {name: row.fields[name] for name in expected} == {name: value for name, (_, value) in expected.items()}
         json.dumps(row.fields, allow_nan=False)
@@ -100,7 +100,7 @@ def test_cells_that_cannot_be_converted_cost_their_row_alone(tmp_path):
     offsets, data = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")
     prompts = pa.StringArray.from_buffers(3, offsets, data)
     nanoseconds = pa.array([0, 1, 10**18 + 1], pa.timestamp("ns"))
-    rows = list(Rows(arrow_file(tmp_path / "t.arrow", pa.table({"prompt": prompts, "when": nanoseconds}))))
+    rows = list(InputRows(arrow_file(tmp_path / "t.arrow", pa.table({"prompt": prompts, "when": nanoseconds}))))
     assert [r.fields.get("prompt") for r in rows] == ["a", None, "b"]
     assert [r.error is None for r in rows] == [True, False, True]
     assert rows[1].error.startswith("line 2: column prompt: 'utf-8' codec")
@@ -115,10 +115,10 @@ def test_damaged_tables(tmp_path, suffix):
     whole = arrow_file(tmp_path / f"t{suffix}", pa.table({"prompt": texts})).read_bytes()
     for cut in (0, 3, 100, len(whole) // 2, len(whole) - 1):
         with pytest.raises(InvalidInput, match=suffix):
-            Rows(written(tmp_path, whole[:cut], f"cut{suffix}"))
+            InputRows(written(tmp_path, whole[:cut], f"cut{suffix}"))
     middle = whole[: len(whole) // 2] + bytes(2000) + whole[len(whole) // 2 + 2000 :]
     try:
-        found = f"{len(list(Rows(written(tmp_path, middle, f'hole{suffix}'))))} rows"
+        found = f"{len(list(InputRows(written(tmp_path, middle, f'hole{suffix}'))))} rows"
     except InvalidInput as error:
         found = str(error)
     assert found == "2000 rows" or "is damaged after row" in found  # pyarrow need not notice that values changed
@@ -127,7 +127,7 @@ def test_damaged_tables(tmp_path, suffix):
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(InvalidInput, match=r'pip install "flexengine\[parquet\]"'):
-        Rows(written(tmp_path, b"PAR1", "t.parquet"))
+        InputRows(written(tmp_path, b"PAR1", "t.parquet"))
 
 
 def test_parquet_files_with_flipped_bits(tmp_path):
@@ -139,7 +139,7 @@ def test_parquet_files_with_flipped_bits(tmp_path):
     @settings(max_examples=200)
     def rows_or_an_error(data):
         try:
-            rows = list(Rows(written(tmp_path, data, "f.parquet")))
+            rows = list(InputRows(written(tmp_path, data, "f.parquet")))
         except InvalidInput:
             return
         assert [r.index for r in rows] == list(range(len(rows)))
@@ -151,7 +151,7 @@ def test_bytes_are_text_where_text_is_read(tmp_path):
     """Some programs write text without marking it as such. A table of anything has bytes that are no text, too."""
     pa = pytest.importorskip("pyarrow")
     path = arrow_file(tmp_path / "t.parquet", pa.table({"text": [b"caf\xc3\xa9", b"\xff"], "b": [b"a", b"\xff"]}))
-    first, second = Rows(path, score=True)
+    first, second = InputRows(path, score=True)
     assert (first.request, first.is_scored) == ({"text": "café", "b": "YQ=="}, True)
     assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
     found = list(arrow_records(path, path, "parquet", None))

@@ -1,4 +1,4 @@
-"""Rows of the files that scenarios name."""
+"""InputRows of the files that scenarios name."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexengine.errors import InvalidInput
-from flexengine.job import tables
-from flexengine.job.inputs import MAX_LINE_BYTES, Rows
+from flexengine.job.inputs import InputRows
+from flexengine.job.read_arrow import arrow_columns, arrow_records
+from flexengine.job.read_csv import csv_table
 from flexengine.job.rows import Row
-from flexengine.job.source import Source
+from flexengine.job.source import InputFile
+from flexengine.job.tables import DELIMITERS, TableRow
 
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of a file. Rows that cannot be read have an error.
+    """All rows of a file. InputRows that cannot be read have an error.
 
     Attributes:
         path: the file.
@@ -39,14 +41,14 @@ def read_table(path: Path) -> Table:
     """
     if path.exists() and not path.is_file():
         raise InvalidInput(f"{path} is no file; name a .jsonl, .csv, .tsv, .txt, .parquet or .arrow file")
-    source = Source(path, None)
+    source = InputFile(path, None)
     try:
         form = source.form
-        if form in tables.DELIMITERS:
+        if form in DELIMITERS:
             columns, rows = _csv(path, source)
         elif form in ("parquet", "arrow"):
-            columns = tuple(tables.arrow_columns(source.file, path, form))
-            records = tables.arrow_records(source.file, path, form, None)
+            columns = tuple(arrow_columns(source.file, path, form))
+            records = arrow_records(source.file, path, form, None)
             rows = [_row(index, record) for index, record in enumerate(records)]
         else:
             rows = list(_lines(path, form))
@@ -58,16 +60,16 @@ def read_table(path: Path) -> Table:
     return Table(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def _csv(path: Path, source: Source) -> tuple[tuple[str, ...], list[Row]]:
+def _csv(path: Path, source: InputFile) -> tuple[tuple[str, ...], list[Row]]:
     with source.open() as file:
-        columns, records = tables.csv_table(file, path, source.form, MAX_LINE_BYTES)
+        columns, records = csv_table(file, path, source.form)
         if double := sorted({name for name in columns if columns.count(name) > 1}):
             raise InvalidInput(f"{path}: several columns are named {double[0]!r}; rename them")
         return tuple(columns), [_row(index, record) for index, record in enumerate(records)]
 
 
 def _lines(path: Path, form: str) -> Iterator[Row]:
-    with Rows(path, form=form) as rows:
+    with InputRows(path, form=form) as rows:
         for row in rows:
             text = form == "txt" and row.error is None
             yield Row(row.index, row.line, {"text": row.fields["prompt"]}) if text else _plain(row)
@@ -78,6 +80,6 @@ def _plain(row: Row) -> Row:
     return Row(row.index, row.line, row.fields, None if row.fields else row.error)
 
 
-def _row(index: int, record: tables.Record) -> Row:
+def _row(index: int, record: TableRow) -> Row:
     row = Row(index, record.line, record.fields)
     return row if record.fault is None else row.refused(record.fault)

@@ -23,9 +23,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, failure_of, this_member
-from flexengine.apps.fleet.space import Machine, Share, Space, space_for
-from flexengine.apps.fleet.stage import Stage
+from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer, failure_of, this_member
+from flexengine.apps.fleet.space import FleetMachine, Share, Space, space_for
+from flexengine.apps.fleet.stage import FleetStage
 from flexengine.errors import InvalidInput, MemberFailed
 
 LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
@@ -84,14 +84,14 @@ def _check_answers(address: str) -> None:
                            ) from error  # fmt: skip
 
 
-def machines() -> list[Machine]:
+def machines() -> list[FleetMachine]:
     """Return the machines of the cluster that are alive and compute."""
     found = [_machine(node) for node in ray.nodes() if node["Alive"]]
     return [machine for machine in found if machine.cpus]
 
 
-def _machine(node: Any) -> Machine:
-    return Machine(*(int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU", "memory")))
+def _machine(node: Any) -> FleetMachine:
+    return FleetMachine(*(int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU", "memory")))
 
 
 class RayFleet:
@@ -111,8 +111,8 @@ class RayFleet:
         return cls(space_for(machines(), device, actors, stages, interface))
 
     def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
-        """Return what an actor says of its engine; see `Member.describe`. The actor ends with the call."""
-        actor = ray.remote(Worker).options(**_resources(self._space), max_restarts=MOST_DEATHS,
+        """Return what an actor says of its engine; see `FleetMember.describe`. The actor ends with the call."""
+        actor = ray.remote(FleetActor).options(**_resources(self._space), max_restarts=MOST_DEATHS,
                                            max_task_retries=MOST_DEATHS).remote(recipe, self._space)  # fmt: skip
         try:
             found: Description | Failure = ray.get(actor.describe.remote(sample))
@@ -122,7 +122,7 @@ class RayFleet:
         finally:
             ray.kill(actor)
 
-    def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[Answer | Failure]:
+    def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[ShardAnswer | Failure]:
         """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost.
 
         Args:
@@ -134,7 +134,7 @@ class RayFleet:
         warnings.filterwarnings("ignore", "`ray_remote_args`")  # 2.64 may take max_task_retries in another way
         tables = [ray.put(pa.table({"shard": pa.array([shard], pa.large_binary())})) for shard in shards]
         dataset = ray.data.from_arrow_refs(tables).map_batches(
-            Worker,
+            FleetActor,
             batch_size=1,
             batch_format="pyarrow",
             zero_copy_batch=True,
@@ -153,11 +153,11 @@ class RayFleet:
 
 
 def _resources(space: Space) -> dict[str, Any]:
-    """Return the resources of a Worker. The stages of a group have their own."""
+    """Return the resources of a FleetActor. The stages of a group have their own."""
     return {"num_cpus": space.cpus, "num_gpus": space.gpus} if space.stages == 1 else {"num_cpus": 0}
 
 
-class Worker:
+class FleetActor:
     """An actor of the fleet: an engine, or the owner of a group of stages. It is opened when it is first used, as an
     error in a constructor would not reach the user as it is.
 
@@ -169,7 +169,7 @@ class Worker:
     def __init__(self, recipe: Recipe, space: Space) -> None:
         _enter(recipe)
         self.recipe, self.space = recipe, space
-        self._member: Member | StageGroup | None = None
+        self._member: FleetMember | StageGroup | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the answer to a shard, in a table of one row, as Ray Data passes it."""
@@ -178,7 +178,7 @@ class Worker:
         return pa.table({"answer": pa.array([pickle.dumps(answer)], pa.large_binary())})
 
     def describe(self, sample: bytes) -> Description | Failure:
-        """See `Member.describe`."""
+        """See `FleetMember.describe`."""
         found: Description | Failure = self._first_found(lambda member: member.describe(sample))
         self._close()
         if self.space.stages > 1:
@@ -200,10 +200,10 @@ class Worker:
                 return found
         return replace(found, message=f"{MOST_GROUPS} groups of stages were lost: {found.message}")
 
-    def _opened(self) -> "Member | StageGroup":
+    def _opened(self) -> "FleetMember | StageGroup":
         if self.space.stages > 1:
             return StageGroup(self.recipe, self.space)
-        return Member(self.recipe, share=share_here(self.recipe, self.space))
+        return FleetMember(self.recipe, share=share_here(self.recipe, self.space))
 
     def _close(self) -> None:
         if self._member is not None:
@@ -228,7 +228,7 @@ class StageGroup:
             raise MemberFailed(f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g}"
                                " s; its processors or GPUs are used by others, or a machine is lost")  # fmt: skip
         self._stages = [
-            ray.remote(_Stage).options(
+            ray.remote(StageActor).options(
                 num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
             ).remote(recipe, rank, space)
@@ -237,13 +237,13 @@ class StageGroup:
         self._serving: list[Any] | None = None
 
     def describe(self, sample: bytes) -> Description | Failure:
-        """See `Member.describe`."""
+        """See `FleetMember.describe`."""
         found: Description | Failure = self._call("describe", sample)
         return found
 
-    def run(self, shard: bytes) -> Answer | Failure:
-        """See `Member.run`."""
-        found: Answer | Failure = self._call("run", shard)
+    def run(self, shard: bytes) -> ShardAnswer | Failure:
+        """See `FleetMember.run`."""
+        found: ShardAnswer | Failure = self._call("run", shard)
         return found
 
     def _call(self, method: str, *given: Any) -> Any:
@@ -279,7 +279,7 @@ def own_placement(space: Space) -> PlacementGroup:
         return placement_group([bundle] * space.stages, strategy, name)
 
 
-class _Stage(Stage):
+class StageActor(FleetStage):
     """A stage, which asks Ray for its address and for the processes beside it."""
 
     def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:

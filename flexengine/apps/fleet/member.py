@@ -103,7 +103,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShardAnswer:
     """The results of a shard.
 
     Attributes:
@@ -141,7 +141,7 @@ def _planned(engine: Engine, workload: Workload) -> Layout | None:
         return None
 
 
-class Member:
+class FleetMember:
     """An engine that is opened when it is first used.
 
     Args:
@@ -175,13 +175,13 @@ class Member:
         except Exception as error:
             return failure_of(error)
 
-    def run(self, shard: bytes) -> Answer | Failure:
+    def run(self, shard: bytes) -> ShardAnswer | Failure:
         """Return the results of a shard."""
         try:
             engine, params = self._opened(), self.recipe.params
             results = generated(rows_of(shard), lambda rows: list(engine.results(rows, params, JobRows(len(rows)))))
             summary = engine.summary
-            return Answer(this_member(), packed(results), {name: getattr(summary, name) for name in COUNTS})
+            return ShardAnswer(this_member(), packed(results), {name: getattr(summary, name) for name in COUNTS})
         except Exception as error:
             return failure_of(error)
 

@@ -7,7 +7,7 @@ from flexengine.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Machine:
+class FleetMachine:
     """A machine of the cluster.
 
     Attributes:
@@ -57,7 +57,7 @@ class Space:
     gpus: int
     interface: str | None = None
 
-    def share(self, machine: Machine, device: str) -> Share:
+    def share(self, machine: FleetMachine, device: str) -> Share:
         """Return the part of a machine that a process may use. It does not depend on the processes that run now, so
         that a process that is started again gets as much as before.
 
@@ -73,7 +73,7 @@ class Space:
 
 
 def space_for(
-    machines: Sequence[Machine], device: str, actors: int | None, stages: int = 1, interface: str | None = None
+    machines: Sequence[FleetMachine], device: str, actors: int | None, stages: int = 1, interface: str | None = None
 ) -> Space:
     """Return the space of a fleet. Each process gets as many processors as fit, and one GPU if GPUs are used.
 
@@ -105,7 +105,7 @@ def space_for(
     return Space(actors, stages, cpus, gpus, interface)
 
 
-def _units(machines: Sequence[Machine], per_unit: int, cpus: int, gpus: int) -> int:
+def _units(machines: Sequence[FleetMachine], per_unit: int, cpus: int, gpus: int) -> int:
     """Return how many groups of `per_unit` processes there is space for, each on one machine."""
     by_cpu = [m.cpus // (cpus * per_unit) for m in machines]
     by_gpu = [m.gpus // per_unit for m in machines] if gpus else by_cpu

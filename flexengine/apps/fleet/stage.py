@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from flexengine.apps.fleet.member import Answer, Description, Failure, Member, Recipe, failure_of, open_engine
+from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer, failure_of, open_engine
 from flexengine.apps.fleet.space import Share, Space
 from flexengine.engine.pipeline.server import Server
 from flexengine.errors import FlexError
@@ -15,7 +15,7 @@ Address = tuple[str, int]
 T = TypeVar("T")
 
 
-class Stage:
+class FleetStage:
     """One process of a pipeline.
 
     Args:
@@ -29,7 +29,7 @@ class Stage:
     def __init__(self, recipe: Recipe, rank: int, space: Space, host: str, share: Share) -> None:
         self.recipe, self.rank, self.space, self.host, self.share = recipe, rank, space, host, share
         self._address: Address | None = None
-        self._member: Member | None = None
+        self._member: FleetMember | None = None
 
     def address(self) -> Address:
         """Return host and port at which the stages of the group meet. Called for the first stage."""
@@ -52,18 +52,18 @@ class Stage:
         return None
 
     def describe(self, sample: bytes) -> Description | Failure:
-        """See `Member.describe`. Called for the first stage."""
+        """See `FleetMember.describe`. Called for the first stage."""
         return self._by_member(lambda member: member.describe(sample))
 
-    def run(self, shard: bytes) -> Answer | Failure:
-        """See `Member.run`. Called for the first stage."""
+    def run(self, shard: bytes) -> ShardAnswer | Failure:
+        """See `FleetMember.run`. Called for the first stage."""
         return self._by_member(lambda member: member.run(shard))
 
-    def _by_member(self, call: Callable[[Member], T]) -> T | Failure:
+    def _by_member(self, call: Callable[[FleetMember], T]) -> T | Failure:
         if self._member is None:
             assert self._address is not None
             try:
-                self._member = Member(self.recipe, self._join(self._address), self.share)
+                self._member = FleetMember(self.recipe, self._join(self._address), self.share)
             except FlexError as error:
                 return failure_of(error)
         return call(self._member)

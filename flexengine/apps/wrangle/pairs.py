@@ -8,7 +8,7 @@ from flexengine.apps.wrangle.similar import Neighbour, nearest
 from flexengine.apps.wrangle.spec import Spec
 from flexengine.apps.wrangle.tables import Table
 from flexengine.errors import InvalidInput
-from flexengine.job.tables import Record
+from flexengine.job.tables import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _Pair = tuple[int, int, float]  # row of the first table, row of the second, similarity
@@ -67,7 +67,7 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
     return _joined(left, right, pairs)
 
 
-def cell_texts(record: Record, columns: Sequence[str]) -> str:
+def cell_texts(record: TableRow, columns: Sequence[str]) -> str:
     """Return the texts of a row's cells, which are compared for similarity; "" for a row that cannot be read."""
     return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
 
@@ -80,16 +80,16 @@ def _joined(left: Table, right: Table, pairs: Sequence[_Pair]) -> Table:
     columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
     faults = [(table, row) for table in (left, right) for row, record in enumerate(table.records) if record.fault]
     records = [_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1)]
-    records += [Record(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
+    records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
     arrow = _joined_arrow(left, right, pairs, faults)
     return Table(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
 
 
-def _record(number: int, left: Table, right: Table, pair: _Pair) -> Record:
+def _record(number: int, left: Table, right: Table, pair: _Pair) -> TableRow:
     mine, other = left.records[pair[0]].fields, right.records[pair[1]].fields
     cells = {LEFT + name: value for name, value in mine.items()}
     cells |= {RIGHT + name: value for name, value in other.items()}
-    return Record(number, {**cells, SIMILARITY: pair[2]})
+    return TableRow(number, {**cells, SIMILARITY: pair[2]})
 
 
 def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Sequence[tuple[Table, int]]) -> Any:
@@ -127,12 +127,12 @@ def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
         for i, neighbours in enumerate(found)
         for neighbour in neighbours
     ]
-    records = tuple(Record(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
+    records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
     table = Table(f"{left.name} x {right.name}", left.form, columns, records)
     return table if left.arrow is None else Table(*_fields(table), _typed(table))
 
 
-def _fields(table: Table) -> tuple[str, str, tuple[str, ...], tuple[Record, ...]]:
+def _fields(table: Table) -> tuple[str, str, tuple[str, ...], tuple[TableRow, ...]]:
     return table.name, table.form, table.columns, table.records
 
 
@@ -153,7 +153,7 @@ def _descriptions(table: Table, count: int) -> list[dict[str, str]]:
     return made
 
 
-def side_text(record: Record, prefix: str, columns: Sequence[str], missing: str) -> str:
+def side_text(record: TableRow, prefix: str, columns: Sequence[str], missing: str) -> str:
     """Return the text of one side of a pair, serialised without left_ or right_.
 
     Args:

@@ -10,7 +10,7 @@ from flexengine.apps.wrangle.serialise import serialise, text_of
 from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
 from flexengine.apps.wrangle.tables import Table
 from flexengine.errors import InvalidInput
-from flexengine.job.tables import Record
+from flexengine.job.tables import TableRow
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
@@ -116,14 +116,14 @@ def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
 
 # One function per task. Each returns the targets and a function that returns the questions of a row.
 
-_Build = Callable[[int, Record], list[Question]]
+_Build = Callable[[int, TableRow], list[Question]]
 
 
 def _match(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
     label = _label(table, spec, spec.label, examples)
 
-    def build(row: int, record: Record) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[Question]:
         left, right = (side_text(record, side, columns, spec.missing) for side in (LEFT, RIGHT))
         return [Question(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))]
 
@@ -139,7 +139,7 @@ def _schema(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
                            f" {', '.join(table.columns)}")  # fmt: skip
     label = _label(table, spec, spec.label, examples)
 
-    def build(row: int, record: Record) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[Question]:
         if plain:
             texts = [text_of(record.fields[side]) or spec.missing for side in ("left", "right")]
         else:
@@ -157,7 +157,7 @@ def _impute(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
     if truth is not None:
         table.check_has([truth], "--label")
 
-    def build(row: int, record: Record) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[Question]:
         text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
         cell = text_of(record.fields[column])
         cell = cell and cell.strip()
@@ -173,7 +173,7 @@ def _detect(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
         shown = _shown(table, spec, {spec.label})
         label = _label(table, spec, spec.label, examples)
 
-        def whole(row: int, record: Record) -> list[Question]:
+        def whole(row: int, record: TableRow) -> list[Question]:
             text = prompts.row_question(serialise(record.fields, shown, spec.missing), spec.error)
             return [Question(row, "error", text, label(row))]
 
@@ -182,7 +182,7 @@ def _detect(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
     labels = {c: _label(table, spec, name, examples) for c, name in names.items()}
     shown = [] if spec.alone else _shown(table, spec, set(names.values()))
 
-    def cells(row: int, record: Record) -> list[Question]:
+    def cells(row: int, record: TableRow) -> list[Question]:
         text = None if spec.alone else serialise(record.fields, shown, spec.missing)
         value = {c: text_of(record.fields[c]) or spec.missing for c in spec.column}
         return [
@@ -201,7 +201,7 @@ def _transform(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Bu
         if name is not None:
             table.check_has([name], "--examples: column" if examples else option)
 
-    def build(row: int, record: Record) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[Question]:
         cell = text_of(record.fields[column])
         if cell is None and not examples:
             return []  # an empty cell stays empty
@@ -247,7 +247,7 @@ def _label(table: Table, spec: Spec, name: str | None, examples: bool) -> Callab
     return labels.__getitem__
 
 
-def _yes_no(table: Table, row: int, record: Record, name: str) -> str | None:
+def _yes_no(table: Table, row: int, record: TableRow, name: str) -> str | None:
     if record.fault or (text := text_of(record.fields[name])) is None:
         return None
     if (label := _LABELS.get(text.strip().lower())) is None:

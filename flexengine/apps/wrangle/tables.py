@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.serialise import text_of
 from flexengine.errors import InvalidInput
-from flexengine.job import tables
-from flexengine.job.inputs import MAX_LINE_BYTES
+from flexengine.job.read_arrow import arrow_columns, arrow_records
+from flexengine.job.read_csv import csv_table
 from flexengine.job.results import encode_fields
-from flexengine.job.source import Source
-from flexengine.job.tables import Record
+from flexengine.job.source import InputFile
+from flexengine.job.tables import DELIMITERS, TableRow, other_separator
 from flexengine.job.whole_file import explained, whole_file
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
@@ -52,7 +52,7 @@ class Table:
     name: str
     form: str
     columns: tuple[str, ...]
-    records: tuple[Record, ...]
+    records: tuple[TableRow, ...]
     arrow: Any = None
 
     def place(self, row: int) -> str:
@@ -67,7 +67,7 @@ class Table:
         """
         for column in columns:
             if column not in self.columns:
-                seems = tables.other_separator(self.columns, self.form)
+                seems = other_separator(self.columns, self.form)
                 raise InvalidInput(f"{option} {column!r} is no column of {self.name}; its columns are"
                                    f" {', '.join(self.columns)}{seems and f': {seems}'}")  # fmt: skip
 
@@ -90,7 +90,7 @@ def form_of(name: str, what: str) -> str:
     path = Path(name)
     inner = Path(path.stem).suffix.lower() if path.suffix.lower() in (".gz", ".zst") else path.suffix.lower()
     form = _FORMS.get(inner)
-    if form is None or (path.suffix.lower() != inner and form not in tables.DELIMITERS):
+    if form is None or (path.suffix.lower() != inner and form not in DELIMITERS):
         raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
     return form
 
@@ -106,14 +106,14 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Tabl
         InvalidInput: the file cannot be read, has no rows, or has unnamed columns or columns of one name.
     """
     form = form_of(name, what)
-    with closing(Source(Path(name), form)) as source:
-        table = (_read_text if form in tables.DELIMITERS else _read_arrow)(source, limit, what)
+    with closing(InputFile(Path(name), form)) as source:
+        table = (_read_text if form in DELIMITERS else _read_arrow)(source, limit, what)
     if not table.records:
         raise InvalidInput(f"{what} {name} has no rows; give a table with at least one")
     return table
 
 
-def _check_columns(columns: Sequence[str], source: Source, what: str) -> None:
+def _check_columns(columns: Sequence[str], source: InputFile, what: str) -> None:
     """Raise InvalidInput if a column has no name, or several have the same."""
     if double := sorted({c for c in columns if columns.count(c) > 1}):
         raise InvalidInput(f"{what} {source.name} has several columns named {double[0]!r}; rename them")
@@ -121,21 +121,21 @@ def _check_columns(columns: Sequence[str], source: Source, what: str) -> None:
         raise InvalidInput(f"{what} {source.name} has a column without a name, number {columns.index('') + 1}; name it")
 
 
-def _read_text(source: Source, limit: int | None, what: str) -> Table:
+def _read_text(source: InputFile, limit: int | None, what: str) -> Table:
     with source.open() as file:
-        columns, records = tables.csv_table(file, source.name, source.form, MAX_LINE_BYTES)
+        columns, records = csv_table(file, source.name, source.form)
         _check_columns(columns, source, what)
         return Table(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
 
 
-def _read_arrow(source: Source, limit: int | None, what: str) -> Table:
-    columns = tables.arrow_columns(source.file, source.name, source.form)
+def _read_arrow(source: InputFile, limit: int | None, what: str) -> Table:
+    columns = arrow_columns(source.file, source.name, source.form)
     _check_columns(columns, source, what)
-    rows = tuple(islice(tables.arrow_records(source.file, source.name, source.form, None), limit))
+    rows = tuple(islice(arrow_records(source.file, source.name, source.form, None), limit))
     return Table(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
 
 
-def _whole(source: Source) -> Any:
+def _whole(source: InputFile) -> Any:
     """Return all of a Parquet or Arrow file, which was read once before."""
     import pyarrow as pa
 
@@ -188,7 +188,7 @@ def holds_table(name: str, table: Table, added: Sequence[Added]) -> bool:
 def _write(file: Any, name: str, table: Table, added: Sequence[Added]) -> None:
     if Path(name).suffix.lower() == ".jsonl":
         file.writelines(_json_lines(table, added))
-    elif table.form in tables.DELIMITERS:
+    elif table.form in DELIMITERS:
         file.writelines(_text_lines(table, added))
     else:
         _write_arrow(file, table, added)
@@ -201,7 +201,7 @@ def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
 
 def _text_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
     buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter=tables.DELIMITERS[table.form], lineterminator="\n")
+    writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
         cells = [record.fields.get(column) for column in table.columns]

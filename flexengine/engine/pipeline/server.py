@@ -35,13 +35,13 @@ from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Text
 
 if TYPE_CHECKING:
-    from flexengine.engine.base import BaseEngine
+    from flexengine.engine.session import Session
 
 
 class Server:
     """Carries out orders with one engine, which holds the layers of this stage."""
 
-    def __init__(self, engine: "BaseEngine", group: Group) -> None:
+    def __init__(self, engine: "Session", group: Group) -> None:
         self.engine, self.core, self.planner = engine, engine.core, engine.planner
         rank = group.rank
         self.before = TakingPort(group.receive(rank - 1, HIDDENS))

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Lossy, Policy
-from flexengine.apps.fleet.job import FleetJob
-from flexengine.apps.fleet.member import Agreed, Failure, Member, Recipe, open_engine
+from flexengine.apps.fleet.job import FleetRunner
+from flexengine.apps.fleet.member import Agreed, Failure, FleetMember, Recipe, open_engine
 from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
 from flexengine.apps.fleet.space import Share
 from flexengine.attention.network import RemoteWorker
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
+from flexengine.engine.engine_runner import EngineRunner
 from flexengine.engine.file_job import FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row
 from tests.helpers.attention_workers import listening
@@ -50,8 +51,8 @@ def recipe(directory: str, **options: Any) -> Recipe:
 
 def run(known: Any, output: Path, fleet: LocalFleet, size: int | None = None, **options: Any) -> dict[str, Any]:
     model, given, _ = known
-    with Rows(given) as rows, open_job(rows, output) as job:
-        running = FleetJob(fleet, job, recipe(model, **options), size)
+    with InputRows(given) as rows, open_job(rows, output) as job:
+        running = FileJob(FleetRunner(fleet, recipe(model, **options), size), job)
         if running.begin():
             for _ in running.results():
                 pass
@@ -122,10 +123,10 @@ def test_a_fleet_continues_the_job_of_an_engine(options: Any, known: Any, tmp_pa
     with Engine(model, device="cpu", device_mem="300M", **options) as engine:
         engine.run_job(given, outputs[0], PARAMS)
     with (
-        Engine(model, device="cpu", device_mem="300M", **options) as engine, Rows(given) as rows,
+        Engine(model, device="cpu", device_mem="300M", **options) as engine, InputRows(given) as rows,
         open_job(rows, outputs[1]) as job,
     ):  # fmt: skip
-        running = FileJob(engine, job, PARAMS)
+        running = FileJob(EngineRunner(engine, PARAMS), job)
         assert running.begin()
         with contextlib.closing(running.results()) as results:
             began = len(list(islice(results, 7)))
@@ -189,12 +190,12 @@ def test_members_share_the_choices_of_the_first(options: Any, known: Any, tmp_pa
 
 
 def test_a_member_that_differs_refuses(known: Any) -> None:
-    first = Member(recipe(known[0]))
+    first = FleetMember(recipe(known[0]))
     about = first.describe(next(shards([Row(0, 0, {"prompt_token_ids": [5, 6]})], 1)))
     first.close()
     assert not isinstance(about, Failure)
     other = dict(about.engine) | {"torch": "1.0", "dtype": "float16"}
-    member = Member(Recipe(recipe(known[0]).options, PARAMS, agreed=Agreed(other, about.settings)))
+    member = FleetMember(Recipe(recipe(known[0]).options, PARAMS, agreed=Agreed(other, about.settings)))
     failure = member.run(next(shards([Row(0, 0, {"prompt_token_ids": [5, 6]})], 1)))
     assert isinstance(failure, Failure)
     assert not failure.running

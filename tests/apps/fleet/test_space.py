@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from flexengine.apps.fleet.space import Machine, Share, Space, space_for
+from flexengine.apps.fleet.space import FleetMachine as Machine
+from flexengine.apps.fleet.space import Share, Space, space_for
 from flexengine.errors import InvalidInput
 
 

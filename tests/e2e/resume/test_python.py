@@ -279,4 +279,4 @@ def test_progress_of_the_next_job_does_not_count_this_one(job: Job, monkeypatch:
     with opened(job, device="cpu") as engine:
         engine.run_job(job.input, job.output, PARAMS)
         engine.generate(job.family.rows[:2], PARAMS)
-    assert counted == [JobRows(total=8), JobRows(total=2)]
+    assert counted == [JobRows(8, with_prompts=False), JobRows(2)]

@@ -1,8 +1,7 @@
-"""An opened model on which one job at a time runs: the part of `Engine` that all its methods share."""
+"""An opened model on which one job at a time runs: the base of `Engine`, whose public methods use it."""
 
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +21,7 @@ from flexengine.engine.pipeline.planner import PipelinePlanner
 from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
-from flexengine.engine.survey import Reader
+from flexengine.engine.survey import PromptReader
 from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.facts import ModelFacts
@@ -32,7 +31,7 @@ from flexengine.plan.workload import Workload
 from flexengine.tier import cuda
 
 
-class BaseEngine(ABC):
+class Session:
     """A model opened on a machine, and the job that runs on it.
 
     Attributes:
@@ -46,24 +45,28 @@ class BaseEngine(ABC):
         listener: receives reports of progress, and messages; None for the logger.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Open the model. Raise as `Engine`."""
+    def __init__(self, options: EngineOptions, exact_engine: Callable[[Listener], ExactEngine]) -> None:
+        """Open the model. Raise as `Engine`.
+
+        Args:
+            exact_engine: return an engine for the same model with the checkpoint's own weights.
+        """
         self.options = options
         self.listener = listener_of(options.progress)
         with reporting(self.listener):
             self.core = core = _core(options)
-        given = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
+        basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         strategy = options.strategy
-        self.planner = PipelinePlanner(core.driver, strategy, *given) if core.driver else Planner(*given)
+        self.planner = PipelinePlanner(core.driver, strategy, *basis) if core.driver else Planner(*basis)
         if strategy is not None:
             from flexengine.plan.stages import shape_name
 
             total = core.skeleton.total
             strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
             self.planner.block = strategy.decode_batch * strategy.cohorts
-        self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
+        self.reader = PromptReader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
-        self.calibrator = Calibrator(core, self._exact)
+        self.calibrator = Calibrator(core, exact_engine)
         core.opened.importances = lambda: self.calibrator.importances
         core.opened.thresholds = lambda: self.calibrator.thresholds
         self._bits = Bits(core, self.calibrator) if core.lossy.weights == MIXED else None  # None once they are chosen
@@ -75,10 +78,6 @@ class BaseEngine(ABC):
         self._running: Generator[Result] | None = None
         self._closed = False
         self._lock = threading.Lock()
-
-    @abstractmethod
-    def _exact(self, progress: Listener) -> ExactEngine:
-        """Return an engine for the same model with the checkpoint's own weights."""
 
     def __enter__(self) -> Self:
         return self
@@ -172,8 +171,9 @@ class BaseEngine(ABC):
             try:
                 running.close()
             except ValueError as error:
-                raise InvalidInput("this engine is generating, in another thread or in the function that calls close;"
-                                   " let it end first") from error  # fmt: skip
+                raise InvalidInput(
+                    "this engine is generating, in another thread or in the function that calls close; let it end first"
+                ) from error
             self._running = None
         self._closed = True
         self.core.close()
@@ -221,8 +221,10 @@ class BaseEngine(ABC):
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
             prompts = list(prompts)
             if len(params) != len(prompts):
-                raise InvalidInput(f"params has {len(params)} entries, but prompts has {len(prompts)}; give one"
-                                   " SamplingParams for each prompt, or one for all")  # fmt: skip
+                raise InvalidInput(
+                    f"params has {len(params)} entries, but prompts has {len(prompts)}; give one SamplingParams for"
+                    " each prompt, or one for all"
+                )
         elif not isinstance(params, SamplingParams | None):
             raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
         return self.results(prompts, SamplingParams() if params is None else params, JobRows())
@@ -238,8 +240,7 @@ class BaseEngine(ABC):
         with self._lock:
             self._check_idle()
             self.choose_bits()
-            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
-                            rows)  # fmt: skip
+            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first, rows)
             self._running = running = reported(self.listener, self._job.results(prompts, params))
         try:
             yield from running
@@ -251,9 +252,11 @@ class BaseEngine(ABC):
                 self._running = None
 
     def _all(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_result: Callable[[Result], None] | None = None,
-    ) -> list[Result]:  # fmt: skip
+    ) -> list[Result]:
         """Return the results of a job, in the order of their indices. on_result: called with each as soon as it is
         computed."""
         results: list[Result] = []
@@ -277,9 +280,10 @@ def _core(options: EngineOptions) -> Core:
     if group is None:
         return Core(options)
     if options.lossy.weights == MIXED:
-        raise InvalidInput(f"weights is {MIXED!r} with {group.size} stages, of which none has all layers; choose the"
-                           " bits before (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and"
-                           " give --weights FILE.json")  # fmt: skip
+        raise InvalidInput(
+            f"weights is {MIXED!r} with {group.size} stages, of which none has all layers; choose the bits before"
+            " (flexengine quality --weights mixed --budget SIZE --save-bits FILE.json), and give --weights FILE.json"
+        )
 
     from flexengine.plan.stages import stage_layers
 

@@ -1,0 +1,105 @@
+"""One engine as the runner of a job of a file."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from flexengine.activity import message
+from flexengine.config import Result, SamplingParams
+from flexengine.engine.agreement import (
+    PREFILL_TOKENS,
+    engine_part,
+    manifest,
+    settings_of,
+    switches_part,
+    take_over,
+)
+from flexengine.engine.generating import JobRows
+from flexengine.engine.session import Session
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts, Summary
+from flexengine.errors import OutOfMemory
+from flexengine.job.resume import JobStore
+from flexengine.job.rows import Row
+from flexengine.job.same_job import Manifest
+from flexengine.plan.min_memory import SHORTEST
+
+
+class EngineRunner:
+    """Computes the rows of a job with one engine; see `RowRunner`.
+
+    Args:
+        engine: an open engine.
+        params: sampling parameters of rows without fields of these names.
+    """
+
+    def __init__(self, engine: Session, params: SamplingParams) -> None:
+        self.engine, self.params = engine, params
+
+    def open(self, store: JobStore) -> str:
+        reader = self.engine.reader
+        reader.check(self.params)
+        reader.check_chat(store.rows.chat)
+        return self.engine.core.source.name
+
+    def manifest(self, store: JobStore, known: Manifest) -> Manifest:
+        engine = self.engine
+        engine.choose_bits()
+        if not known and not engine.options.allow:
+            self._check_memory(store)
+        return manifest(store.rows, self.params, engine_part(engine, known), switches_part(engine))
+
+    def _check_memory(self, store: JobStore) -> None:
+        """Raise OutOfMemory, before all files of the model are hashed for the manifest, if not even a row of one prompt
+        token and one generated token fits."""
+        engine = self.engine
+        try:
+            engine.planner.check(SHORTEST)
+        except OutOfMemory:
+            if (workload := engine.reader.survey(store.rows, self.params)).count:
+                engine.planner.check(workload)  # its message says what these rows need
+
+    def take_over(self, store: JobStore) -> None:
+        take_over(self.engine, store.settings)
+
+    def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
+        counts = JobRows(store.total, store.done, store.resumed - store.done, with_prompts=False)
+        stream = self.engine.results(rows, self.params, counts)
+        with self._saving(store), self._same_cuts(store.settings.get(PREFILL_TOKENS)), contextlib.closing(stream):
+            yield from stream
+
+    def summary(self, counts: JobCounts, ran: bool) -> Summary:
+        return replace(self.engine.summary if ran else self.engine.core.empty_summary(), job=counts)
+
+    @contextlib.contextmanager
+    def _saving(self, store: JobStore) -> Iterator[None]:
+        """Return a context manager in which results are synced to the disk after sweeps, before the engine's own
+        `on_sweep` is called."""
+        engine = self.engine
+        on_sweep = engine.on_sweep
+
+        def sweep_ended(progress: Progress) -> None:
+            if engine.layout is not None:
+                store.save_settings(settings_of(engine, engine.layout.policy.prefill_tokens))
+            store.save(at_once=False)
+            if on_sweep is not None:
+                on_sweep(progress)
+
+        engine.on_sweep = sweep_ended
+        try:
+            yield
+        finally:
+            engine.on_sweep = on_sweep
+
+    @contextlib.contextmanager
+    def _same_cuts(self, tokens: int | None) -> Iterator[None]:
+        """Return a context manager in which prompts are cut as the run that began the job cut them: the last bits of a
+        prompt's KV depend on the cuts. tokens: most tokens of a prefill chunk; None if the job begins now."""
+        planner = self.engine.planner
+        before = planner.policy, planner.prefill_tokens
+        if planner.keep_prefill(tokens):
+            message(f"prefill_tokens stays {tokens}, with which the job began")
+        try:
+            yield
+        finally:
+            planner.policy, planner.prefill_tokens = before

@@ -1,0 +1,213 @@
+"""Reader of CSV and TSV files with the csv module."""
+
+import csv
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from flexengine.config import json_fault, shown
+from flexengine.errors import InvalidInput
+from flexengine.job import reading
+from flexengine.job.lines import read_lines, too_long, utf8_fault
+from flexengine.job.reading import ReadOptions, ReadRows
+from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.tables import DELIMITERS, SAMPLING_TYPES, TableRow, check_columns, row_of
+
+_WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
+
+
+def open_csv(options: ReadOptions) -> ReadRows:
+    """Return the reader of a CSV or TSV file."""
+    form, column = options.source.form, options.column or "prompt"
+    if column in PROMPT_KINDS[1:]:
+        raise InvalidInput(f"input {options.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
+    with options.source.open() as file:
+        columns, _ = csv_table(file, options.name, form)
+    check_columns(options, columns, options.accepted(("prompt",)))
+    convert = _scored_cell if options.score else parsed_cell
+
+    def rows(file: BinaryIO) -> Iterator[Row]:
+        _, records = csv_table(file, options.name, form)
+        for index, record in enumerate(records):
+            yield row_of(index, record, column, convert, options.score)
+
+    return rows
+
+
+class CsvCells(NamedTuple):
+    """One record of a CSV file, possibly the header.
+
+    Attributes:
+        line: line on which the record starts, from 1.
+        cells: cells in order.
+        fault: why the record cannot be read; None if it can.
+    """
+
+    line: int
+    cells: list[str]
+    fault: str | None
+
+
+# CSV and TSV with the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
+
+
+_MOST_LINES = 1000  # most lines of a record: without a limit every stray quote would read the rest of the file
+
+
+class _Feed(Iterator[str]):
+    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again.
+
+    Attributes:
+        taken: lines (number, bytes) of the present record.
+    """
+
+    def __init__(self, lines: Iterator[bytes | None], most: int) -> None:
+        self._lines, self._most = enumerate(lines, start=1), most
+        self._again: deque[tuple[int, bytes | None]] = deque()
+        self._size = 0
+        self.taken: list[tuple[int, bytes | None]] = []
+
+    def __next__(self) -> str:
+        number, raw = self._again.popleft() if self._again else next(self._lines)
+        self.taken.append((number, raw))
+        self._size += len(raw or b"")
+        if raw is None or self._size > self._most + 2:  # 2 bytes for the record's line end
+            raise csv.Error(too_long(self._most))
+        if len(self.taken) > _MOST_LINES:
+            raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
+        return raw.decode("utf-8", "surrogateescape")
+
+    def begin(self) -> None:
+        self.taken.clear()
+        self._size = 0
+
+    def give_back(self) -> None:
+        """Yield all lines of this record but the first again."""
+        self._again.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
+
+
+def csv_table(file: BinaryIO, name: Path, form: str) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated.
+
+    Args:
+        file: the file, at its beginning.
+        name: name of the file in messages.
+        form: csv or tsv.
+
+    Raises:
+        InvalidInput: the file has no header.
+    """
+    records = _csv_records(file, DELIMITERS[form], reading.MAX_LINE_BYTES)
+    header = next(records, None)
+    if header is None or header.fault:
+        fault = f"line {header.line} {header.fault}" if header else "it is empty"
+        raise InvalidInput(f"input {name} has no header line that names the columns: {fault}")
+    return header.cells, (_named(record, header.cells) for record in records)
+
+
+def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvCells]:
+    """Yield the records of a CSV file, header first, without blank lines.
+
+    If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
+    A stray quote therefore does not consume the rest of the file.
+
+    Args:
+        most: most bytes of a record.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
+    feed = _Feed(read_lines(file, most), most)
+    while True:
+        feed.begin()
+        cells, fault = list[str](), None
+        try:
+            cells = next(csv.reader(feed, delimiter=delimiter, strict=True))
+        except StopIteration:
+            return
+        except csv.Error as error:
+            feed.give_back()
+            fault = _csv_fault(str(error))
+        raw = b"".join(raw for _, raw in feed.taken if raw is not None)
+        if fault is None and not raw.strip(b" \r\n"):
+            continue
+        yield CsvCells(feed.taken[0][0], cells, utf8_fault(raw) or fault)
+
+
+def _named(record: CsvCells, columns: list[str]) -> TableRow:
+    """Return a record with the header's column names."""
+    fault = record.fault
+    if fault is None and len(record.cells) != len(columns):
+        fault = f"has {len(record.cells)} cells, but the header has {len(columns)}"
+    return TableRow(record.line, {} if fault else dict(zip(columns, record.cells, strict=True)), fault)
+
+
+def _csv_fault(message: str) -> str:
+    """Return the csv module's message without its advice for programmers."""
+    if message.startswith("new-line character"):
+        return "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
+    return message if message.startswith("is longer") else f"invalid CSV: {message.split(' - ')[0]}"
+
+
+def _scored_cell(name: str, cell: str) -> Any:
+    """Return the value of a CSV cell of a row that is scored or generates: an empty cell is no value, and choices are a
+    JSON list. Other cells are as for `parsed_cell`."""
+    if not cell and name in ("prompt", CONTEXT, *SCORED_KINDS):
+        return None
+    if name != "choices":
+        return parsed_cell(name, cell)
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"choices is {shown(cell)}, which is no JSON list: {json_fault(error)}") from error
+
+
+def parsed_cell(name: str, cell: str) -> Any:
+    """Return the value of a CSV cell.
+
+    In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
+    if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
+    booleans are true and false, lists are JSON, and a list of one may be its element alone.
+
+    Args:
+        name: name of the column.
+
+    Raises:
+        InvalidInput: the text is no value of this sampling field.
+    """
+    kinds = SAMPLING_TYPES.get(name)
+    if kinds is None:
+        return cell
+    if not cell:
+        return None
+    try:
+        return _parse(kinds, cell)
+    except (ValueError, KeyError, RecursionError) as error:
+        raise InvalidInput(
+            f"column {name} is {cell[:50]!r}; as a sampling field it must be {_wanted(kinds)}"
+            " (rename the column if it holds data)"
+        ) from error
+
+
+def _parse(kinds: frozenset[Any], cell: str) -> Any:
+    if tuple in kinds:
+        if cell.startswith("["):
+            return json.loads(cell)
+        return [cell] if str in kinds else [_whole(cell)]
+    if bool in kinds:
+        return {"true": True, "false": False}[cell.strip().lower()]
+    return float(cell) if float in kinds else _whole(cell)
+
+
+def _whole(cell: str) -> int:
+    if (match := _WHOLE.fullmatch(cell)) is None:
+        raise ValueError(cell)
+    return int(match[1])
+
+
+def _wanted(kinds: frozenset[Any]) -> str:
+    if tuple in kinds:
+        return "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
+    return "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
