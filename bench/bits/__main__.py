@@ -107,11 +107,10 @@ def _one(
     model: Layered, layer: int, codec: str, columns: Mapping[str, Any]
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """Return the costs of one encoded layer, and its weighted errors."""
-    from flexengine.codec.named import WEIGHTS
-    from flexengine.codec.packed import Packed
+    from flexengine.codec.packed import CODECS, Packed
 
     exact = {name: weight.detach() for name, weight in model.matrices(layer)}
-    forms = {name: Packed(WEIGHTS[codec], *matrix.shape) for name, matrix in exact.items()}
+    forms = {name: Packed(CODECS[codec], *matrix.shape) for name, matrix in exact.items()}
     encoded = {name: form.dequantize(form.encode(exact[name], columns[name])) for name, form in forms.items()}
     costs, errors = model.costs(layer, encoded), weighted_errors(exact, encoded, columns)
     print(f"{codec}, layer {layer}: costs {costs}, errors {errors}", flush=True)

@@ -178,10 +178,9 @@ def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, compu
     import torch
 
     import flexengine.kernels
-    from flexengine.codec.named import WEIGHTS
-    from flexengine.codec.packed import Packed
+    from flexengine.codec.packed import CODECS, Packed
 
-    forms = [Packed(WEIGHTS[codec], n, k) for n, k in shapes]
+    forms = [Packed(CODECS[codec], n, k) for n, k in shapes]
     weights = [torch.randint(0, 60, (form.nbytes,), dtype=torch.uint8) for form in forms]
     kernel, best = flexengine.kernels.load(), float("inf")
     for attempt in range(repeats + 1):
@@ -286,15 +285,14 @@ def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
 
 def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
     """Return the bytes of all layers and the head, in the format in which they are multiplied."""
-    from flexengine.codec.named import WEIGHTS
-    from flexengine.codec.packed import Packed
+    from flexengine.codec.packed import CODECS, Packed
     from flexengine.lossy import Lossy
 
     head: tuple[int, int] = config["vocab_size"], config["hidden_size"]
     layers: int = config["num_hidden_layers"]
     if isinstance(codec := Lossy(**lossy).coded, str):
-        coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
-        return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes
+        coded = sum(Packed(CODECS[codec], n, k).nbytes for n, k in shapes)
+        return layers * coded + Packed(CODECS["int8"], *head).nbytes
     stored = config.get("dtype", config.get("torch_dtype"))
     item = 4 if stored == "float32" and lossy.get("compute") != "bf16" else 2
     return item * (layers * sum(n * k for n, k in shapes) + head[0] * head[1])

@@ -119,8 +119,7 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
     import torch
 
     from flexengine import kernels
-    from flexengine.codec.named import WEIGHTS
-    from flexengine.codec.packed import Packed
+    from flexengine.codec.packed import CODECS, Packed
     from flexengine.kernels.onednn import linear_fp32
 
     kernel, x = kernels.load(), torch.randn(m, k)
@@ -148,7 +147,7 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
             with_weights(name, lambda dtype=dtype: _packed(kernel, _random(n, k, dtype)),  # type: ignore[misc]
                          partial(_plain, kernel, x, compute, packed=True), compute)  # fmt: skip
     for bits, compute in ((bits, compute) for bits in (8, 4) for compute in (None, "bf16", "int8")):
-        form = Packed(WEIGHTS[f"int{bits}"], n, k)
+        form = Packed(CODECS[f"int{bits}"], n, k)
         data = form.encode(torch.randn(n, k))
         with_weights(f"{bits} bits{f', {compute} compute' if compute else ''}", data.clone,
                      partial(_encoded, kernel, x, form, compute), compute)  # fmt: skip

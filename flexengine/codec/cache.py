@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.base import pack, packed_bytes, unpack
+from flexengine.codec.bits import pack, packed_bytes, unpack
 from flexengine.codec.groupwise import HALF, Groupwise
 from flexengine.errors import InvalidInput
 
@@ -27,7 +27,7 @@ GROUPS = (64, 32, 16, 8)
 WIDEST = {8: 64, 4: 32, 2: 64}  # largest group by bits; kernels/coded.h multiplies groups up to this size as codes
 
 
-class Part(NamedTuple):
+class PanelPart(NamedTuple):
     """Location of one kind of data of a token's K, or V, in a panel.
 
     Attributes:
@@ -100,10 +100,11 @@ class CacheFormat:
         return self.page_tokens * (self.row_bytes + 4 * self.groups)
 
     @property
-    def parts(self) -> tuple[Part, Part]:
+    def parts(self) -> tuple[PanelPart, PanelPart]:
         """Location of the codes, and of the scales with the minima."""
         codes = self.page_tokens * self.row_bytes
-        return Part(self.row_bytes, (0,)), Part(2, tuple(range(codes, self.panel_bytes, 2 * self.page_tokens)))
+        halves = range(codes, self.panel_bytes, 2 * self.page_tokens)
+        return PanelPart(self.row_bytes, (0,)), PanelPart(2, tuple(halves))
 
     @property
     def pieces(self) -> int:

@@ -20,25 +20,26 @@ and kernels multiply them by activations that are 0.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flexengine.codec.base import unpack
+from flexengine.codec.forms import Form
 from flexengine.codec.groupwise import Groupwise
 from flexengine.errors import InvalidInput
 
 ROWS = 16
-TOGETHER = 256  # rows dequantized at a time, for some megabytes of scratch memory
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of each plane by bits of a code, the lowest bits first
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Format of an encoded matrix: its codec and shape.
+class Packed(Form):
+    """Format of a matrix in group-wise codes.
 
     Attributes:
-        codec: codec of a group; groups must run along the rows.
+        codec: codec of a group of 32, 64 or 128 columns.
         rows: output channels.
         columns: inputs.
     """
@@ -46,12 +47,26 @@ class Packed:
     codec: Groupwise
     rows: int
     columns: int
+    step: ClassVar[int] = ROWS
 
     def __post_init__(self) -> None:
-        if self.codec.across or self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:
-            raise InvalidInput(f"a matrix [{self.rows}, {self.columns}] in {self.codec.name}, groups of"
-                               f" {self.codec.group}{' across' * self.codec.across}, cannot be packed: it needs groups"
-                               " of 32, 64 or 128 along the rows, and at least one row and one column")  # fmt: skip
+        if self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:
+            raise InvalidInput(
+                f"a matrix [{self.rows}, {self.columns}] in {self.codec.name}, groups of {self.codec.group}, cannot be"
+                " packed: it needs groups of 32, 64 or 128, and at least one row and one column"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
+    def uses_importance(self) -> bool:
+        return self.codec.fitted
+
+    @property
+    def group(self) -> int:
+        return self.codec.group
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -64,47 +79,22 @@ class Packed:
         return 2 * 2 * ROWS + ROWS * self.codec.group * self.codec.bits // 8
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole matrix."""
-        down, right = self.blocks
-        return down * right * self.block_bytes
+    def step_bytes(self) -> int:
+        return self.blocks[1] * self.block_bytes
 
     def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        """Return the encoded matrix, uint8 [nbytes].
-
-        Args:
-            x: [rows, columns].
-            importance: [columns], see `Codec.encode`.
-
-        Raises:
-            InvalidInput: a number is not finite or beyond the range of the codec.
-        """
         down, right = self.blocks
         rows = torch.nn.functional.pad(x, (0, 0, 0, down * ROWS - self.rows))
-        parts = self.codec.encode(rows, importance)
-        codes = unpack(parts["codes"], self.codec.bits).view(down, ROWS, right, -1, 4)
-        quads = codes.permute(0, 2, 3, 1, 4).flatten(3)  # [down, right, quads, 64]
-        pieces = [_bytes(parts[name].view(down, ROWS, right).transpose(1, 2)) for name in ("scale", "minimum")]
+        codes, *halves = self.codec.encode(rows, importance)
+        quads = codes.view(down, ROWS, right, -1, 4).permute(0, 2, 3, 1, 4).flatten(3)  # [down, right, quads, 64]
+        pieces = [_bytes(half.view(down, ROWS, right).transpose(1, 2)) for half in halves]
         low = 0
         for bits in PLANES[self.codec.bits]:
             pieces.append(_plane(quads >> low & (2**bits - 1), bits))
             low += bits
         return torch.cat(pieces, 2).flatten()
 
-    def dequantize(self, data: Tensor) -> Tensor:
-        """Return the dequantized matrix, fp32 [rows, columns]."""
-        return self.dequantize_rows(data, torch.arange(self.rows, device=data.device))
-
-    def dequantize_rows(self, data: Tensor, ids: Tensor) -> Tensor:
-        """Return some dequantized rows, fp32 [n, columns]; ids: int64 [n]. Only the bytes of these rows are copied."""
-        out = torch.empty(len(ids), self.columns, device=data.device)
-        for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):
-            if len(rows):
-                target.copy_(self._decoded(data, rows))
-        return out
-
-    def _decoded(self, data: Tensor, ids: Tensor) -> Tensor:
-        """Return the dequantized rows `ids` at once."""
+    def decode(self, data: Tensor, ids: Tensor) -> Tensor:
         right = self.blocks[1]
         starts = (ids // ROWS * right)[:, None] + torch.arange(right, device=ids.device)
         own = self._own(ids.device)[ids % ROWS]
@@ -144,3 +134,16 @@ def _quads(plane: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(each, dtype=torch.uint8, device=plane.device)[:, None] * bits
     codes: Tensor = plane.reshape(*plane.shape[:-1], -1, 1, 4) >> shifts & (2**bits - 1)
     return codes.flatten(-3)
+
+
+# Groups run along the input, where errors do less harm than along the output channel.
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Groupwise("int8", 8, 64),
+        Groupwise("int4", 4, 64, fitted=True),
+        Groupwise("int3", 3, 64, fitted=True),
+        Groupwise("int2", 2, 32, fitted=True),
+    )
+}
+int8, int4, int3, int2 = (partial(Packed, codec) for codec in CODECS.values())

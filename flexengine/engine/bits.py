@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, message, tick
-from flexengine.codec.named import WEIGHTS
+from flexengine.codec.packed import CODECS
 from flexengine.config import Result
 from flexengine.engine.calibration import PIECE, ROWS, Calibrator
 from flexengine.engine.core import Core
@@ -172,7 +172,7 @@ def _logprobs(results: Sequence[Result]) -> list[float]:
 
 def step_ratio(codec: str) -> float:
     """Return the squared step of a format's codes relative to that of PROBE, for equal ranges."""
-    levels, own = (2 ** WEIGHTS[b].bits - 1 for b in (PROBE, codec))
+    levels, own = (2 ** CODECS[b].bits - 1 for b in (PROBE, codec))
     return float((levels / own) ** 2)
 
 

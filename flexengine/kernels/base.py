@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, overload
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.kernels.paged import PagedAttention, Prompts
 
@@ -236,12 +236,12 @@ class Kernels(ABC):
 
     @abstractmethod
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: Compute | None = None
+        self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: Compute | None = None
     ) -> Tensor:
         """Return x @ weight.T + bias for an encoded weight.
 
-        With compute "int8", x is rounded to 8 bits, by row m and by group g of form.codec.group columns: code
-        q = round(x / s), to nearest even, with s = max |x| / 127. With the code, scale and minimum of the weight,
+        With compute "int8", x is rounded to 8 bits, by row m and by group g of form.group columns: code
+        q = round(x / s), to nearest even, with s = max |x| / 127. For weights of codes with scales and minima,
             out[m, c] = bias[c] + sum_g s[m, g] * (scale[c, g] * sum q * code + minimum[c, g] * sum q);
         native kernels sum the codes as integers.
 
@@ -262,7 +262,7 @@ class Kernels(ABC):
             finite. On a CPU a row's result is bitwise the same for any other rows and any number of threads.
         """
 
-    def encoded_rows(self, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
+    def encoded_rows(self, weight: Tensor, form: Form, ids: Tensor) -> Tensor:
         """Return some rows of an encoded weight, dequantized: fp32 [n, form.columns].
 
         Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Past
@@ -184,7 +184,7 @@ def _rows_of_numbers(x: Tensor) -> bool:
     return known and (x.shape[1] < 2 or x.stride(1) == 1) and (len(x) < 2 or x.stride(0) >= x.shape[1])
 
 
-def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, narrow: bool = False) -> None:
+def check_product(x: Tensor, weight: Tensor, form: Form, bias: Tensor | None, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
     known = (torch.float32, *NARROW) if narrow else (torch.float32,)
     fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
@@ -193,12 +193,12 @@ def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, 
         raise InvalidInput(
             f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
             f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit a matrix {[form.rows, form.columns]} in"
-            f" {form.codec.name}: they must be fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
+            f" {form.name}: they must be fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
             f" [{form.rows}]"
         )
 
 
-def check_encoded_rows(weight: Tensor, form: Packed, ids: Tensor) -> None:
+def check_encoded_rows(weight: Tensor, form: Form, ids: Tensor) -> None:
     """Raise InvalidInput if the weight has another size than its format, or a row is outside of it."""
     if weight.dtype != torch.uint8 or weight.numel() != form.nbytes or not weight.is_contiguous():
         raise InvalidInput(f"the weight is {weight.dtype} {list(weight.shape)}; it must be uint8 [{form.nbytes}]")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.cached import append_call, batch_call, decode_call, pieces_of, prompt_call
+from flexengine.kernels.formats import kernels_of
 from flexengine.kernels.native_neurons import NativeNeurons
 from flexengine.kernels.operands import contiguous, in_rows, int32, is_fp32, is_native
 from flexengine.kernels.paged import PagedAttention, Prompts
@@ -47,7 +48,7 @@ class NativeKernels(NativeNeurons):
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
         encoded = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_int32)
-        self._encoded_rows = bound("encoded_rows", takes=encoded)
+        self.decode_rows = bound("encoded_rows", takes=encoded)
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
         self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
@@ -258,24 +259,23 @@ class NativeKernels(NativeNeurons):
         steps.run()
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
+        self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        if not is_native(x, weight) or form.columns == 0:
+        kernels = kernels_of(form, "cpu") if is_native(x, weight) else None
+        if kernels is None:
             return super().product(x, weight, form, bias, compute)
         checks.check_product(x, weight, form, bias)
-        steps = self.steps()
-        out = steps.product(in_rows(x.reshape(-1, form.columns)), weight, form, contiguous(bias), compute)
-        steps.run()
+        out = kernels.product(self, in_rows(x.reshape(-1, form.columns)), weight, form, contiguous(bias), compute)
+        if out is None:
+            return super().product(x, weight, form, bias, compute)
         return out.view(*x.shape[:-1], form.rows)
 
-    def encoded_rows(self, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
-        if not is_native(weight, ids):
+    def encoded_rows(self, weight: Tensor, form: Form, ids: Tensor) -> Tensor:
+        kernels = kernels_of(form, "cpu") if is_native(weight, ids) else None
+        if kernels is None or kernels.rows is None:
             return super().encoded_rows(weight, form, ids)
         checks.check_encoded_rows(weight, form, ids)
-        out, ids = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu"), ids.contiguous()
-        sizes = (form.columns, form.codec.group, form.codec.bits, out.data_ptr(), torch.get_num_threads())
-        self._encoded_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)
-        return out
+        return kernels.rows(self, weight, form, ids.contiguous())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         if not is_fp32(x, weight) or x.numel() == 0:

@@ -5,16 +5,17 @@ import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flexengine.activity import message
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.kernels import base, checks
+from flexengine.kernels.formats import kernels_of
 from flexengine.kernels.paged import Room
 from flexengine.kernels.pages import read, write
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator
@@ -43,10 +44,10 @@ class CudaKernels(ReferenceKernels):
     def numerics(self) -> str:
         """Return a text that names the implementation, which determines the last bits of results."""
         fused = self._triton("cuda")
-        return "cuda, torch alone" if fused is None else f"cuda, triton {fused.attention.version()}"
+        return "cuda, torch alone" if fused is None else f"cuda, triton {fused.version()}"
 
-    def _triton(self, kind: str) -> "Fused | None":
-        return fused_kernels(kind) if self._fused else None
+    def _triton(self, kind: str) -> ModuleType | None:
+        return triton_module(kind) if self._fused else None
 
     def fuses_groups(self, q: Tensor) -> bool:
         return not q.is_cuda or (q.dtype != torch.float32 and is_ampere(q))
@@ -77,9 +78,9 @@ class CudaKernels(ReferenceKernels):
         checks.check_options(window, softcap, sinks, q.shape[1])
         checks.check_topk(topk, with_lse)
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
-            tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
+            tile = fused.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
-                out, lse = fused.attention.decode_attention(
+                out, lse = fused.decode_attention(
                     q, pool, tables, lengths, scale, window, softcap, sinks, tile
                 )
                 return (out, lse) if with_lse else out
@@ -131,18 +132,16 @@ class CudaKernels(ReferenceKernels):
         out += a @ rows.to(a.dtype)
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
+        self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         checks.check_product(x, weight, form, bias, narrow=True)
-        # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
-        fused = self._triton(x.device.type) if not x.is_cuda or is_ampere(x) else None
         rows = x.reshape(-1, form.columns)
-        out = x.new_empty((len(rows), form.rows))
-        if fused is not None and x.numel() and weight.data_ptr() % 2 == 0:
-            if compute == "bf16" and x.dtype == torch.float32:
-                rows = rows.bfloat16().float()
-            fused.codes.product(rows, weight, form, bias, compute == "int8", out)
-        else:
+        # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
+        fused = x.numel() and (not x.is_cuda or is_ampere(x)) and self._triton(x.device.type)
+        kernels = kernels_of(form, "cuda") if fused else None
+        out = None if kernels is None else kernels.product(self, rows, weight, form, bias, compute)
+        if out is None:
+            out = x.new_empty((len(rows), form.rows))
             step = max(1, BUFFER // 2 // (4 * form.rows + MULTIPLIED * form.columns))
             for some in _slices(len(rows), step):
                 out[some] = super().product(rows[some].float(), weight, form, bias, compute)
@@ -194,28 +193,21 @@ def sum_in_fp32() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
 
 
-class Fused(NamedTuple):
-    """The modules that contain Triton kernels."""
-
-    attention: ModuleType
-    codes: ModuleType
-
-
 @functools.cache
-def fused_kernels(kind: str) -> Fused | None:
-    """Return the Triton kernels if they run on devices of this kind; else None, with one message for a GPU."""
+def triton_module(kind: str) -> ModuleType | None:
+    """Return Triton's attention if its kernels run on devices of this kind; else None, with one message for a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind != "cuda" and not (kind == "cpu" and interpreted):
         return None
     try:
-        from flexengine.kernels import triton_attention, triton_codes
+        from flexengine.kernels import triton_attention
 
         triton_attention.probe(torch.device(kind))
     except Exception as error:  # Triton is not installed, has no compiler for its launchers, or lacks this GPU
         reason = f"{type(error).__name__}: {error}"
         message(f"kernels run in plain torch, several times slower, as Triton fails: {reason}", logging.WARNING)
         return None
-    return Fused(triton_attention, triton_codes)
+    return triton_attention
 
 
 def _vectors(records: Tensor, places: Tensor, form: RecordForm, index: int, dtype: torch.dtype) -> Tensor:

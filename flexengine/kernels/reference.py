@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.packed import ROWS, Packed
+from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.onednn import linear_fp32
@@ -154,16 +154,16 @@ class ReferenceKernels(base.Kernels):
             out += linear_fp32(a[:, low : low + step].contiguous(), rows[low : low + step].float().T.contiguous())
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
+        self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         checks.check_product(x, weight, form, bias)
-        x = _rounded(x, form.codec.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
+        x = _rounded(x, form.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], form.rows))
-        blocks = weight.view(form.blocks[0], -1)
-        step = max(1, WIDENED // max(1, form.columns * 4 * ROWS))
+        blocks = weight.view(-1, form.step_bytes)
+        step = max(1, WIDENED // max(1, form.columns * 4 * form.step))
         for low in range(0, len(blocks), step):
-            run = slice(low * ROWS, min(form.rows, (low + step) * ROWS))
-            decoded = Packed(form.codec, run.stop - run.start, form.columns).dequantize(blocks[low : low + step])
+            run = slice(low * form.step, min(form.rows, (low + step) * form.step))
+            decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
             # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
             out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexengine.codec.packed import ROWS, Packed
+from flexengine.kernels.base import Compute, Kernels
+from flexengine.kernels.formats import FormatKernels
 from flexengine.kernels.reference import rounded_codes
 from flexengine.kernels.triton_attention import BUFFER, INTERPRETED
 
@@ -54,7 +56,20 @@ def sizes(rows: int, form: Packed) -> Sizes:
     return Sizes(tile, triton.cdiv(right, groups), groups)
 
 
-def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: bool, out: Tensor) -> None:
+def product(
+    kernels: Kernels, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, compute: Compute | None
+) -> Tensor | None:
+    """Return x @ weight.T + bias as `Kernels.product` does, None if the weight lies at an odd address."""
+    if weight.data_ptr() % 2:
+        return None
+    if compute == "bf16" and x.dtype == torch.float32:
+        x = x.bfloat16().float()
+    out = x.new_empty((len(x), form.rows))
+    _write_product(x, weight, form, bias, compute == "int8", out)
+    return out
+
+
+def _write_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: bool, out: Tensor) -> None:
     """Write x @ weight.T + bias to `out`.
 
     Args:
@@ -230,3 +245,6 @@ def _codes(
     apart = tl.reshape(codes, (BLOCKS, VECTORS, 16, 4, EACH))
     codes = tl.reshape(tl.permute(apart, (0, 2, 1, 4, 3)), (BLOCKS * 16, GROUP))
     return codes, tl.reshape(scale, (BLOCKS * 16,)), tl.reshape(minimum, (BLOCKS * 16,))
+
+
+KERNELS = FormatKernels(product)

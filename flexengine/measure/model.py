@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from statistics import median
@@ -321,7 +321,7 @@ def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine,
     dtype, form = held[name], skeleton.forms[name].packed if name in skeleton.forms else None
     row = width * dtype.itemsize if form is None else -(-form.nbytes // vocabulary)
     rows = min(vocabulary, max(1, room(machine, "device") // row))
-    form = replace(form, rows=rows) if form is not None else None
+    form = form.with_rows(rows) if form is not None else None
     regions = Regions(machine)
     try:
         shape = (rows, width) if form is None else (form.nbytes,)

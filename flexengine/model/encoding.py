@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity, advance, tick
-from flexengine.codec.named import EDGES, WEIGHTS
-from flexengine.codec.packed import ROWS, Packed
+from flexengine.codec.forms import FORMS, make_form
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
 from flexengine.model.form import WeightFormat
@@ -33,7 +32,8 @@ from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
-EDGE_MATRICES = 2  # most matrices in EDGES: embedding and output projection
+EDGES = "int8"  # format of embedding and output projection if layers are encoded
+EDGE_MATRICES = 2  # most matrices in it
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
 A = TypeVar("A")
@@ -48,7 +48,7 @@ def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict
 
     Args:
         skeleton: the model, or a range of its layers.
-        codecs: a name in codec.named.WEIGHTS, or one for each layer of the whole model, of which None encodes nothing
+        codecs: a name in codec.forms.FORMS, or one for each layer of the whole model, of which None encodes nothing
             in its layer; None encodes nothing at all.
     """
     if codecs is None:
@@ -64,7 +64,7 @@ def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict
                 formats[name] = form
     for name, shape in (skeleton.embedding, skeleton.head):
         if name in skeleton.wanted:
-            formats[name] = WeightFormat(Packed(EDGES, *shape))
+            formats[name] = WeightFormat(make_form(EDGES, *shape))
     return formats
 
 
@@ -72,11 +72,11 @@ def _form(slot: ParamRef, codec: str) -> WeightFormat | None:
     if slot.name == "weight" and isinstance(slot.module, FastLinear | FastConv1D):
         turned = isinstance(slot.module, FastConv1D)
         rows, columns = reversed(slot.shape) if turned else slot.shape
-        return WeightFormat(Packed(WEIGHTS[codec], rows, columns), transposed=turned)
+        return WeightFormat(make_form(codec, rows, columns), transposed=turned)
     if len(slot.shape) == 3 and is_experts(slot.module):
         turned = bool(slot.module.is_transposed)
         count, *shape = slot.shape
-        return WeightFormat(Packed(WEIGHTS[codec], *(reversed(shape) if turned else shape)), count, turned)
+        return WeightFormat(make_form(codec, *(reversed(shape) if turned else shape)), count, turned)
     return None
 
 
@@ -97,7 +97,7 @@ def encoded(
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
 
     Reading, encoding and writing overlap: a thread reads pieces of the parameters, some threads encode them, a thread
-    writes the encoded bytes. A piece has at most max(CHUNK, ROWS x columns) elements. In memory are at most
+    writes the encoded bytes. A piece has at most max(CHUNK, step x columns) elements. In memory are at most
 
         (DEPTH + 2) x bytes of a piece, stored or encoded + scratch memory of a piece for each thread
 
@@ -139,14 +139,14 @@ def encoded(
 def _key(name: str, form: WeightFormat, importances: Importances | None) -> str:
     """Return what the bytes of an encoded parameter depend on, besides the checkpoint."""
     packed = form.packed
-    fit = [FIT, importances.digest] if importances is not None and packed.codec.fitted else None
-    return json.dumps([name, packed.codec.name, packed.rows, packed.columns, form.count, form.transposed, fit])
+    fit = [FIT, importances.digest] if importances is not None and packed.uses_importance else None
+    return json.dumps([name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit])
 
 
 def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) -> str:
     """Return the formats of the layers, and whether the weights are fitted to importances."""
-    counts = Counter(form.packed.codec.name for form in chosen.values())
-    several = [name for name in WEIGHTS if counts[name] > EDGE_MATRICES] or [*counts][:1]
+    counts = Counter(form.packed.name for form in chosen.values())
+    several = [name for name in FORMS if counts[name] > EDGE_MATRICES] or [*counts][:1]
     return f"{'+'.join(several)}{', calibrated' if importances else ''}"
 
 
@@ -237,12 +237,12 @@ def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[Piece]:
 
 def _encoded(piece: Piece, importances: Importances | None) -> TensorPart:
     """Return the encoded bytes of a piece. Raise BadCheckpoint if the codec cannot hold one of its numbers."""
-    part, codec = piece.rows.float(), piece.form.packed.codec
+    part = piece.rows.float()
     importance = importances.of(piece.name, piece.number) if importances is not None else None
     if not bool(torch.isfinite(part).all()):
         raise BadCheckpoint(f"tensor {piece.name} holds NaN or infinite values")
     try:
-        data = Packed(codec, *part.shape).encode(part, importance)
+        data = piece.form.packed.with_rows(len(part)).encode(part, importance)
     except InvalidInput as error:
         raise BadCheckpoint(f"tensor {piece.name}: {error}") from error
     advance(piece.rows.nbytes)
@@ -252,7 +252,8 @@ def _encoded(piece: Piece, importances: Importances | None) -> TensorPart:
 def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
     """Yield one matrix, whose bytes start at `start`, in pieces of whole blocks of rows, in the stored dtype."""
     rows, columns = form.packed.rows, form.packed.columns
-    step = max(ROWS, CHUNK // columns // ROWS * ROWS)
+    together = form.packed.step
+    step = max(together, CHUNK // columns // together * together)
     size = origin.dtype.itemsize
     if form.transposed:
         whole = read_part(origin, start, rows * columns * size).view(columns, rows)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class WeightFormat:
         transposed: whether the checkpoint stores the matrix as [in, out].
     """
 
-    packed: Packed
+    packed: Form
     count: int = 0
     transposed: bool = False
 

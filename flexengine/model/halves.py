@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.formats import in_steps
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
@@ -102,6 +103,8 @@ class Halves:
         if self._act_name not in ACTS or any(self._hooks):
             return False
         if not all(type(module) is FastLinear for module in self._linear):  # as with records of neurons (neurons.py)
+            return False
+        if not all(in_steps(module.forms.get("weight")) for module in self._linear):
             return False
         return not any("forward" in attributes for attributes in self._attributes)
 

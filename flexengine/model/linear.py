@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.codec.forms import Form
 from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
@@ -50,7 +51,7 @@ class Product:
         self.dtype, self.compute = dtype, compute
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None, packed: bool = False
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Form | None = None, packed: bool = False
     ) -> Tensor:
         """Return x @ weight.T + bias in x's dtype.
 
@@ -78,7 +79,9 @@ class Product:
             bias: the module's bias in fp32; None for none.
         """
         weight = module.weight
-        if (form := module.forms.get("weight")) is not None:
+        form = module.forms.get("weight")
+        if form is not None:
+            assert isinstance(form, Packed)  # others are not computed by steps, see formats.in_steps
             return steps.product(x, weight, form, bias, self.compute, residual, beside, out)
         return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed, out)
 
@@ -97,7 +100,7 @@ class FastLinear(nn.Linear):
     """
 
     product: Product
-    forms: Mapping[str, Packed] = {}
+    forms: Mapping[str, Form] = {}
     packed = False
 
     def forward(self, input: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.kernels.cuda import has_grouped_product
 from flexengine.model.forward import Rows, pause
 from flexengine.model.linear import Product
@@ -135,7 +135,7 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
     """GPT-2's linear layer, whose weight is [in, out], computed by a Product. Attributes are as in FastLinear."""
 
     product: Product
-    forms: Mapping[str, Packed] = {}
+    forms: Mapping[str, Form] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         form = self.forms.get("weight")

@@ -8,7 +8,6 @@ from typing import NamedTuple
 # Neurons of a layer that have room in memory at least, and as a share. Tokens that use more than there is room for are
 # computed in parts (`neurons.part_of`), which must be large enough for good rates of reads and products.
 LEAST_NEURONS, LEAST_SHARE = 64, 1 / 32
-ENCODED_ROWS = 16  # rows of an encoded matrix that are packed together
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class TensorFact:
         experts: number of experts in the tensor, 0 if every token uses all of it.
         matrix: whether tokens are multiplied by the tensor.
         encoded: bytes of the whole tensor if it is encoded, the same on every tier; else 0. An encoded tensor can be
-            split at multiples of ENCODED_ROWS rows only.
+            split at multiples of `together` rows only.
+        together: rows of an encoded tensor that are encoded together.
         form: name of the format, "" for plain.
     """
 
@@ -34,7 +34,13 @@ class TensorFact:
     experts: int = 0
     matrix: bool = True
     encoded: int = 0
+    together: int = 16
     form: str = ""
+
+    @property
+    def rows_together(self) -> int:
+        """Return the number of rows that are read together, 1 if the tensor is plain."""
+        return self.together if self.encoded else 1
 
     @cached_property
     def stored_bytes(self) -> int:
@@ -192,6 +198,11 @@ class ModelFacts:
     def tensors(self) -> tuple[TensorFact, ...]:
         """Return all weights: those of the layers, the others, head and embedding."""
         return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
+
+    @property
+    def rows_together(self) -> int:
+        """Return the number of rows that are read together, 1 if the tensor is plain."""
+        return self.together if self.encoded else 1
 
     @cached_property
     def stored_bytes(self) -> int:

@@ -12,7 +12,7 @@ from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
 from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity, check_places
-from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
+from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.guests import guest
 from flexengine.plan.pools import empty_pools, shared_out
 from flexengine.plan.sizes import (
@@ -237,7 +237,7 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     if home == "device":
         layout.head_rows = model.vocabulary
         return
-    together = ENCODED_ROWS if head.encoded else 1  # rows of one encoded block
+    together = head.rows_together  # rows of one encoded block
     blocks = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
     room -= slot_bytes([room]) - room  # the bytes that `slot_bytes` adds to large tensors

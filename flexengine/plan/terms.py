@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.places import is_disk, is_worker
-from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
@@ -189,7 +189,7 @@ def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: La
     t = model.embedding
     if t is None or layout is None or not is_disk(disk := layout.homes[t.name]):
         return
-    row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # bytes that are read for one row
+    row = t.stored_bytes / model.vocabulary * t.rows_together  # bytes that are read for one row
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
     lane = f"{disk}_read"
     read = max(row, shortest_read(hardware, lane))

@@ -6,15 +6,14 @@ are read into pinned memory, from which a copy to the GPU is asynchronous. Each 
 memory until the next sweep.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine import kernels
-from flexengine.codec.packed import TOGETHER
-from flexengine.plan.facts import ENCODED_ROWS
+from flexengine.codec.forms import TOGETHER
 from flexengine.plan.layout import EMBEDDED, Layout
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
@@ -98,8 +97,8 @@ class Embedding:
         if form is None:
             reads = [Read(unique.tolist(), unique)]
         else:
-            most = READ_BYTES // (form.packed.blocks[1] * form.packed.block_bytes)
-            reads = [_blocks(part) for part in torch.split(unique, max(1, min(TOGETHER, most)))]
+            most = READ_BYTES // form.packed.step_bytes
+            reads = [_blocks(part, form.packed.step) for part in torch.split(unique, max(1, min(TOGETHER, most)))]
         return Lookup(inverse.to(device), None, tuple(reads), self._target(len(unique)) if staged else None)
 
     def _target(self, count: int) -> Tensor | None:
@@ -122,7 +121,7 @@ class Embedding:
             values = torch.cat([
                 kernel.encoded_rows(
                     weights.gather(read.numbers).view(-1),
-                    replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS), read.inside)
+                    form.packed.with_rows(len(read.numbers) * form.packed.step), read.inside)
                 for read in rows.reads
             ])  # fmt: skip
         rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
@@ -151,6 +150,7 @@ class Embedding:
         self._stage = None
 
 
-def _blocks(ids: Tensor) -> Read:
-    blocks, place = torch.unique(ids // ENCODED_ROWS, return_inverse=True)
-    return Read(blocks.tolist(), place * ENCODED_ROWS + ids % ENCODED_ROWS)
+def _blocks(ids: Tensor, step: int) -> Read:
+    """Return the read of encoded rows, of which `step` are read together."""
+    blocks, place = torch.unique(ids // step, return_inverse=True)
+    return Read(blocks.tolist(), place * step + ids % step)

@@ -50,7 +50,7 @@ def model_facts(
             elements, experts = stored[name].nbytes // size, shared.get(name, 0)
             fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
             if (form := skeleton.forms.get(name)) is not None:
-                fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
+                fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
             elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
                 fact = replace(fact, form="bfloat16" + by)
             tensor_facts.append(fact)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheFormat, Part
+from flexengine.codec.cache import CacheFormat, PanelPart
 from flexengine.places import is_disk
 from flexengine.plan.layout import VALUES, Layout
 from flexengine.tier.base import Region
@@ -63,21 +63,21 @@ class PageShape(NamedTuple):
     kv_heads: int
     page_tokens: int
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[PanelPart, ...]
 
     @staticmethod
     def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
         """Return the layout of pages. row: bytes of one head's key in pages that are not encoded."""
         if form is None:
-            return PageShape(kv_heads, page_tokens, page_tokens * row, (Part(row, (0,)),))
+            return PageShape(kv_heads, page_tokens, page_tokens * row, (PanelPart(row, (0,)),))
         return PageShape(kv_heads, page_tokens, form.panel_bytes, form.parts)
 
-    def rows(self, part: Part, pages: Tensor, heads: Tensor, offsets: Tensor) -> Tensor:
+    def rows(self, part: PanelPart, pages: Tensor, heads: Tensor, offsets: Tensor) -> Tensor:
         """Return row numbers of values in a pool, in rows of `part.width` bytes: int64 [starts * tokens]."""
         panels = ((pages * 2 + 1) * self.kv_heads + heads) * (self.size // part.width) + offsets
         return torch.cat([panels + start // part.width for start in part.starts])
 
-    def token_rows(self, part: Part, pages: Tensor, offsets: Tensor) -> Tensor:
+    def token_rows(self, part: PanelPart, pages: Tensor, offsets: Tensor) -> Tensor:
         """Return row numbers of K and V of tokens in all heads: int64 [starts * tokens * 2 * kv_heads], in RAM."""
         every = torch.arange(2 * self.kv_heads)
         panels = (pages[:, None] * 2 * self.kv_heads + every) * (self.size // part.width) + offsets[:, None]

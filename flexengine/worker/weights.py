@@ -1,7 +1,6 @@
 """Weights of a job: resident ones are read once, streamed ones pass through slots, the head in chunks of rows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,12 +8,11 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.activity import activity
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import Form
 from flexengine.model.form import WeightFormat
 from flexengine.model.halves import release
 from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, is_disk, off_device
-from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
@@ -170,8 +168,7 @@ class Weights:
             return {}
         pieces, width = self._pieces[self._head], self.skeleton.head[1][1]
         if (form := self._forms.get(self._head)) is not None:
-            row = form.packed.blocks[1] * form.packed.block_bytes  # bytes of ENCODED_ROWS encoded rows
-            first, size = low // ENCODED_ROWS * row, replace(form.packed, rows=high - low).nbytes
+            first, size = low // form.packed.step * form.packed.step_bytes, form.packed.with_rows(high - low).nbytes
             return {self._head: (part_of(pieces, first, size), (size,))}
         row = width * pieces[0].dtype.itemsize
         return {self._head: (part_of(pieces, low * row, (high - low) * row), (high - low, width))}
@@ -255,11 +252,11 @@ class Weights:
                 param.bind(views[name])
         self._bound[layer] = slot
 
-    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None, Packed | None]:
+    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None, Form | None]:
         """Return a chunk of rows of the output projection and of its bias, and their encoding if they are encoded."""
         low, high = self._chunks[chunk]
         bias = self._resident[self.skeleton.head_bias][low:high] if self.skeleton.head_bias else None
-        form = replace(self._forms[self._head].packed, rows=high - low) if self._head in self._forms else None
+        form = self._forms[self._head].packed.with_rows(high - low) if self._head in self._forms else None
         if slot < 0:
             return self._resident[self._head], bias, form
         return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias, form
@@ -284,7 +281,7 @@ class Weights:
         if form is None:
             width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
-            width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
+            width, dtype = form.packed.step_bytes, torch.uint8
         row, tier = width * pieces[0].dtype.itemsize, self.machine.tier(self._tier(self._embedding))
         if len(pieces) == 1:
             stored = torch.empty(len(numbers), width, dtype=pieces[0].dtype)

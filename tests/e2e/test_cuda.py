@@ -9,7 +9,7 @@ import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.kernels import CudaKernels, ReferenceKernels
-from flexengine.kernels.cuda import fused_kernels
+from flexengine.kernels.cuda import triton_module
 from tests.e2e.test_exactness import GRID
 from tests.helpers.families import FAMILIES, LENGTHS, NEW, make_checkpoint, prompts_of
 from tests.kernels import test_cache as caches
@@ -76,7 +76,7 @@ def test_neurons_on_demand(families: Any, tmp_path: Path, family: str, share: fl
 def kernel(request: pytest.FixtureRequest) -> CudaKernels:
     if request.param == "triton":
         pytest.importorskip("triton", reason="needs triton")
-        assert fused_kernels(DEVICE) is not None  # it warns of what hinders it
+        assert triton_module(DEVICE) is not None  # it warns of what hinders it
     return SETS[request.param]
 
 

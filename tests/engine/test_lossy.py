@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.codec import cache
+from flexengine import lossy as lossy_module
+from flexengine.codec import cache, forms
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import QUALITY, choices
 from flexengine.model import encoding
@@ -46,6 +47,17 @@ def test_encoded_weights(families: Any, family: str, codec: str) -> None:
     expected = reference(rounded(known.directory, codec), known.prompts)
     for policy in (WHOLE, SPREAD):
         assert answers(known.directory, known.rows, Lossy(weights=codec), policy) == expected
+
+
+@pytest.mark.slow
+def test_a_format_that_a_line_registers(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel of its own. The tokens of transformers with the same rounded weights, from any tier."""
+    monkeypatch.setitem(forms.FORMS, "thirds", "tests.helpers.forms:Thirds")
+    monkeypatch.setattr(lossy_module, "WEIGHTS", (*lossy_module.WEIGHTS, "thirds"))
+    known = families("llama-tied")
+    expected = reference(rounded(known.directory, "thirds"), known.prompts)
+    for policy in (WHOLE, SPREAD):
+        assert answers(known.directory, known.rows, Lossy(weights="thirds"), policy) == expected
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import Crossing, keys_share, projection_share
 from flexengine.plan.experts import expert_share, share
-from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
@@ -170,7 +169,7 @@ class Clock:
         if layer < 0:
             t = model.embedding
             assert t is not None
-            row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
+            row = t.stored_bytes / model.vocabulary * t.rows_together
             read = max(row, shortest_read(self.cost.hardware, task.lane)) if is_disk(task.lane) else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from flexengine.codec.named import EDGES, WEIGHTS
-from flexengine.codec.packed import Packed
+from flexengine.codec.forms import make_form
 
 
 def rounded(
@@ -22,8 +21,8 @@ def rounded(
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def twice(matrix: torch.Tensor, kind: Any, name: str = "") -> torch.Tensor:
-        form = Packed(kind, *matrix.shape)
+    def twice(matrix: torch.Tensor, kind: str, name: str = "") -> torch.Tensor:
+        form = make_form(kind, *matrix.shape)
         return form.dequantize(form.encode(matrix, (importances or {}).get(name)))
 
     edges = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
@@ -36,16 +35,16 @@ def rounded(
             if codec is None:
                 continue
             if isinstance(module, torch.nn.Linear):
-                weight.copy_(twice(weight, WEIGHTS[codec], f"{name}.weight"))
+                weight.copy_(twice(weight, codec, f"{name}.weight"))
             elif type(module).__name__ == "Conv1D":
-                weight.copy_(twice(weight.t().contiguous(), WEIGHTS[codec]).t())
+                weight.copy_(twice(weight.t().contiguous(), codec).t())
             elif hasattr(module, "down_proj") and hasattr(module, "is_transposed"):
                 for experts in ("gate_up_proj", "down_proj"):
                     for expert in getattr(module, experts):
                         turned = expert.t() if module.is_transposed else expert
-                        new = twice(turned.contiguous(), WEIGHTS[codec])
+                        new = twice(turned.contiguous(), codec)
                         expert.copy_(new.t() if module.is_transposed else new)
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         for module in [model.get_input_embeddings(), *([] if tied else [model.get_output_embeddings()])]:
-            module.weight.copy_(twice(module.weight, EDGES))
+            module.weight.copy_(twice(module.weight, "int8"))
     return model

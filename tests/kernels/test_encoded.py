@@ -14,6 +14,7 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels, load
 from flexengine.kernels.base import Compute
 from tests.helpers.builds import ONE_BUILD
+from tests.helpers.groupwise import twice
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
@@ -52,17 +53,14 @@ def rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def integers(x: Tensor, weight: Tensor, form: Packed) -> tuple[Tensor, Tensor]:
     """The formula of `product` by int8, in float64 around sums of integers; and the sum of its terms' sizes."""
-    parts = form.codec.encode(weight)
-    levels = Groupwise("codes", form.codec.bits, form.codec.group)
-    # With scale 1 and minimum 0 decoding gives the codes themselves.
-    one, none = torch.ones_like(parts["scale"]), torch.zeros_like(parts["minimum"])
-    raw = levels.dequantize({"codes": parts["codes"], "scale": one, "minimum": none}, form.rows, form.columns).long()
+    codes, *halves = form.codec.encode(weight)
+    raw = codes.flatten(1)[:, : form.columns].long()
     q, scale = rounded(x, form.codec.group)
     total = torch.zeros(len(x), form.rows, dtype=torch.float64)
     size = torch.zeros_like(total)
     for g, (left, right) in enumerate(zip(by_group(q, form.codec.group), by_group(raw, form.codec.group), strict=True)):
         worth = scale[:, g * form.codec.group].double()[:, None]
-        ws, least = (parts[name][:, g].double()[None] for name in ("scale", "minimum"))
+        ws, least = (half[:, g].double()[None] for half in halves)
         dots, sums = (left @ right.T).double(), left.sum(1, keepdim=True).double()
         total += worth * (ws * dots + least * sums)
         size += worth * (ws * dots.abs() + least.abs() * left.abs().sum(1, keepdim=True))
@@ -86,7 +84,7 @@ class TestPacked:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_is_the_codec_in_another_order(self, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, x = packed(bits, group, *shape), torch.randn(shape)
-        data, expected = form.encode(x), form.codec.dequantize(form.codec.encode(x), *shape)
+        data, expected = form.encode(x), twice(form.codec, x)
         assert data.dtype == torch.uint8
         assert data.shape == (form.nbytes,)
         assert torch.equal(form.dequantize(data), expected)
@@ -96,7 +94,7 @@ class TestPacked:
     def test_importance_is_passed_on(self) -> None:
         form = Packed(Groupwise("test", 2, 32, fitted=True), 20, 70)
         x, matters = torch.randn(20, 70), torch.rand(70)
-        expected = form.codec.dequantize(form.codec.encode(x, matters), 20, 70)
+        expected = twice(form.codec, x, matters)
         assert torch.equal(form.dequantize(form.encode(x, matters)), expected)
 
     @pytest.mark.parametrize("bits", BITS)
@@ -131,7 +129,7 @@ class TestRows:
         self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]
     ) -> None:
         form, x = packed(bits, group, *shape), torch.randn(shape) + 0.3
-        expected = form.codec.dequantize(form.codec.encode(x), *shape)
+        expected = twice(form.codec, x)
         for count in (0, 1, 9, 600):
             ids = torch.randint(shape[0], (count,))
             found = kernel.encoded_rows(form.encode(x), form, ids)

@@ -10,8 +10,7 @@ import torch
 
 from bench.faults.failing import Failing, Fault
 from flexengine.activity import Activity, reporting
-from flexengine.codec.named import EDGES, WEIGHTS
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import CODECS, Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model import encoding
@@ -61,7 +60,7 @@ def test_bytes(families: Any, monkeypatch: pytest.MonkeyPatch, family: str, chun
     known = families(family)
     model, weights = opened(known), dict(known.model.named_parameters())
     for name, form in model.forms.items():
-        codec = WEIGHTS["int4"] if ".layers." in name or ".h." in name else EDGES
+        codec = CODECS["int4"] if ".layers." in name or ".h." in name else CODECS["int8"]
         matrices = weights[name].detach().view(max(1, form.count), *weights[name].shape[-2:])
         expected = [m.T if form.transposed else m for m in matrices]
         data = torch.cat([Packed(codec, *m.shape).encode(m.contiguous()) for m in expected])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, texts
-from flexengine.codec.named import WEIGHTS
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import CODECS, Packed
 from flexengine.engine import calibration
 from flexengine.engine.calibration import ROWS, Calibration
 from flexengine.errors import InvalidInput
@@ -186,7 +185,7 @@ def test_the_fit_is_by_its_own_columns(reader: Any, families: Any) -> None:
         columns = engine.calibrator.importances.columns
     for name, parameter in families("opt").model.named_parameters():
         if name in found:
-            form = Packed(WEIGHTS["int4"], *parameter.shape)
+            form = Packed(CODECS["int4"], *parameter.shape)
             assert torch.equal(found[name][0], form.dequantize(form.encode(parameter.detach(), columns[name])))
 
 
@@ -228,4 +227,4 @@ def test_what_has_no_use_for_it_is_refused(lossy: dict[str, Any]) -> None:
 
 
 def test_what_can_be_fitted() -> None:
-    assert set(FITTED) == {name for name, codec in WEIGHTS.items() if codec.fitted}
+    assert set(FITTED) == {name for name, codec in CODECS.items() if codec.fitted}

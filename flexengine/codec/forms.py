@@ -1,0 +1,114 @@
+"""Formats of encoded weights. A new one is a class derived from `Form` in a file of its own, and an entry of `FORMS`.
+
+Every format works with all kernels at once: they decode its rows in torch, and multiply. Kernels that read a format's
+bytes themselves are entries of `kernels.formats`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from flexengine.errors import InvalidInput
+
+TOGETHER = 256  # rows dequantized at a time, for some megabytes of scratch memory
+
+
+class Form(ABC):
+    """Format of an encoded matrix. A dataclass; the encoded matrix is one array of bytes.
+
+    Attributes:
+        rows: output channels.
+        columns: inputs.
+        step: rows that are encoded together. Rows k * step .. (k + 1) * step - 1 lie at byte k * step_bytes; the last
+            ones are filled up.
+    """
+
+    rows: int
+    columns: int
+    step: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the format, for files and messages."""
+
+    @property
+    @abstractmethod
+    def step_bytes(self) -> int:
+        """Bytes of `step` rows."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
+        """Return the encoded matrix, uint8 [nbytes]. Equal numbers give equal bytes on every machine.
+
+        Args:
+            x: [rows, columns].
+            importance: [columns], weight of each column's squared error; None for equal weights.
+
+        Raises:
+            InvalidInput: a number is not finite or beyond the range of the format.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, ids: Tensor) -> Tensor:
+        """Return rows of the encoded matrix `data`, fp32 [n, columns]; ids: int64 [n], at least one."""
+
+    @property
+    def uses_importance(self) -> bool:
+        """Whether `encode` makes use of the importance."""
+        return False
+
+    @property
+    def group(self) -> int:
+        """Columns of x that share a scale if a product rounds x to 8 bits."""
+        return 64
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole matrix."""
+        return -(-self.rows // self.step) * self.step_bytes
+
+    def with_rows(self, rows: int) -> Self:
+        """Return the same format of a matrix with another number of rows."""
+        return replace(self, rows=rows)  # type: ignore[type-var]
+
+    def dequantize(self, data: Tensor) -> Tensor:
+        """Return the dequantized matrix, fp32 [rows, columns]."""
+        return self.dequantize_rows(data, torch.arange(self.rows, device=data.device))
+
+    def dequantize_rows(self, data: Tensor, ids: Tensor) -> Tensor:
+        """Return some dequantized rows, fp32 [n, columns]; ids: int64 [n]. Only the bytes of these rows are copied."""
+        out = torch.empty(len(ids), self.columns, device=data.device)
+        for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):
+            if len(rows):
+                target.copy_(self.decode(data, rows))
+        return out
+
+
+class MakeForm(Protocol):
+    """Class of a format, or a function that returns one."""
+
+    def __call__(self, *, rows: int, columns: int) -> Form: ...
+
+
+# "module:object" by name; the module is imported when a weight has the format. The object is a MakeForm.
+FORMS = {name: f"flexengine.codec.packed:{name}" for name in ("int8", "int4", "int3", "int2")}
+
+
+def make_form(name: str, rows: int, columns: int) -> Form:
+    """Return a format of FORMS for a matrix. Raise InvalidInput if there is none of this name."""
+    return _maker(name)(rows=rows, columns=columns)
+
+
+@cache
+def _maker(name: str) -> MakeForm:
+    if name not in FORMS:
+        raise InvalidInput(f"there is no format {name!r} of weights; known are {', '.join(FORMS)}")
+    module, _, attribute = FORMS[name].partition(":")
+    maker: MakeForm = getattr(import_module(module), attribute)
+    return maker

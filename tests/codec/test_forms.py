@@ -1,0 +1,52 @@
+"""Every format of weights passes the same class; one that is registered by a line holds the weights of a model."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from flexengine.codec import forms
+from flexengine.codec.packed import Packed
+from flexengine.errors import InvalidInput
+from flexengine.kernels.formats import kernels_of
+from tests.helpers.forms import FormConformance, Thirds
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(forms.FORMS, "thirds", "tests.helpers.forms:Thirds")  # the line
+    yield
+    forms._maker.cache_clear()
+
+
+class TestInt8(FormConformance):
+    form = "int8"
+
+
+class TestInt4(FormConformance):
+    form = "int4"
+
+
+class TestInt3(FormConformance):
+    form = "int3"
+
+
+class TestInt2(FormConformance):
+    form = "int2"
+
+
+class TestThirds(FormConformance):
+    form = "thirds"
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="no format 'int5' of weights; known are int8, int4, int3, int2, thirds"):
+        forms.make_form("int5", 4, 64)
+
+
+def test_kernels_are_looked_up_by_format_and_device() -> None:
+    packed = forms.make_form("int4", 16, 64)
+    assert isinstance(packed, Packed)
+    kernels = kernels_of(packed, "cpu")
+    assert kernels is not None
+    assert kernels.rows is not None
+    assert kernels_of(Thirds(3, 64), "cpu") is kernels_of(Thirds(3, 64), "cuda") is None
