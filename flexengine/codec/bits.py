@@ -21,7 +21,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     count, shifts, bytes_at = _word(bits, codes.device)
-    words = (codes.unflatten(-1, (-1, count)).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
+    words = (codes.reshape(*codes.shape[:-1], -1, count).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
     return ((words[..., None] >> bytes_at) & 255).to(torch.uint8).flatten(-2)
 
 
@@ -30,7 +30,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     _, shifts, bytes_at = _word(bits, packed.device)
-    words = (packed.unflatten(-1, (-1, len(bytes_at))).to(torch.int32) << bytes_at).sum(-1, dtype=torch.int32)
+    words = (packed.reshape(*packed.shape[:-1], -1, len(bytes_at)).to(torch.int32) << bytes_at).sum(
+        -1, dtype=torch.int32
+    )
     codes: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
     return codes.to(torch.uint8).flatten(-2)
 

@@ -199,11 +199,6 @@ class ModelFacts:
         """Return all weights: those of the layers, the others, head and embedding."""
         return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
 
-    @property
-    def rows_together(self) -> int:
-        """Return the number of rows that are read together, 1 if the tensor is plain."""
-        return self.together if self.encoded else 1
-
     @cached_property
     def stored_bytes(self) -> int:
         """Return the bytes of all weights in the checkpoint."""
