@@ -160,8 +160,9 @@ class Recorder:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.durations = config, read()
-        if config.option.record_durations:
-            config.option.markexpr = ""
+        by_name = all("::" in name for name in config.args) and config.args_source is pytest.Config.ArgsSource.ARGS
+        if config.option.record_durations or (by_name and config.option.markexpr == "not slow"):
+            config.option.markexpr = ""  # slow tests that are named run
         self.whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
         self.seconds = dict[str, float]()
         self.failed, self.marked = set[str](), set[str]()

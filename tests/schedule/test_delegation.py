@@ -135,6 +135,8 @@ def outcome(job: Job, seed: int, routes: Routes, edges: Any, first: bool = False
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
 
 
+# Drawn in test_rows.test_any_program, too.
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @given(data=st.data(), seed=SEEDS)
@@ -144,6 +146,7 @@ def test_every_interleaving_gives_the_sequential_result(slots: int, way: str, da
     assert outcome(data.draw(delegating(slots)), seed, routes, Edges(), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_kind_of_edge_is_spare(slots: int, way: str) -> None:

@@ -78,6 +78,7 @@ def test_jobs_are_right_with_all_resources(routes: str) -> None:
     assert not refuted(cases, lambda case: right(*case, TWO_DISKS[routes], Edges()), 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("routes", "name"), NEEDED)
 def test_no_resource_is_spare(routes: str, name: str) -> None:
     altered = without((STAGINGS | OTHERS)[name])

@@ -35,6 +35,8 @@ def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
 
 
+# Drawn in test_rows.test_any_program, too.
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS)
@@ -43,6 +45,7 @@ def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str,
     assert outcome(data.draw(jobs(slots, MACHINES[routes])), seed, MACHINES[routes], Edges())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("routes", "slots"), MACHINES_AND_SLOTS)
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine.schedule.edges import Edges
@@ -76,16 +76,14 @@ def outcome(job: Job, cut: int, seed: int, routes: Routes, edges: Any) -> bool:
     return {s: t[rows[s][0] :] for s, t in toys[1].tokens.items()} == oracle(parts, counts, rows)
 
 
-@pytest.mark.parametrize("routes", ROUTES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@given(data=st.data(), seed=SEEDS, cut=st.integers(1, 3))
-@settings(max_examples=25)
+@given(data=st.data(), seed=SEEDS, cut=st.integers(1, 3), slots=st.integers(1, 3), routes=st.sampled_from(list(ROUTES)))
 def test_every_interleaving_gives_the_sequential_result(
-    slots: int, routes: str, data: Any, seed: int, cut: int
+    data: Any, seed: int, cut: int, slots: int, routes: str
 ) -> None:
     assert outcome(data.draw(jobs(slots)), cut, seed, ROUTES[routes], Edges)
 
 
+@pytest.mark.slow
 def test_no_kind_of_edge_is_spare() -> None:
     every = ("raw", "war", "waw")
     cases = st.tuples(jobs(2), st.integers(1, 3), SEEDS)

@@ -32,7 +32,7 @@ from tests.helpers.toy import (
     kinds,
     weight,
 )
-from tests.schedule.test_delegation import DelegatingToy, delegating
+from tests.schedule.test_delegation import OWN, DelegatingToy, QueriesFirst, delegating
 
 EXPERTS = 3  # of a toy layer, of which a token uses one of each home
 
@@ -197,18 +197,20 @@ def outcome(
     edges: Any,
     altered: Callable[[Task], Task] = lambda task: task,
     kind: type[RowsToy] = RowsToy,
+    first: bool = False,
 ) -> bool:
     """Return whether a job in a random interleaving gives what the oracle says.
 
     Args:
         altered: changes what tasks read and write before edges are drawn.
         kind: performs the tasks.
+        first: delegated queries go first.
     """
     (_, layers, policy, rows), streamed, demand = case
     rng, slots = random.Random(seed), policy.slots
     arriving = arriving_of(rng, layers)
     toy = kind(demand, layers, slots, routes, rows, arriving)
-    program = Program(streamed, layers, slots, routes, arriving, demand)
+    program = (QueriesFirst if first else Program)(streamed, layers, slots, routes, arriving, demand)
     run = Shuffled(toy, edges, rng).run
     generate(toy, lambda tasks: run(map(altered, tasks)), program, policy, rows)
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(demand, layers, rows)
@@ -222,6 +224,17 @@ def right(*case: Any) -> bool:
         return False
 
 
+@given(data=st.data(), seed=SEEDS, slots=st.integers(1, 4), first=st.booleans(), own=st.booleans())
+@settings(max_examples=80)
+def test_any_program(data: Any, seed: int, slots: int, first: bool, own: bool) -> None:
+    """All that a program may have: one or two disks, staged or not, delegated attention in lanes of its own or not,
+    with queries first or not, rows on demand, weights that stay and weights that arrive in the first sweep."""
+    routes = OWN if own else data.draw(st.sampled_from(list(MACHINES.values())))
+    assert outcome(data.draw(demanding(slots, routes)), seed, routes, Edges(), first=first)
+
+
+# The whole grid of slots and machines. The tests above and below find what one of them alone gets wrong.
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @given(data=st.data(), seed=SEEDS)
@@ -230,6 +243,7 @@ def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str,
     assert outcome(data.draw(demanding(slots, MACHINES[routes])), seed, MACHINES[routes], Edges())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("routes", "slots"), MACHINES_AND_SLOTS)
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
