@@ -24,6 +24,7 @@ import torch
 from flexengine.activity import terminal
 from tests.helpers import durations
 from tests.helpers.families import Family
+from tests.helpers.skeletons import reuse
 
 # Tests compare all that a command prints, on machines of any speed: work prints no line because it lasts.
 terminal.QUICK_SECONDS = terminal.LINE_SECONDS = float("inf")
@@ -138,6 +139,14 @@ def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXENGINE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skeletons() -> Iterator[None]:
+    """Engines of one process try a model once per config. With many opened engines this is a tenth of a run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        reuse(patch)
+        yield
 
 
 @pytest.fixture
