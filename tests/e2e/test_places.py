@@ -39,9 +39,13 @@ def directories(folder: Path) -> list[Path]:
 CASES = [("llama", device, overlap) for device in ("sim", "cpu") for overlap in (True, False)]
 
 
-@pytest.mark.parametrize("number", range(len(POLICIES)))
-@pytest.mark.parametrize(("family", "device", "overlap"), [
-    *CASES, pytest.param("gpt-oss", "sim", True, marks=pytest.mark.slow),
+# The quick tests meet each policy once, on a device of its own.
+ALL_CASES = [(number, *case) for number in range(len(POLICIES)) for case in (*CASES, ("gpt-oss", "sim", True))]
+
+
+@pytest.mark.parametrize(("number", "family", "device", "overlap"), [
+    pytest.param(*case, marks=[] if i % len(POLICIES) == case[0] % 4 else pytest.mark.slow)
+    for i, case in enumerate(ALL_CASES)
 ])  # fmt: skip
 def test_tokens(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, number: int, device: str, overlap: bool

@@ -31,6 +31,7 @@ def tokens(results: Any) -> list[Any]:
     return [[s.token_ids for s in r.samples] if r.samples else r.token_ids for r in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "name"), [rig for rig in RIGS if rig[0] > 1])
 def test_tokens_are_those_of_transformers(families: Any, stages: int, name: str) -> None:
     known = families("llama")
@@ -50,6 +51,7 @@ def test_batches_leave_a_stage_in_another_order(families: Any, stages: int) -> N
         assert tokens(pipeline.engine.generate(rows, GREEDY)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llama-tied", "opt-350m", "qwen3-moe", "gpt-oss", "bloom"])
 def test_families(families: Any, family: str) -> None:
     known = families(family)
@@ -57,6 +59,7 @@ def test_families(families: Any, family: str) -> None:
         assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", ["everywhere", "device", None])
 @pytest.mark.parametrize("lossy", [ORACLE, PREDICTORS], ids=str)
