@@ -30,17 +30,18 @@ ALLOWED = {
     "attention": {"errors", "activity", "places", "codec", "kernels", "tier", "__version__"},
     "kv": {"errors", "kernels"},
     "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
-    "flash": {"errors", "activity", "read_retries", "config", "codec", "kernels", "tier", "model"},
     "runtime": {"errors", "activity", "places", "schedule"},
     "worker": {"errors", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "codec", "kernels",
-               "tier", "attention", "kv", "model", "flash"},
+               "tier", "attention", "kv", "model"},
     "parallel": {"errors", "worker"},
     "job": {"errors", "activity", "config"},
     "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
-                "kv", "attention", "lossy", "model", "flash", "runtime", "worker", "__version__"},
+                "kv", "attention", "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"errors", "activity", "config", "lossy", "places", "policy", "strategy", "schedule", "plan", "codec",
-               "kernels", "tier", "attention", "kv", "model", "flash", "runtime", "worker", "parallel", "job",
-               "measure", "texts", "__version__"},
+               "kernels", "tier", "attention", "kv", "model", "runtime", "worker", "parallel", "job",
+               "measure", "__version__"},
+    "guests": {"errors", "activity", "read_retries", "config", "lossy", "places", "policy", "schedule", "plan", "codec",
+               "kernels", "tier", "model", "worker", "measure", "engine", "texts"},
     "apps": {"errors", "activity", "config", "lossy", "policy", "plan", "parallel", "job", "engine", "shipped",
              "__version__"},
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
@@ -48,7 +49,7 @@ ALLOWED = {
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
     "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier",
                  "attention", "kernels",
-                 "model", "flash", "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped",
+                 "model", "guests", "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped",
                  "texts", "__version__"},
     "run": {"commands"},
     "__main__": {"commands"},
@@ -209,7 +210,7 @@ def test_threads_are_made_in_few_places() -> None:
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
-    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "flash.reader", "worker.expert_reads",
+    known = {"runtime.lane", "runtime.watchdog", "tier.disk", "guests.flash.reader", "guests.flash.expert_reads",
              "parallel.frames", "parallel.heartbeat", "model.overlap", "attention.client", "attention.network",
              "attention.pool", "attention.server"}  # fmt: skip
     assert makers <= known

@@ -180,7 +180,7 @@ def large(cluster: Cluster) -> Record:
 def shape(name: str) -> Model:
     """Return a shipped model, or BLOOM-176B, described by hand."""
     from flexengine.lossy import Lossy
-    from flexengine.worker.opened import open_model
+    from flexengine.worker.open_model import open_model
 
     if name == BLOOM:
         return replace(decoder(BLOOM, 70, 14336, 4 * 14336, 250880), tied=True)

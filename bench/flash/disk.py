@@ -2,8 +2,8 @@
 
 python -m bench.flash.disk [--folder DIR] [--gib 4] [--turns 5] [--out FILE]
 
-A file of random bytes is read as bundles of random records by `flexengine.flash.reader`, with direct I/O. One JSON line
-per size of a record:
+A file of random bytes is read as bundles of random records by `flexengine.guests.flash.reader`, with direct I/O. One
+JSON line per size of a record:
 
     rates     MB/s of records, by threads
     bundled   seconds of two reads, each of half a record in its half of the file, over those of one, by threads
@@ -48,7 +48,7 @@ class Disk:
     def bundle(self, nbytes: int) -> Any:
         """Return the file as a bundle of records of nbytes."""
         from flexengine.codec.records import RecordForm
-        from flexengine.flash.bundles import Bundle
+        from flexengine.guests.flash.bundles import Bundle
 
         size = self.path.stat().st_size
         return Bundle(self.path, RecordForm("float16", nbytes // 4), size // nbytes)
@@ -63,11 +63,11 @@ class Disk:
         """Return the time of a read, and its requests."""
         import torch
 
-        from flexengine.flash.reader import Reader
+        from flexengine.guests.flash.reader import RecordReader
         from flexengine.tier.memory import aligned_buffer
 
         target = aligned_buffer(len(numbers) * bundle.form.nbytes).view(len(numbers), -1).fill_(0)
-        with Reader([bundle], threads, gap) as reader:
+        with RecordReader([bundle], threads, gap) as reader:
             began = time.perf_counter()
             traffic = reader.read(bundle, torch.from_numpy(numbers), target, torch.arange(len(numbers)))
             return time.perf_counter() - began, traffic.requests
@@ -125,7 +125,7 @@ def over_a_gap(disk: Disk, nbytes: int, gap: int) -> float:
 
 def measure(disk: Disk, case: Case, turns: int) -> Record:
     """Return the medians of one size of a record."""
-    from flexengine.flash.reader import MOST
+    from flexengine.guests.flash.reader import MOST
 
     nbytes = case.kib * KIB
     gaps = [kib for kib in GAPS if kib % case.kib == 0 and 2 * case.kib + kib <= MOST // KIB]

@@ -70,9 +70,9 @@ class Choices:
 def main() -> None:
     """Run one job."""
     job = Job.from_json(sys.stdin.read())
-    from flexengine.model.expert_layers import Router
+    from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks
+    from flexengine.guests.flash.expert_layers import Router
     from flexengine.plan import experts
-    from flexengine.worker.expert_blocks import ExpertBlock, ExpertBlocks
     from flexengine.worker.worker import Worker
 
     ExpertBlocks.guessing = job.options.get("guessing", True)

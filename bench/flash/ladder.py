@@ -11,8 +11,8 @@ seconds of reads and its bytes per token:
     window      of these, the neurons that the last tokens did not use; the memory has room for --share of the neurons
     bundles     the same, in one read of a record each
 
-Reads are those of `flexengine.flash.reader`, with direct I/O, 32 at a time, and no gaps between neurons are read. They
-are done for --layers of the layers, and their seconds and bytes are scaled to all bytes of a step, or to all layers.
+Reads are those of `flexengine.guests.flash.reader`, with direct I/O, 32 at a time; no gaps between neurons are read.
+They are done for --layers of the layers, and their seconds and bytes are scaled to all bytes of a step, or all layers.
 For naive, the blocks' records are read in place of all weights. In two reads, a neuron's halves lie in the two halves
 of one file, as two matrices of a checkpoint do. The steps take turns with every token; medians of --turns count. The
 last steps leave out the first tokens, which have no full window behind them. One JSON line. The exit code is 1 if bytes
@@ -41,16 +41,16 @@ from bench.flash.planted import SHAPES, PlantedShape, plant_predictors, read_ten
 from bench.harness import Record
 from bench.models import make
 from flexengine.codec.records import RecordForm
-from flexengine.flash.arena import Arena, Numbers
-from flexengine.flash.bundles import Bundle
-from flexengine.flash.reader import Reader
-from flexengine.flash.statistics import Trace, window_unions
-from flexengine.flash.trained import Trained
+from flexengine.guests.flash.arena import Arena, IntArray
+from flexengine.guests.flash.bundles import Bundle
+from flexengine.guests.flash.reader import RecordReader
+from flexengine.guests.flash.statistics import Trace, window_unions
+from flexengine.guests.flash.trained import Trained
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
 
 START = 64  # position of the first token of the sequence
-Wanted = tuple[Bundle, Numbers]  # a file, and the records of it to read
+Wanted = tuple[Bundle, IntArray]  # a file, and the records of it to read
 STEPS = ("naive", "resident", "predictor", "window", "bundles")
 
 
@@ -72,11 +72,11 @@ class Layer:
         form = self.bundle.form
         return Bundle(self.bundle.path, RecordForm(form.kind, form.width // 2), 2 * self.bundle.neurons)
 
-    def used(self, first: int) -> Iterator[Numbers]:
+    def used(self, first: int) -> Iterator[IntArray]:
         """Yield the predicted neurons of each token, from token `first` on."""
         return map(np.flatnonzero, self.trace[0, first:])
 
-    def new(self, window: int, room: int) -> Iterator[Numbers]:
+    def new(self, window: int, room: int) -> Iterator[IntArray]:
         """Yield the predicted neurons that are not in memory, for each token with a full window behind it."""
         arena = Arena(self.bundle.neurons, room, window=window)
         for token, numbers in enumerate(self.used(0)):
@@ -150,7 +150,7 @@ class Read(NamedTuple):
         return Read(self.seconds + other.seconds, self.bytes + other.bytes, self.requests + other.requests)
 
 
-def in_halves(layer: Layer, numbers: Numbers) -> Numbers:
+def in_halves(layer: Layer, numbers: IntArray) -> IntArray:
     """Return the numbers of the halves of records, rising."""
     return np.concatenate((numbers, layer.bundle.neurons + numbers))
 
@@ -182,7 +182,7 @@ def window_of(traces: list[Trace], share: float) -> int:
     return longest
 
 
-def measure(ladder: Ladder, reader: Reader, target: Tensor) -> dict[str, Read]:
+def measure(ladder: Ladder, reader: RecordReader, target: Tensor) -> dict[str, Read]:
     """Return what each step reads in the measured layers, for all tokens. The steps take turns with every token."""
     found = dict.fromkeys(STEPS, Read())
     for layer in ladder.layers:
@@ -194,7 +194,7 @@ def measure(ladder: Ladder, reader: Reader, target: Tensor) -> dict[str, Read]:
     return found
 
 
-def _timed(reader: Reader, read: Wanted, target: Tensor) -> Read:
+def _timed(reader: RecordReader, read: Wanted, target: Tensor) -> Read:
     bundle, numbers = read
     rows, chosen, places = target.view(-1, bundle.form.nbytes), torch.from_numpy(numbers), torch.arange(len(numbers))
     began = time.perf_counter()
@@ -206,7 +206,7 @@ def climbed(ladder: Ladder, turns: int) -> dict[str, Record]:
     """Return, by step, seconds, bytes, arithmetic bytes and requests per token, of all layers."""
     expected, steps = ladder.predicted(), dict[str, Record]()
     target = aligned_buffer(max(layer.bundle.nbytes for layer in ladder.layers)).fill_(0)
-    with Reader([each for layer in ladder.layers for each in (layer.bundle, layer.halves)], gap=0) as reader:
+    with RecordReader([each for layer in ladder.layers for each in (layer.bundle, layer.halves)], gap=0) as reader:
         made = [measure(ladder, reader, target) for _ in range(turns)]
     for step in STEPS:
         tokens = 1 if step in STEPS[:2] else ladder.tokens
@@ -222,7 +222,7 @@ def climbed(ladder: Ladder, turns: int) -> dict[str, Record]:
 def ladder_of(model: Path, shape: PlantedShape, tokens: int, share: float, most: int) -> Ladder:
     """Return what to measure, after making missing records. most: layers to measure, spread over the model."""
     with Engine(model, lossy=Lossy(flash="predictors")) as engine:
-        bundles, known = engine.core.opened.bundles, engine.core.opened.trained
+        bundles, known = engine.core.opened.flash.prepare_bundles(), engine.core.opened.flash.trained
     assert known is not None
     found = traces(model, shape, known, tokens)
     window = window_of(found, share)

@@ -29,7 +29,7 @@ from bench import harness
 from bench.flash.experts_side import summed, worth
 from bench.flash.relu_model import SPECIAL, TEST, Training, fit, ids_of, nll, rows_of, save, source
 from bench.harness import Record
-from flexengine.worker.expert_blocks import ExpertBlock, ExpertBlocks
+from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks
 
 ROWS, LENGTH = 32, 255  # stretches of the text, and tokens of each
 

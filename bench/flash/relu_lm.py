@@ -28,10 +28,10 @@ from torch import Tensor
 from bench import harness
 from bench.flash.relu_model import LEARN, TEST, Shape, blocks, ids_of, nll, rows_of, source, train
 from bench.harness import Record
-from flexengine.engine import flash_training
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.trained import Trained
-from flexengine.flash.training import Settings
+from flexengine.guests.flash import training_job
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.trained import Trained
+from flexengine.guests.flash.training import Settings
 
 ROWS, LENGTH = 64, 255  # stretches of the text for nll, and tokens of each
 Mask = Callable[[int, Tensor], Tensor]  # of a layer, from its inputs [tokens, width]
@@ -88,8 +88,8 @@ def predict(directory: Path, case: Case) -> Trained:
     """Return the predictors of the model in a directory."""
     with Engine(directory, device="cpu", prefix_sharing=False) as engine:
         core = engine.core
-        text = flash_training.cut(LEARN, source(LEARN), core.tokenizer, core.skeleton.context_length, case.tokens)
-        return flash_training.predictors(engine, text, Settings(case.misses, case.rank))
+        text = training_job.cut(LEARN, source(LEARN), core.tokenizer, core.skeleton.context_length, case.tokens)
+        return training_job.predictors(engine, text, Settings(case.misses, case.rank))
 
 
 def measure(directory: Path, case: Case) -> Record:

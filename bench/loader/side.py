@@ -31,7 +31,7 @@ class Encoding:
         from flexengine.lossy import Lossy
         from flexengine.model import encoding, tensor_files
         from flexengine.tier.memory import keep_freed
-        from flexengine.worker.opened import open_model
+        from flexengine.worker.open_model import open_model
 
         keep_freed()  # as every machine without a GPU does: page faults would take a third of the time
         opened = open_model(model, None, "cpu", lossy=Lossy(weights=weights))

@@ -95,7 +95,7 @@ def run(asked: Asked) -> Record:
     rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in requests]
     began = time.perf_counter()
     with engine_of(asked) as engine:
-        evict({run.path for origin in engine.planner.opened.origins.values() for run in origin.runs})
+        evict({run.path for origin in engine.planner.opened.prepare_weights().values() for run in origin.runs})
         opened = time.perf_counter()
         try:
             layout = engine.plan(Workload(sizes))

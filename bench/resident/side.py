@@ -19,7 +19,7 @@ def import_all(model: str) -> None:
     import torch
     import tqdm  # noqa: F401
 
-    from flexengine.model.skeleton import build
+    from flexengine.model.build import build
 
     build(Path(model), torch.float32)
 

@@ -21,7 +21,7 @@ from flexengine.lossy import Lossy
 from flexengine.plan.formatting import plain, size
 
 if TYPE_CHECKING:
-    from flexengine.flash.trained import LayerPredictor, Trained
+    from flexengine.guests.flash.trained import LayerPredictor, Trained
 
 TRAIN = "train"
 _ABOUT = """\
@@ -86,8 +86,8 @@ def _train(args: argparse.Namespace, content: str, lossy: Lossy) -> "Trained":
     engine_class = load_libraries()
     import torch
 
-    from flexengine.engine import flash_training as training
-    from flexengine.flash.training import Settings
+    from flexengine.guests.flash import training_job as training
+    from flexengine.guests.flash.training import Settings
 
     settings = Settings(args.misses, args.rank)
     if args.threads is not None:

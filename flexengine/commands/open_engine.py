@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flexengine.job.inputs import InputRows
     from flexengine.lossy import Lossy
     from flexengine.parallel.group import Group
-    from flexengine.worker.opened import Opened
+    from flexengine.worker.open_model import OpenModel
 
 _MACHINE = ("device", "device_mem", "host_mem", "offload_dir")  # options of MachineOptions
 
@@ -118,9 +118,9 @@ def machine_kind(args: argparse.Namespace) -> str:
         return machine.kind
 
 
-def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "Opened":
+def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "OpenModel":
     """Open the model without its weights, as a machine of this kind would open it."""
-    from flexengine.worker.opened import open_model
+    from flexengine.worker.open_model import open_model
 
     remote, links = args.trust_remote_code, args.allow_symlinks
     return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)

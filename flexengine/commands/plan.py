@@ -55,7 +55,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
-    from flexengine.worker.opened import Opened
+    from flexengine.worker.open_model import OpenModel
 
 PROMPT_TOKENS, ROWS = 512, 1000
 _MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
@@ -271,7 +271,7 @@ def _check(args: argparse.Namespace) -> None:
     check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read, args.model)
 
 
-def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
+def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "OpenModel":
     """Open the model, or the shipped shape of this name, without weights."""
     if args.model is not None:
         args.model = shipped.find("models", args.model)
@@ -281,7 +281,7 @@ def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
         raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error
 
 
-def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
+def _choices(opened: "OpenModel", names: Sequence[str]) -> list[Lossy]:
     """Return the switches that the planner may choose from, exact first; [] if it may not choose."""
     made = choices(names) if names else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
@@ -290,7 +290,7 @@ def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
 
 
 def _choose(
-    args: argparse.Namespace, opened: "Opened", workload: Workload, other: Hardware | None, among: Sequence[Lossy]
+    args: argparse.Namespace, opened: "OpenModel", workload: Workload, other: Hardware | None, among: Sequence[Lossy]
 ) -> Lossy:
     """Set and return the switches with the shortest predicted time, as run chooses them."""
     from flexengine.engine import planner as planners
@@ -309,7 +309,7 @@ def _choose(
 
 
 def _measured(
-    args: argparse.Namespace, opened: "Opened", workload: Workload, policy: Policy | None
+    args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None
 ) -> Hardware:  # fmt: skip
     """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
     InvalidInput if it lacks a place of the given policy."""
@@ -336,7 +336,7 @@ def _other_machine(args: argparse.Namespace) -> Hardware:
     return replace(hardware, device_bytes=device, host_bytes=host)
 
 
-def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
+def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
     """Return the sizes of the job's rows. Raise InvalidInput if there is no row to run."""
     params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:

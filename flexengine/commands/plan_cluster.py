@@ -26,7 +26,7 @@ from flexengine.plan.workload import Workload
 from flexengine.strategy import FORMATS
 
 if TYPE_CHECKING:
-    from flexengine.worker.opened import Opened
+    from flexengine.worker.open_model import OpenModel
 
 THETA, GROUP, SECONDS = 1.0, 1, 60.0
 # Options of plan that a cluster plan does not use, and their defaults.
@@ -75,7 +75,7 @@ def check(args: argparse.Namespace) -> None:
     check_written({"--save": args.save}, read, args.model)
 
 
-def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespace, Opened], Workload]") -> None:
+def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespace, OpenModel], Workload]") -> None:
     """Plan a pipeline, print the report, and write the strategy. Raise FlexError if no plan fits.
 
     Args:
@@ -132,7 +132,7 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
 
 def _models(
     args: argparse.Namespace, cluster: Cluster, formats: Sequence[Format]
-) -> "tuple[dict[str, Model], Opened]":  # fmt: skip
+) -> "tuple[dict[str, Model], OpenModel]":  # fmt: skip
     """Return the model as each kind of device holds it, and the opened model. No weights are loaded."""
     models: dict[str, Model] = {}
     for kind in dict.fromkeys(device.kind for device in cluster.devices):

@@ -10,8 +10,8 @@ from flexengine.commands.options import AUTO, SAMPLING
 from flexengine.commands.parser import refuse_given
 
 if TYPE_CHECKING:
-    from flexengine.model.slices import Cut, Part, Slices
-    from flexengine.worker.opened import Opened
+    from flexengine.model.slices import Cut, SlicedTensor, Slices
+    from flexengine.worker.open_model import OpenModel
 
 # Options of plan that do not change the slices, and their defaults.
 _UNUSED = {"input": None, "input_format": None, "prompt_column": None, "chat": False, "score": False,
@@ -29,7 +29,7 @@ def check(args: argparse.Namespace) -> None:
     refuse_given(args, _UNUSED, "has no effect with --slices, which depends on the model and its dtype; leave one out")
 
 
-def print_slices(args: argparse.Namespace, opened: "Opened") -> None:
+def print_slices(args: argparse.Namespace, opened: "OpenModel") -> None:
     """Print the slices of a model, or with --json their numbers. Raise UnsupportedModel if it cannot be sliced."""
     from flexengine.model.slices import slices_of
 
@@ -48,7 +48,7 @@ def grouped(cuts: "Sequence[Cut]") -> "dict[Cut, list[int]]":
     return groups
 
 
-def as_json(found: "Slices", opened: "Opened") -> dict[str, Any]:
+def as_json(found: "Slices", opened: "OpenModel") -> dict[str, Any]:
     """Return the slices as a JSON object. All bytes are those of one token."""
     cuts = [{"layers": layers, "window": cut.window, "sent": [_part_json(part) for part in cut.sent],
              "fetched": _part_json(cut.fetched), "kept": [_part_json(part) for part in cut.kept]}
@@ -61,11 +61,11 @@ def as_json(found: "Slices", opened: "Opened") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _part_json(part: "Part") -> dict[str, Any]:
+def _part_json(part: "SlicedTensor") -> dict[str, Any]:
     return {"name": part.name, "shape": part.shape, "bytes": part.nbytes}
 
 
-def text(found: "Slices", opened: "Opened") -> Iterator[str]:
+def text(found: "Slices", opened: "OpenModel") -> Iterator[str]:
     """Yield the lines of the report."""
     count, dtype = len(found.cuts), str(opened.dtype).removeprefix("torch.")
     yield f"{opened.source.name} in {dtype}: the attentions of {count} layers cut it into {count + 1} slices"
@@ -99,13 +99,13 @@ def _layers(numbers: list[int]) -> str:
     return f"layers {', '.join(shown)}"
 
 
-def _rows(way: str, parts: "Sequence[Part]") -> Iterator[str]:
+def _rows(way: str, parts: "Sequence[SlicedTensor]") -> Iterator[str]:
     for i, part in enumerate(parts):
         shape = " x ".join(f"{n:,}" for n in part.shape) or "1"
         yield _ROW.format("" if i else way, part.name, shape, f"{part.nbytes:,}")
 
 
-def _totals(found: "Slices", opened: "Opened") -> Iterator[str]:
+def _totals(found: "Slices", opened: "OpenModel") -> Iterator[str]:
     """Yield the bytes of all layers, and of the tables that slices read beside what crosses."""
     sent, fetched = (sum(x) for x in zip(*((c.sent_bytes, c.fetched.nbytes) for c in found.cuts), strict=True))
     yield f"All layers, per token: {sent:,} bytes to attention, {fetched:,} from it, {sent + fetched:,} together"
@@ -123,7 +123,7 @@ def _totals(found: "Slices", opened: "Opened") -> Iterator[str]:
         yield f"Beside these, slices read tables made from token ids and positions alone (bytes per token): {named}"
 
 
-def _formula(found: "Slices", opened: "Opened") -> str:
+def _formula(found: "Slices", opened: "OpenModel") -> str:
     """Return Lamina's formula of the bytes of all layers (section 3.2), or "" if layers differ or heads have several
     widths."""
     shapes = {(*(part.shape for part in cut.sent), cut.fetched.shape) for cut in found.cuts}

@@ -354,7 +354,7 @@ def _check_texts(calibrate: str | None, text: str | None) -> None:
     """Raise InvalidInput if the calibration text cannot be read, or if choices are also measured on it."""
     if calibrate is None:
         return
-    from flexengine.engine.calibration import read as read_calibration  # imported here, as it imports torch
+    from flexengine.guests.calibration import read as read_calibration  # imported here, as it imports torch
 
     read_calibration(calibrate)
     if text is not None and Path(calibrate).resolve() == Path(text).resolve():

@@ -1,6 +1,7 @@
 """A model opened on a machine, for all jobs of an engine. Weights may stay in memory between jobs."""
 
 import contextlib
+from pkgutil import resolve_name
 
 import torch
 
@@ -14,7 +15,6 @@ from flexengine.errors import InvalidInput
 from flexengine.job.overwrite import check_model_kept
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
-from flexengine.model.verify import Verifier
 from flexengine.places import DISK
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
@@ -28,10 +28,12 @@ from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.on_demand import OnDemand
-from flexengine.worker.opened import Layers, open_model
+from flexengine.worker.open_model import Layers, open_model
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
+
+VERIFIER = "flexengine.model.verify:Verifier"  # imported for options with `verify`
 
 
 class Core:
@@ -48,9 +50,7 @@ class Core:
         sample: also gets task spans, from the next job on; None for no sample.
     """
 
-    def __init__(
-        self, options: EngineOptions, layers: Layers | None = None, driver: Driver | None = None
-    ) -> None:
+    def __init__(self, options: EngineOptions, layers: Layers | None = None, driver: Driver | None = None) -> None:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:
@@ -73,13 +73,19 @@ class Core:
         driven = options.group is not None and options.group.rank > 0
         self.trace = Trace(None if driven else options.trace) if options.trace else None
         self.sample: Spans | None = None
-        self.verifier = Verifier() if options.verify else None
+        self.verifier = resolve_name(VERIFIER)() if options.verify else None
         name = str(options.model) if options.model is not None else None
         with activity("opening", f"opening {name or 'the demo model'}"):
             self.opened = open_model(
-                name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
-                verifier=self.verifier, layers=layers, allow_symlinks=options.allow_symlinks,
-            )  # fmt: skip
+                name,
+                options.dtype,
+                self.machine.kind,
+                options.trust_remote_code,
+                lossy=options.lossy,
+                verifier=self.verifier,
+                layers=layers,
+                allow_symlinks=options.allow_symlinks,
+            )
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
@@ -178,9 +184,14 @@ class Core:
         if weights.arriving:
             watch.expect_loading(weights.missing)
         return Program(
-            weights.streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, weights.arriving,
-            layout.demand(self.facts), worker.hidden.ports.names,
-        )  # fmt: skip
+            weights.streamed,
+            len(self.skeleton.layers),
+            layout.policy.slots,
+            self.machine.routes,
+            weights.arriving,
+            layout.demand(self.facts),
+            worker.hidden.ports.names,
+        )
 
     @torch.no_grad()
     def renew(self, stage: LocalStage, lost: str, watch: SweepMonitor) -> str:

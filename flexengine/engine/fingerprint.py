@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flexengine.engine.calibration import Calibrator
+from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
 from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import PREDICTORS
@@ -49,10 +49,10 @@ def model_files(core: Core, known: Mapping[str, Any]) -> dict[str, dict[str, Any
 def switches(core: Core, calibrator: Calibrator) -> dict[str, Any]:
     """Return the lossy switches that are set. Texts for calibration and for thresholds are named by a digest of their
     tokens, and predictors by a digest of their files."""
-    text, trained = calibrator.text, core.opened.trained
+    text, flash = calibrator.text, core.lossy.flash
     named = {"calibrate": text.digest} if text is not None else {}
     if (sparse := calibrator.sparse_text) is not None:
         named["sparsify"] = f"{core.lossy.sparsify} with thresholds of {sparse.digest}"
-    if core.lossy.flash == PREDICTORS and trained is not None:
+    if flash == PREDICTORS and (trained := core.opened.flash.trained) is not None:
         named["flash"] = f"{PREDICTORS} {trained.digest[:16]}"
     return core.lossy.enabled | named

@@ -19,7 +19,7 @@ from typing import Any
 from flexengine.activity import activity, listener, message
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.arrange import Arrangement
-from flexengine.engine.calibration import Calibrator
+from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
 from flexengine.engine.generating import Generating, JobRows, best_read_rate
 from flexengine.engine.generation import Generation
@@ -213,10 +213,7 @@ class Job:
         """Return the resources of the sweeps; the shortage if their allocation ran out of memory, or the loss of an
         attention worker."""
         core, began = self.core, time.perf_counter()
-        core.opened.set_thresholds()  # with a second engine, so before this engine allocates memory
-        if self.calibrator.text is not None:
-            _ = core.opened.origins  # likewise
-        _ = core.opened.bundles  # also takes memory while it writes records
+        core.opened.prepare()  # partly with a second engine, so before this engine allocates memory
         core.machine.give_back()  # memory that planning freed
         try:
             with activity("allocating", "allocating the memory of the plan"):

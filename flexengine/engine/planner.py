@@ -28,7 +28,7 @@ from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 
 if TYPE_CHECKING:  # plain jobs read no file
     from flexengine.job.inputs import InputRows
@@ -73,7 +73,7 @@ class Planner:
     def __init__(
         self,
         machine: Machine,
-        opened: Opened,
+        opened: OpenModel,
         hardware: Hardware | None = None,
         overlap: bool = True,
         policy: Policy | None = None,
@@ -291,7 +291,7 @@ def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lo
 
 
 def workload(
-    opened: Opened,
+    opened: OpenModel,
     rows: "InputRows",
     params: SamplingParams,
     trust_remote_code: bool,

@@ -11,14 +11,13 @@ from flexengine.activity import message
 from flexengine.engine.options import MachineOptions
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.measure import store
-from flexengine.measure.quick import quick_rates
 from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.plan.assumed import assumed
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 
 
 class RateStore:
@@ -33,7 +32,7 @@ class RateStore:
         InvalidInput: the given rates are of another kind of machine.
     """
 
-    def __init__(self, machine: Machine, opened: Opened, given: Hardware | None = None) -> None:
+    def __init__(self, machine: Machine, opened: OpenModel, given: Hardware | None = None) -> None:
         self.machine, self.opened = machine, opened
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
@@ -65,6 +64,8 @@ class RateStore:
         if self._tried or self.machine.capacity.shared or self.known().measured:
             return False
         self._tried = True
+        from flexengine.measure.quick import quick_rates
+
         try:
             self._quick = quick_rates(self.machine, self.opened.dtype)
         except (FlexError, torch.OutOfMemoryError) as error:
@@ -127,7 +128,7 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
 
 def this_machine(
     options: MachineOptions,
-    opened: Opened | None,
+    opened: OpenModel | None,
     again: bool = False,
     dtype: str | None = None,
 ) -> Hardware:

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,8 +11,7 @@ from flexengine.activity import Listener, reported, reporting
 from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
-from flexengine.engine.bits import Bits
-from flexengine.engine.calibration import Calibrator, ExactEngine
+from flexengine.engine.calibrator import BITS, Calibrator, ExactEngine
 from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
 from flexengine.engine.job import Job
@@ -69,7 +69,9 @@ class Session:
         self.calibrator = Calibrator(core, exact_engine)
         core.opened.importances = lambda: self.calibrator.importances
         core.opened.thresholds = lambda: self.calibrator.thresholds
-        self._bits = Bits(core, self.calibrator) if core.lossy.weights == MIXED else None  # None once they are chosen
+        self._bits: Any = None  # chooses the formats of weights `mixed`; None once they are chosen
+        if core.lossy.weights == MIXED:
+            self._bits = resolve_name(BITS)(core, self.calibrator)
         if options.group is not None:
             check_alike(core, options, options.group)
         self.on_sweep = options.on_sweep
@@ -136,7 +138,7 @@ class Session:
         self.core.drop_weights()
         self.planner.use(lossy)
         self.planner.choices = ()
-        self._bits = Bits(self.core, self.calibrator) if lossy.weights == MIXED else None
+        self._bits = resolve_name(BITS)(self.core, self.calibrator) if lossy.weights == MIXED else None
 
     def choose_bits(self) -> None:
         """Choose the format of every layer now, if weights are `mixed`; else the first job does. Calibrates and
@@ -151,8 +153,7 @@ class Session:
         self._check_open()
         self.choose_bits()
         with reporting(self.listener):
-            self.core.opened.set_thresholds()
-            _ = self.core.opened.origins, self.core.opened.bundles
+            self.core.opened.prepare()
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""

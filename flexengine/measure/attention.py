@@ -34,7 +34,7 @@ from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 
 LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of each decoding sequence; number of these sequences
 PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; tokens before a chunk, and of the chunk
@@ -134,7 +134,7 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
+def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
     """Return `Hardware.attention` for every attention shape of the model. Takes about two seconds per shape.
 
     Figures that do not fit in memory are left out; the planner uses the machine's general rates for a shape without

@@ -18,7 +18,7 @@ from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import Op, Program, Task
 from flexengine.tier.machine import Machine
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
 DEPTH = 8  # maximum layers of a pass
@@ -28,7 +28,7 @@ TURNS, SECONDS = 4, 0.15  # turns with and without delegation; seconds of each
 
 
 @torch.no_grad()
-def measure_delegation(opened: Opened, machine: Machine) -> float | None:
+def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
     """Return the extra seconds of a layer of a gpu_batch with delegated attention, without the attention itself.
 
     None if host and device are one memory, or no layer fits in memory. Takes about two seconds. Afterwards the modules
@@ -71,7 +71,7 @@ def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) 
 class _Cell:
     """A gpu_batch of single tokens: its forward passes, its buffers on device and host, and its KV cache."""
 
-    def __init__(self, opened: Opened, machine: Machine, regions: Regions, depth: int) -> None:
+    def __init__(self, opened: OpenModel, machine: Machine, regions: Regions, depth: int) -> None:
         self.depth, facts, dtype = depth, opened.facts, opened.dtype
         self.machine, self.kernels, self.scale = machine, kernels.load(), facts.head_dim**-0.5
         self.trial, self.answer = Trial(opened.skeleton, machine, TOKENS), torch.empty(0)

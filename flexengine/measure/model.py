@@ -18,7 +18,7 @@ from flexengine.config import SamplingParams
 from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed, without_falls
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
-from flexengine.model.halves import release
+from flexengine.model.native.layer import release
 from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.facts import ModelFacts

@@ -11,7 +11,7 @@ from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.model import random_weights, time_layers
 from flexengine.measure.timing import MAX_CALLS, room, seconds_per_call
-from flexengine.model.skeleton import build
+from flexengine.model.build import build
 from flexengine.model.stop import Stops
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact

@@ -7,11 +7,12 @@ import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import psutil
 import torch
@@ -22,14 +23,6 @@ from flexengine.activity import message
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.kernels.build import cpu_type
-from flexengine.measure.attention import measure_attention
-from flexengine.measure.delegation import measure_delegation
-from flexengine.measure.kernels import measure_crosstalk, measure_kernels
-from flexengine.measure.links import measure_links
-from flexengine.measure.model import measure_model
-from flexengine.measure.neurons import measure_blocks
-from flexengine.measure.streaming import measure_streaming
-from flexengine.measure.timing import measuring, noticing
 from flexengine.model.linear import numerics
 from flexengine.places import link_of
 from flexengine.plan.facts import ModelFacts
@@ -37,14 +30,18 @@ from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 
-PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
+# What measures rates, as module:name, which is imported on first use.
+MEASUREMENTS = {
+    "machine": "flexengine.measure.machine:measure_machine",
+    "model": "flexengine.measure.machine:measure_opened",
+}
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
 def obtain(
-    machine: Machine, opened: Opened | None, measure: bool = False, again: bool = False,
+    machine: Machine, opened: OpenModel | None, measure: bool = False, again: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Hardware | None:  # fmt: skip
     """Return this machine's Hardware with the model's own rates and the memory that is free now.
@@ -68,7 +65,8 @@ def obtain(
     if hardware is None and not measure:
         return None
     if hardware is None:
-        hardware = measure_machine(machine, held, files)
+        hardware = resolve_name(MEASUREMENTS["machine"])(machine, held, files)
+        assert hardware is not None
         if fault := save_rates(key, hardware):
             message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set"
                     " FLEXENGINE_CACHE to a directory that can be written", logging.WARNING)  # fmt: skip
@@ -77,37 +75,17 @@ def obtain(
     return hardware.with_capacity(machine.capacity)
 
 
-def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) -> Hardware:
+def _with_model(key: str, hardware: Hardware, machine: Machine, opened: OpenModel) -> Hardware:
     """Return `hardware` with the model's own rates, and save them. Only missing ones are measured."""
-    facts, name = opened.facts, opened.facts.signature(0)
-    layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
-    attention, delegation = dict[str, Mapping[str, Table]](), dict[str, float]()
-    blocks = dict[str, Mapping[str, Table]]()
-    with noticing():
-        if not knows_products(hardware, facts):
-            with measuring("this model's layers", "model", "10 s"):
-                layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
-        if not knows_attention(hardware, facts):
-            with measuring("this model's attention", "model", "2 s for each shape"):
-                attention = {**measure_attention(opened, machine)}
-        if not knows_blocks(hardware, facts):
-            with measuring("records of this model's neurons", "model", "10 s"):
-                blocks = {**measure_blocks(opened, machine)}
-        table = layers.get(name) or hardware.layers.get(name)
-        if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
-            streaming = {name: mutual}
-        if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
-            delegation = {name: lost}
-    if not any((layers, heads, streaming, attention, delegation, blocks)):
+    measured: dict[str, Any] = resolve_name(MEASUREMENTS["model"])(hardware, machine, opened)
+    if not any(measured.values()):
         return hardware
+    again = {name for field in ("layers", "heads", "blocks") for name in measured[field]}
 
     def joined(known: Hardware) -> Hardware:
-        before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads, *blocks}}
-        return replace(
-            known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
-            streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
-            delegation={**known.delegation, **delegation}, blocks={**known.blocks, **blocks},
-        )  # fmt: skip
+        before = {name: by for name, by in known.corrected.items() if name not in again}
+        tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
+        return replace(known, corrected=before, **tables)
 
     save_rates(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
     return joined(hardware)
@@ -133,24 +111,6 @@ def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether the seconds of this model's layers and head were measured."""
     layers = {facts.signature(j) for j in range(len(facts.layers))}
     return layers <= set(hardware.layers) and (facts.output is None or facts.head_signature in hardware.heads)
-
-
-def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> Hardware:
-    """Return the rates that do not depend on the model, without capacities. Takes about twenty seconds."""
-    began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
-    with noticing():
-        with measuring("the rates of disk and memory", "machine", "10 s"):
-            links = measure_links(machine, checkpoint)
-        with measuring("the rates of products and attention", "machine", "10 s"):
-            rates = measure_kernels(machine, dtype)
-        if time.perf_counter() - began < PATIENCE * len(machine.disks):
-            with measuring("how much computing and transfers slow each other", "machine", "5 s"):
-                crosstalk = measure_crosstalk(machine, checkpoint)
-    return Hardware(
-        machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
-        more_disks=(None,) * (len(machine.disks) - 1),
-        touch=links.touch, touch_busy=links.touch_busy, crosstalk=crosstalk, measured=True, **vars(rates),
-    )  # fmt: skip
 
 
 def corrected(

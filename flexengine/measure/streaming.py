@@ -19,7 +19,7 @@ from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import Op, Program, Task
 from flexengine.tier.machine import Machine
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # maximum bytes of the checkpoint that a pass streams
@@ -60,7 +60,7 @@ class Streamed:
 
 
 @torch.no_grad()
-def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[str, float]:
+def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict[str, float]:
     """Return `Hardware.streaming` of this model.
 
     Passes over the model's first layers, read from the checkpoint by direct I/O, are timed with and without overlap. In
@@ -117,7 +117,7 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
     return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
 
 
-def _depth(opened: Opened) -> int:
+def _depth(opened: OpenModel) -> int:
     """Return the number of layers of a pass: the first ones that have the same signature, at least 2 if possible."""
     facts = opened.facts
     alike = next((j for j in range(len(facts.layers)) if facts.signature(j) != facts.signature(0)), len(facts.layers))

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from flexengine.errors import UnsupportedModel
 
-ADAPTED = {"bloom", "codegen", "gpt_neo", "gptj"}
-
 
 def adapt(model: Any, attend: Any) -> None:
-    """Replace the attention of a model of a family in ADAPTED by `attend`, an attention function for transformers."""
+    """Replace the attention of a model of a family in `build.ADAPTERS` by `attend`, an attention function."""
     kind = model.config.model_type
     if kind == "bloom" and model.dtype != torch.float32:
         raise UnsupportedModel(f"BLOOM's positions do not fit {model.dtype}; set dtype to float32")

@@ -15,8 +15,17 @@ from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
 from flexengine.read_retries import opened
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 

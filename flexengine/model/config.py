@@ -15,16 +15,19 @@ from flexengine.model.files import read_json
 
 _MAX_BYTES = 16 * 2**20
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
-_LIMITS = tuple((re.compile(pattern), most) for pattern, most in (
-    (r"vocab", 10**8),
-    (r"(layers?|depths?|blocks|stages|groups|block_count)$", 10**4),
-    (r"label|expert|head|key_length|value_length", 10**5),
-    (r"position|context|window|seq|ctx", 10**9),
-    (r"hidden|embd|embed|model$|inner|ffn|intermediate|feed_forward", 10**6),
-    (r"length", 10**9),
-    (r"seed|param|flos|token|theta|base|date|version|id$", 2**64),
-    (r"", 10**7),
-))  # fmt: skip
+_LIMITS = tuple(
+    (re.compile(pattern), most)
+    for pattern, most in (
+        (r"vocab", 10**8),
+        (r"(layers?|depths?|blocks|stages|groups|block_count)$", 10**4),
+        (r"label|expert|head|key_length|value_length", 10**5),
+        (r"position|context|window|seq|ctx", 10**9),
+        (r"hidden|embd|embed|model$|inner|ffn|intermediate|feed_forward", 10**6),
+        (r"length", 10**9),
+        (r"seed|param|flos|token|theta|base|date|version|id$", 2**64),
+        (r"", 10**7),
+    )
+)
 _COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")  # at least 1 in any model
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
@@ -92,8 +95,9 @@ def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None
     if layers > len(elements):
         raise BadCheckpoint(f"{path} states {layers:,} layers, but the checkpoint has only {len(elements):,} tensors")
     if layers * experts > (total := sum(elements)):
-        raise BadCheckpoint(f"{path} states {layers:,} times {experts:,} experts, but the checkpoint has only {total:,}"
-                            " weights")  # fmt: skip
+        raise BadCheckpoint(
+            f"{path} states {layers:,} times {experts:,} experts, but the checkpoint has only {total:,} weights"
+        )
 
 
 def size_of(config: Any) -> tuple[int, int]:
@@ -152,8 +156,9 @@ def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> 
             " which runs only with --trust-remote-code; read the code before you set it"
         )
     if "configuration_files" in raw:
-        raise UnsupportedModel(f"{path} refers to other config files (configuration_files); remove that entry and use"
-                               " one config.json")  # fmt: skip
+        raise UnsupportedModel(
+            f"{path} refers to other config files (configuration_files); remove that entry and use one config.json"
+        )
     parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")

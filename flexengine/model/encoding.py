@@ -1,4 +1,4 @@
-"""Encoded weights: the choice of matrices, the format of each, and the files that encoded weights are written to."""
+"""Encoded weights: the files that they are written to, once for a model and a format."""
 
 import hashlib
 import json
@@ -15,25 +15,21 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity, advance, tick
-from flexengine.codec.forms import FORMS, make_form
+from flexengine.codec.forms import FORMS
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
 from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
-from flexengine.model.linear import FastLinear
 from flexengine.model.loading import ByteRange, Origin
 from flexengine.model.overlap import overlap
 from flexengine.model.prepare import fingerprint, prepared
-from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room
-from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.tensor_files import TensorFiles, TensorPart
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
-EDGES = "int8"  # format of embedding and output projection if layers are encoded
-EDGE_MATRICES = 2  # most matrices in it
+EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
 A = TypeVar("A")
@@ -41,59 +37,14 @@ _ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
 
 
-def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
-    """Return the format of every matrix that is encoded: those of layers in `codecs`, embedding and head in EDGES.
-
-    Routers, which choose the experts of a token, are not encoded: they are small, and a wrong choice does much harm.
-
-    Args:
-        skeleton: the model, or a range of its layers.
-        codecs: a name in codec.forms.FORMS, or one for each layer of the whole model, of which None encodes nothing
-            in its layer; None encodes nothing at all.
-    """
-    if codecs is None:
-        return {}
-    formats: dict[str, WeightFormat] = {}
-    for number, layer in enumerate(skeleton.layers, skeleton.first):
-        codec = codecs if isinstance(codecs, str) else codecs[number]
-        if codec is None:
-            continue
-        experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
-        for name, slot in layer.items():
-            if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
-                formats[name] = form
-    for name, shape in (skeleton.embedding, skeleton.head):
-        if name in skeleton.wanted:
-            formats[name] = WeightFormat(make_form(EDGES, *shape))
-    return formats
-
-
-def _form(slot: ParamRef, codec: str) -> WeightFormat | None:
-    if slot.name == "weight" and isinstance(slot.module, FastLinear | FastConv1D):
-        turned = isinstance(slot.module, FastConv1D)
-        rows, columns = reversed(slot.shape) if turned else slot.shape
-        return WeightFormat(make_form(codec, rows, columns), transposed=turned)
-    if len(slot.shape) == 3 and is_experts(slot.module):
-        turned = bool(slot.module.is_transposed)
-        count, *shape = slot.shape
-        return WeightFormat(make_form(codec, *(reversed(shape) if turned else shape)), count, turned)
-    return None
-
-
-def use_forms(skeleton: Skeleton, chosen: dict[str, WeightFormat]) -> None:
-    """Set the format of every encoded weight on its module."""
-    skeleton.forms = chosen
-    for layer in skeleton.layers:
-        for name, slot in layer.items():
-            others = {n: form for n, form in getattr(slot.module, "forms", {}).items() if n != slot.name}
-            own = {slot.name: chosen[name].packed} if name in chosen else {}
-            slot.module.forms = {**others, **own}  # type: ignore[assignment]
-
-
 def encoded(
-    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat],
-    importances: Importances | None = None, verifier: Verifier | None = None,
-) -> dict[str, Origin]:  # fmt: skip
+    source: Path,
+    files: Sequence[Path],
+    stored: Mapping[str, Origin],
+    chosen: Mapping[str, WeightFormat],
+    importances: Importances | None = None,
+    verifier: Verifier | None = None,
+) -> dict[str, Origin]:
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
 
     Reading, encoding and writing overlap: a thread reads pieces of the parameters, some threads encode them, a thread
@@ -151,9 +102,12 @@ def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) 
 
 
 def _write(
-    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], importances: Importances | None,
+    directory: Path,
+    stored: Mapping[str, Origin],
+    chosen: Mapping[str, WeightFormat],
+    importances: Importances | None,
     files: Mapping[str, str],
-) -> None:  # fmt: skip
+) -> None:
     """Write one file per parameter, under a temporary name until it is complete.
 
     A parameter that other encoded weights of the model hold in the same format is linked, so that mixes of formats
@@ -169,15 +123,19 @@ def _write(
     total = sum(chosen[name].nbytes for name in missing)
     check_room(directory, "encoded weights", total)
     read = sum(stored[name].nbytes for name in missing)
-    text = (f"encoding {len(missing)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
-            f" {total / 1e9:.2f} GB)")  # fmt: skip
+    text = (
+        f"encoding {len(missing)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
+        f" {total / 1e9:.2f} GB)"
+    )
     pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
     shapes = {name: chosen[name].shape for name in missing}
     with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
         encode(pieces, importances, out.write)
 
 
-def encode(pieces: Iterable["Piece"], importances: Importances | None, write: Callable[[TensorPart], None]) -> None:
+def encode(
+    pieces: Iterable["MatrixPiece"], importances: Importances | None, write: Callable[[TensorPart], None]
+) -> None:
     """Encode pieces while others are read and written."""
     in_threads(pieces, lambda piece: _encoded(piece, importances), write)
 
@@ -211,7 +169,7 @@ def _linked(file: Path) -> bool:
     return False
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Rows of a matrix to encode.
 
     Attributes:
@@ -227,15 +185,15 @@ class Piece(NamedTuple):
     rows: Tensor
 
 
-def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[Piece]:
+def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiece]:
     """Yield a parameter in pieces, in the order of its encoded bytes."""
     count = max(1, form.count)
     for number in range(count):
         for rows in matrix_pieces(origin, number * (origin.nbytes // count), form):
-            yield Piece(name, number, form, rows)
+            yield MatrixPiece(name, number, form, rows)
 
 
-def _encoded(piece: Piece, importances: Importances | None) -> TensorPart:
+def _encoded(piece: MatrixPiece, importances: Importances | None) -> TensorPart:
     """Return the encoded bytes of a piece. Raise BadCheckpoint if the codec cannot hold one of its numbers."""
     part = piece.rows.float()
     importance = importances.of(piece.name, piece.number) if importances is not None else None

@@ -1,5 +1,4 @@
-"""Files of a model directory. The directory may be untrusted, so `regular_file` checks every file before it is opened.
-"""
+"""Files of a model directory, which may be untrusted: `regular_file` checks every file before it is opened."""
 
 import json
 import stat
@@ -54,8 +53,10 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
         raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
     allowed = root.parent.parent if is_snapshot(root) else root
     if not target.is_relative_to(allowed) and _allowed.get(file.absolute()) != target:
-        raise BadCheckpoint(f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory,"
-                            " or give --allow-symlinks if you trust the link")  # fmt: skip
+        raise BadCheckpoint(
+            f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory,"
+            " or give --allow-symlinks if you trust the link"
+        )
     if not stat.S_ISREG(kind):
         raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
     return file

@@ -32,8 +32,15 @@ from flexengine.model.score import Scores
 ATTENTION = "flexengine"
 OUTSIDE = "a flexengine model runs only inside Forward"  # message of an error
 # Passed by some modules, without effect on a packed, causal forward pass without gradients.
-_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position",
-             "logits_to_keep"}  # fmt: skip
+_HARMLESS = {
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "output_attentions",
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+}
 
 
 EMBEDDING = -1  # `Rows.layer` of rows that are read before the first layer
@@ -154,14 +161,14 @@ class PausingLayer(nn.Module):
     Attributes:
         index: number of the layer. A layer with a negative number returns its input (layer_range.py).
         outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
-        halves: computes the layer, and layers after it, by calls of kernels (halves.py); None if modules compute it.
+        native: computes the layer, and layers after it, by native kernels; None if modules compute it.
     """
 
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
         self.outputs: int | None = None
-        self.halves: Any = None
+        self.native: Any = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -181,10 +188,10 @@ class PausingLayer(nn.Module):
             return hidden
         current.output = None
         hidden = pause(Layer(self.index, hidden))
-        if self.halves is not None:
-            self.halves.joined = joined
-            if self.halves.usable(hidden, positions):
-                count, current.output = self.halves(hidden, positions)
+        if self.native is not None:
+            self.native.joined = joined
+            if self.native.usable(hidden, positions):
+                count, current.output = self.native(hidden, positions)
                 current.positions, current.computed = positions, self.index + count
                 return current.output
         if "hidden_states" in kwargs:
@@ -292,7 +299,7 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
         block: output of a feed-forward block of records, until the block's last module returns it.
         paged: attention of the next layer, and of layers after it, which need not pause at attention. They differ in
             nothing but `pool`. If it is empty, the next layer must pause at attention.
-        computed: number of the layer after the last one that calls of kernels (halves.py) have computed.
+        computed: number of the layer after the last one that calls of kernels (native/layer.py) have computed.
         output: output of this layer before; None if modules compute it.
         positions: position embeddings that this layer before got.
         recycles: whether outputs of layers may be in memory that is used again (kernels/recycled.py).

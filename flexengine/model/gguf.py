@@ -16,18 +16,40 @@ from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
+from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
+from flexengine.model.source import ModelSource
 from flexengine.read_retries import opened
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from flexengine.model.verify import Verifier
+
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
+
+
+def resolve_gguf(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
+    """Return the model of a GGUF file, after converting the file if the cache lacks it.
+
+    Args:
+        path: path of the GGUF file.
+        trust_remote_code: unused, as such a file holds no code.
+        verifier: compares the file, and converted ones, with their checksums; None for no check.
+
+    Raises:
+        BadCheckpoint: the file is damaged.
+        UnsupportedModel: the file needs a feature that is not supported.
+    """
+    if verifier:
+        verifier.gguf(path)
+    directory = prepared(path, [path], lambda directory: convert(path, directory), verifier=verifier)
+    return ModelSource(directory, path.stem, (path,))
 
 
 def convert(path: Path, directory: Path) -> None:
@@ -250,8 +272,12 @@ def _carry_rope(header: Header, config: Any) -> None:
     if all(value == 1 for value in divisors):
         return
     base = float(parameters.get("rope_theta", 0))
-    llama3 = {"factor": max(divisors), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 8192}  # fmt: skip
+    llama3 = {
+        "factor": max(divisors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     formula = llama3_divisors(base, len(divisors), **llama3) if base else []
     if len(formula) != len(divisors) or any(abs(a - b) > 1e-4 * b for a, b in zip(divisors, formula, strict=True)):
         raise UnsupportedModel(f"{path} carries RoPE factors that are not Llama 3's; use the safetensors checkpoint")

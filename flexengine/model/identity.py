@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.activity import activity, advance
-from flexengine.model import gguf_header
 from flexengine.model.checkpoint import read_header
-from flexengine.model.source import Source
+from flexengine.model.source import ModelSource
 from flexengine.read_retries import opened
 
 WHOLE = 1 << 30  # bytes; models up to this size are hashed completely, which takes about a second
@@ -26,7 +25,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 @dataclass(frozen=True)
-class Mark:
+class FileMark:
     """Mark of a file.
 
     Attributes:
@@ -42,7 +41,7 @@ class Mark:
     sha256: str | None
 
 
-def given_files(source: Source) -> dict[str, Path]:
+def given_files(source: ModelSource) -> dict[str, Path]:
     """Return the files that the user gave as the model, by name relative to its directory."""
     if source.given:
         return {path.name: path for path in source.given}
@@ -80,12 +79,12 @@ def digest(files: Mapping[str, Path]) -> str:
     return whole.hexdigest()
 
 
-def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> Mark:
+def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> FileMark:
     stat = path.stat()
     if path.suffix.lower() not in _WEIGHTS:
         whole = _hashed(path)
-        return Mark(stat.st_size, stat.st_mtime_ns, whole, whole)
-    now = Mark(stat.st_size, stat.st_mtime_ns, _sampled(path, stat.st_size, _tensor_starts(path, loaded)), None)
+        return FileMark(stat.st_size, stat.st_mtime_ns, whole, whole)
+    now = FileMark(stat.st_size, stat.st_mtime_ns, _sampled(path, stat.st_size, _tensor_starts(path, loaded)), None)
     if not small:
         return now
     same = all(known.get(name) == getattr(now, name) for name in ("bytes", "mtime_ns", "sample"))
@@ -111,5 +110,7 @@ def _sampled(path: Path, size: int, starts: Sequence[int]) -> str:
 def _tensor_starts(path: Path, loaded: bool) -> list[int]:
     """Return the first byte of every tensor; none for a .bin file, whose end holds a CRC of each tensor."""
     if path.suffix.lower() == ".gguf":
-        return sorted(tensor.offset for tensor in gguf_header.read_header(path).tensors)
+        from flexengine.model.gguf_header import read_header as read_gguf
+
+        return sorted(tensor.offset for tensor in read_gguf(path).tensors)
     return sorted(stored.start for stored in read_header(path).values()) if loaded else []

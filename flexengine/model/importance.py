@@ -57,7 +57,7 @@ def load(path: Path) -> Importances:
         raise BadCheckpoint(f"{path} cannot be read: {error}; remove its directory to calibrate again") from error
 
 
-class Recorder:
+class ImportanceRecorder:
     """Sums of the squared inputs of all matrices in a model's layers. Memory: 16 bytes per column, and some MB.
 
     The sums are independent of the batches. Each square is split into a multiple of COARSE and a multiple of FINE;

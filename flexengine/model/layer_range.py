@@ -43,16 +43,20 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     except FlexError:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
-                               f" ({error or type(error).__name__})") from error  # fmt: skip
+        raise UnsupportedModel(
+            f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
+            f" ({error or type(error).__name__})"
+        ) from error
 
 
 def _checked(layers: Any, skeleton: Skeleton) -> tuple[int, int]:
     count = len(skeleton.layers)
     numbers = layers if isinstance(layers, tuple) and len(layers) == 2 else ()
     if not numbers or any(type(n) is not int for n in numbers) or not 0 <= numbers[0] < numbers[1] <= count:
-        raise InvalidInput(f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
-                           f" {skeleton.name} has {count} layers")  # fmt: skip
+        raise InvalidInput(
+            f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
+            f" {skeleton.name} has {count} layers"
+        )
     return numbers[0], numbers[1]
 
 
@@ -88,8 +92,10 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
     try:
         for tensors in _trial(skeleton):
             if any(tensor.requires_grad for tensor in tensors):
-                raise UnsupportedModel(f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
-                                       " so it can be run only as a whole")  # fmt: skip
+                raise UnsupportedModel(
+                    f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
+                    " so it can be run only as a whole"
+                )
     finally:
         hook.remove()
 

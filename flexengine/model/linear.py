@@ -70,9 +70,15 @@ class Product:
             return kernels.load().linear(x, weight, bias, self._rounding(weight), packed)
 
     def add_to(
-        self, steps: Steps, x: Tensor, module: "FastLinear", bias: Tensor | None, residual: Tensor | None, beside: bool,
+        self,
+        steps: Steps,
+        x: Tensor,
+        module: "FastLinear",
+        bias: Tensor | None,
+        residual: Tensor | None,
+        beside: bool,
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`.
 
         Args:

@@ -252,6 +252,9 @@ def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]],
         "not used by the model": list(unused),
     }
     if any(faults.values()):
-        lines = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"
-                          for what, names in faults.items() if names)  # fmt: skip
+        lines = "; ".join(
+            f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"
+            for what, names in faults.items()
+            if names
+        )
         raise BadCheckpoint(f"the checkpoint does not fit its config: {lines}")

@@ -13,10 +13,37 @@ from typing import TYPE_CHECKING, Any
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
+from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
+from flexengine.model.source import ModelSource
 
 if TYPE_CHECKING:
     import torch
+
+    from flexengine.model.verify import Verifier
+
+
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
+    """Return the model of a directory with pytorch_model*.bin, after converting it if the cache lacks it.
+
+    Args:
+        path: the directory with the .bin files.
+        trust_remote_code: copy its Python files too.
+        verifier: compares converted files with their checksums; None for no check.
+
+    Raises:
+        BadCheckpoint: a file is damaged or refused.
+    """
+    patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
+    small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
+    copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
+    shards = bin_shards(path)
+    files = (*shards, *copied)
+    directory = prepared(path, files, lambda directory: convert_bin(shards, copied, directory), verifier=verifier)
+    return ModelSource(directory, path.resolve().name, files)
 
 
 def bin_shards(path: Path) -> list[Path]:

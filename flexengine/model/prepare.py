@@ -18,66 +18,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, tick
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.files import regular_file
 from flexengine.model.in_use import hold
-from flexengine.model.pickled import bin_shards, convert_bin
-from flexengine.model.verify import Verifier, write_sums
 from flexengine.read_retries import opened
+
+if TYPE_CHECKING:
+    from flexengine.model.verify import Verifier
 
 FORMAT = 1  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _MIB = 2**20
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _POLL = 0.1  # seconds between two attempts to lock
-
-
-def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
-    """Return the model directory of a GGUF file, after converting the file if the cache lacks it.
-
-    Args:
-        path: path of the GGUF file.
-        verifier: see `prepared`.
-
-    Raises:
-        BadCheckpoint: the file is damaged.
-        UnsupportedModel: the file needs a feature that is not supported.
-    """
-
-    def build(directory: Path) -> None:
-        from flexengine.model import gguf
-
-        gguf.convert(path, directory)
-
-    return prepared(path, [path], build, verifier=verifier)
-
-
-def prepared_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Path:
-    """Return the safetensors directory of a directory with pytorch_model*.bin, after converting it if necessary.
-
-    Args:
-        path: the directory with the .bin files.
-        trust_remote_code: copy its Python files too.
-        verifier: see `prepared`.
-
-    Raises:
-        BadCheckpoint: a file is damaged or refused.
-    """
-    shards, copied = bin_files(path, trust_remote_code)
-    return prepared(
-        path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory), verifier=verifier
-    )
-
-
-def bin_files(path: Path, trust_remote_code: bool) -> tuple[list[Path], list[Path]]:
-    """Return the pytorch_model*.bin files of a directory and the files to copy. Raise BadCheckpoint for a bad file."""
-    patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
-    small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
-    return bin_shards(path), [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
@@ -102,9 +58,13 @@ def directory_for(files: Iterable[Path], what: str = "") -> Path:
 
 
 def prepared(
-    source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "",
-    verifier: Verifier | None = None, label: str = "",
-) -> Path:  # fmt: skip
+    source: Path,
+    files: Sequence[Path],
+    build: Callable[[Path], None],
+    what: str = "",
+    verifier: "Verifier | None" = None,
+    label: str = "",
+) -> Path:
     """Return the finished directory for `files`; if it does not exist, `build` fills one under a temporary name first.
 
     The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it. Processes
@@ -160,6 +120,8 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
         build(temporary)
         note = {"source": str(source.resolve()), "format": FORMAT, "label": label}
         (temporary / NOTE).write_text(json.dumps(note), encoding="utf-8")
+        from flexengine.model.verify import write_sums
+
         write_sums(temporary)
         _seal(temporary)
         temporary.rename(final)

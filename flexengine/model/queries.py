@@ -97,8 +97,11 @@ def recorded(model: nn.Module) -> Iterator[list[Call | None]]:
     def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[number] = module, args, kwargs
 
-    hooks = [module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
-             for number, layer in enumerate(layers) if (module := _attention(layer)) is not None]  # fmt: skip
+    hooks = [
+        module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
+        for number, layer in enumerate(layers)
+        if (module := _attention(layer)) is not None
+    ]
     try:
         yield calls
     finally:
@@ -126,8 +129,11 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _attention(layer: nn.Module) -> nn.Module | None:
     """Return the module of a layer that has one linear projection each for queries, keys and values; None if there is
     not exactly one."""
-    found = [module for module in layer.modules()
-             if all(isinstance(getattr(module, name, None), FastLinear) for name in PROJECTIONS)]  # fmt: skip
+    found = [
+        module
+        for module in layer.modules()
+        if all(isinstance(getattr(module, name, None), FastLinear) for name in PROJECTIONS)
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -141,8 +147,11 @@ def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         projection = getattr(module, name)
         projection.forward = partial(projected, projection.out_features)
     tried = QueriesFirst(module)
-    own = {name: _numbers(x, rng) for name, x in (*module.named_parameters(), *module.named_buffers())
-           if x.numel() <= _MOST_ELEMENTS and not name.startswith(PROJECTIONS)}  # fmt: skip
+    own = {
+        name: _numbers(x, rng)
+        for name, x in (*module.named_parameters(), *module.named_buffers())
+        if x.numel() <= _MOST_ELEMENTS and not name.startswith(PROJECTIONS)
+    }
     current: Any = Pass(partial(functional_call, module, own))
     current.queries_first = True
     try:

@@ -1,43 +1,16 @@
-"""A model without weights: its modules on the meta device, divided into units, after a check that it can be run."""
+"""A model without weights: its modules on the meta device, divided into units (build.py makes one)."""
 
-import warnings
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flexengine.errors import UnsupportedModel
-from flexengine.model.adapters import ADAPTED, adapt
-from flexengine.model.config import coupled_rope, load_config
 from flexengine.model.form import WeightFormat
-from flexengine.model.forward import (
-    ATTENTION,
-    Attend,
-    Forward,
-    Head,
-    Inputs,
-    Layer,
-    Logits,
-    PausingEmbedding,
-    PausingHead,
-    PausingLayer,
-    Query,
-    Rows,
-    attend,
-)
-from flexengine.model.fused import use_fused
-from flexengine.model.halving import use_halves
-from flexengine.model.linear import FastLinear, Product, use_fast_linear
+from flexengine.model.forward import Attend, Head, Layer, PausingHead, Query, Rows
+from flexengine.model.linear import FastLinear, Product
 from flexengine.model.loading import Loading
-from flexengine.model.logits import LogitStep
-from flexengine.model.masks import marked, window_at
-from flexengine.model.products import Invariance, is_experts, use_product
-from flexengine.model.queries import recorded, separable
-
-_BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
+from flexengine.model.products import Invariance, is_experts
 
 
 class ParamRef(NamedTuple):
@@ -187,6 +160,15 @@ class Skeleton:
         """Maximum number of tokens of a sequence; None if the config does not state it."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
+    def use_forms(self, forms: dict[str, WeightFormat]) -> None:
+        """Set the format of every encoded weight on its module."""
+        self.forms = forms
+        for layer in self.layers:
+            for name, slot in layer.items():
+                others = {n: form for n, form in getattr(slot.module, "forms", {}).items() if n != slot.name}
+                own = {slot.name: forms[name].packed} if name in forms else {}
+                slot.module.forms = {**others, **own}  # type: ignore[assignment]
+
     def trial_answer(self, event: Rows | Layer | Query | Attend | Head) -> Any:
         """Return the answer to a pause of a pass on the meta device, where weights and attention have no values."""
         if isinstance(event, Layer):
@@ -200,201 +182,6 @@ class Skeleton:
         return (weight, None, None) if isinstance(event, Head) else (weight, event.ids)
 
 
-def _why(error: Exception) -> str:
-    """Return the reason why a trial pass failed."""
-    if "meta" in str(error):
-        return "its forward pass reads tensor values, so it cannot be checked on the meta device"
-    return f"a trial pass without weights failed ({error or type(error).__name__})"
-
-
 def _reads_rows(slot: ParamRef) -> bool:
     """Return whether the parameter holds experts' matrices [expert, out, in], which a Product reads one at a time."""
     return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
-
-
-def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
-    """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read.
-
-    Raises:
-        UnsupportedModel: the model cannot be run; the message gives its name and the reason.
-    """
-    config = load_config(directory, trust_remote_code)
-    name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
-    model = _meta_model(config, name, dtype, trust_remote_code)
-    try:
-        skeleton = _cut(model, config, name)
-        _probe(skeleton)
-        _restore_buffers(model)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
-    except Exception as error:
-        raise UnsupportedModel(f"{name}: {_why(error)}") from error
-    return skeleton
-
-
-def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
-    if coupled := coupled_rope(config):
-        raise UnsupportedModel(f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together")
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if kind is None:
-        raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")
-    adapted = config.model_type in ADAPTED
-    if not adapted and not getattr(kind, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            attention = "eager" if adapted else ATTENTION
-            model: Any = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
-    if adapted:
-        adapt(model, attend)
-        model.config._attn_implementation = ATTENTION  # else transformers makes masks
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tensor values; and there is no padding
-            module.warn_if_padding_and_no_attention_mask = lambda *_: None
-    return model.eval().requires_grad_(False)
-
-
-def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
-    """Return parent, attribute and full name of the decoder's ModuleList of `count` layers.
-
-    The decoder's own list is preferred, as other parts of a model may have lists of the same length.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-    for name, module in sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in inside):
-        if isinstance(module, nn.ModuleList) and len(module) == count and all(hasattr(m, "forward") for m in module):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            return parent, name.rpartition(".")[2], name
-    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
-
-
-def _cut(model: Any, config: Any, name: str) -> Skeleton:
-    """Return the skeleton of a model, after replacing layers, embedding and head by pausing modules."""
-    loading = Loading(model)
-    count = config.get_text_config().num_hidden_layers
-    parent, attribute, path = _layer_list(model, count)
-    _refuse_mixing(getattr(parent, attribute))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
-        raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
-    names = {module: module_name for module_name, module in model.named_modules()}
-    persistent = set(model.state_dict(keep_vars=True))
-    layers: list[dict[str, ParamRef]] = [{} for _ in range(count)]
-    others: dict[str, ParamRef] = {}
-    for module_name, module in model.named_modules():
-        if module is embedding or module is head:
-            continue
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            full = f"{module_name}.{key}".lstrip(".")
-            if tensor is None or full not in persistent:
-                continue
-            inside = module_name.startswith(f"{path}.")
-            group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
-            group[full] = ParamRef(module, key, tuple(tensor.shape))
-    product = Product(model.dtype)
-    use_fast_linear(model, product)
-    use_product(model, product)
-    use_fused(model)
-    for j, layer in enumerate(modules := getattr(parent, attribute)):
-        modules[j] = PausingLayer(layer, j)
-    model.set_input_embeddings(PausingEmbedding(embedding, f"{names[embedding]}.weight"))
-    step = LogitStep(model, path.partition(".")[0], head.in_features)
-    model.set_output_embeddings(pausing := PausingHead(head.out_features, 1, product, step))
-    wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
-    weights = {f"{names[embedding]}.weight", f"{names[head]}.weight"}
-    return Skeleton(
-        model, config, name, layers, others,
-        embedding=(f"{names[embedding]}.weight", tuple(embedding.weight.shape)),
-        head=(f"{names[head]}.weight", tuple(head.weight.shape)),
-        head_bias=f"{names[head]}.bias" if head.bias is not None else None,
-        tied=any({target, source} == weights for target, source in loading.tied.items()),
-        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product,
-        invariance=Invariance(product), loading=loading, total=count,
-    )  # fmt: skip
-
-
-def _refuse_mixing(layers: nn.Module) -> None:
-    """Raise UnsupportedModel if a layer mixes neighbouring tokens, as only attention separates packed sequences."""
-    for name, module in layers.named_modules():
-        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            raise UnsupportedModel(f"layer {name} is a convolution over tokens; it keeps state beyond the KV cache")
-
-
-def _probe(skeleton: Skeleton) -> None:
-    """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units.
-
-    Every layer must pause once, and once more in its attention. In fp32 the linear layers get 16-bit weights, as they
-    may later, to detect modules that convert their input to the weight's dtype.
-    """
-    if skeleton.model.dtype == torch.float32:
-        for module in skeleton.model.modules():
-            if isinstance(module, FastLinear):
-                narrow = module.weight.to(torch.bfloat16)
-                module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
-    with marked(ATTENTION), recorded(skeleton.model) as calls:
-        _trial(skeleton)
-    skeleton.queries_apart = separable(calls)
-
-
-def _trial(skeleton: Skeleton) -> None:
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
-    seen: list[str] = []
-    attends: dict[int, Attend] = {}
-    shapes: set[tuple[int, int, int]] = set()
-    answer: Any = None
-    while not isinstance(event := forward.resume(answer), Logits):
-        if isinstance(event, Layer):
-            seen.append(f"layer {event.index}")
-            if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
-                raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
-        elif isinstance(event, Attend):
-            seen.append(f"attention {event.layer}")
-            skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
-            shapes.add(_attention_shape(event))
-        answer = skeleton.trial_answer(event)
-    order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
-    if seen != order:
-        pairs = zip_longest(seen, order, fillvalue="the end")
-        got, expected = next((got, expected) for got, expected in pairs if got != expected)
-        raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
-    use_halves(skeleton.model, attends)
-    heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
-    width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels are fastest with whole vectors
-    skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), width)
-    if any(skeleton.cache.kv_heads % n for n in kv_heads) or any(n % skeleton.cache.kv_heads for n in heads):
-        raise UnsupportedModel(f"its layers have {sorted(set(kv_heads))} KV heads for"
-                               f" {sorted(set(heads))} heads, which cannot share one page size")  # fmt: skip
-
-
-def _attention_shape(event: Attend) -> tuple[int, int, int]:
-    """Return heads, KV heads and the largest width of a head. Raise UnsupportedModel if q, k, v do not fit together."""
-    heads, tokens, head_dim = event.q.shape[1:]
-    kv_heads, count, width = event.v.shape[1:]
-    if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
-        raise UnsupportedModel(f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
-                               f" {tuple(event.v.shape)} values is not supported")  # fmt: skip
-    return heads, kv_heads, max(head_dim, width)
-
-
-def _restore_buffers(model: Any) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies), as the meta device has no values."""
-    if (size := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
-        raise UnsupportedModel(f"its buffers take {size:,} bytes, more than {_BUFFERS:,}; its config cannot be right")
-    for module in model.modules():
-        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
-        if not any(k in module._non_persistent_buffers_set for k in buffers):
-            continue
-        for name, buffer in buffers.items():
-            if name in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        model._init_weights(module)

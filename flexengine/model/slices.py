@@ -27,7 +27,7 @@ TOKENS = 3  # of the pass
 _View = tuple[tuple[int, ...], tuple[int, ...], int, int]  # sizes, strides, offset in elements, bytes of an element
 
 
-class Part(NamedTuple):
+class SlicedTensor(NamedTuple):
     """A tensor of one token.
 
     Attributes:
@@ -52,9 +52,9 @@ class Cut:
         window: tokens that a query sees, None for all.
     """
 
-    sent: tuple[Part, ...]
-    fetched: Part
-    kept: tuple[Part, ...]
+    sent: tuple[SlicedTensor, ...]
+    fetched: SlicedTensor
+    kept: tuple[SlicedTensor, ...]
     window: int | None
 
     @property
@@ -79,7 +79,7 @@ class Slices:
     """
 
     cuts: tuple[Cut, ...]
-    tables: tuple[Part, ...]
+    tables: tuple[SlicedTensor, ...]
 
 
 def slices_of(skeleton: Skeleton) -> Slices:
@@ -90,14 +90,15 @@ def slices_of(skeleton: Skeleton) -> Slices:
     except UnsupportedModel:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{skeleton.name}: the pass that finds its slices failed"
-                               f" ({error or type(error).__name__})") from error  # fmt: skip
+        raise UnsupportedModel(
+            f"{skeleton.name}: the pass that finds its slices failed ({error or type(error).__name__})"
+        ) from error
 
 
 def _traced(skeleton: Skeleton) -> Slices:
     ids, positions = (torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     inputs = Inputs(ids, positions, torch.zeros(TOKENS, dtype=torch.int64, device="meta"))
-    trace, moved, answer = _Trace(), list[tuple[tuple[Part, ...], Part]](), None
+    trace, moved, answer = _Trace(), list[tuple[tuple[SlicedTensor, ...], SlicedTensor]](), None
     forward = Forward(skeleton.model, inputs, _Both(trace, skeleton.invariance))
     with _on_meta(skeleton.model), _naming(skeleton.model, trace):
         trace.know((*skeleton.model.parameters(), *skeleton.model.buffers(), ids, positions, inputs.keep))
@@ -113,10 +114,10 @@ def _traced(skeleton: Skeleton) -> Slices:
     return Slices(tuple(cuts), trace.tables)
 
 
-def _heads(name: str, tensor: Tensor, dimension: int) -> Part:
+def _heads(name: str, tensor: Tensor, dimension: int) -> SlicedTensor:
     """Return a tensor of all tokens as one token's. dimension: that of the tokens."""
     shape = tuple(n for i, n in enumerate(tensor.shape) if i not in (0, dimension))
-    return Part(name, shape, tensor.nbytes // TOKENS)
+    return SlicedTensor(name, shape, tensor.nbytes // TOKENS)
 
 
 class _Both:
@@ -194,13 +195,13 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if memory is not None and (name == HIDDEN or not memory.named):
             memory.name, memory.named = name, True
 
-    def kept(self, attention: int) -> tuple[Part, ...]:
+    def kept(self, attention: int) -> tuple[SlicedTensor, ...]:
         """Return the tensors of tokens' values that were made before an attention and read after it."""
         crossing = (m for m in self._made.values() if m.of_tokens and attention in m.views)
         return tuple(_part(memory.name, memory.views[attention]) for memory in crossing)
 
     @property
-    def tables(self) -> tuple[Part, ...]:
+    def tables(self) -> tuple[SlicedTensor, ...]:
         """The tensors made from ids and positions alone that were made before any attention and read after it."""
         crossing = (m for m in self._made.values() if not m.of_tokens and m.views)
         return tuple(_part(memory.name, set().union(*memory.views.values())) for memory in crossing)
@@ -222,7 +223,7 @@ def _key(tensor: Tensor) -> int:
     return address
 
 
-def _part(name: str, views: set[_View]) -> Part:
+def _part(name: str, views: set[_View]) -> SlicedTensor:
     """Return one token's part of the elements that some views of a memory read."""
     elements = []
     for sizes, strides, offset, _ in views:
@@ -237,7 +238,7 @@ def _part(name: str, views: set[_View]) -> Part:
         shape.remove(TOKENS)
     if math.prod(shape) != count:  # several views of one memory
         shape = [count]
-    return Part(name, tuple(shape), count * itemsize)
+    return SlicedTensor(name, tuple(shape), count * itemsize)
 
 
 @contextmanager

@@ -4,14 +4,20 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from flexengine.activity import activity
 from flexengine.errors import ModelNotFound
-from flexengine.model import prepare
 from flexengine.model.demo import demo_file
 from flexengine.model.files import set_links
-from flexengine.model.verify import Verifier
 
+if TYPE_CHECKING:
+    from flexengine.model.verify import Verifier
+
+# Checkpoints other than safetensors, by the suffix of their files: the function that returns the converted model, as
+# module:name, which is imported on first use.
+CONVERTERS = {".gguf": "flexengine.model.gguf:resolve_gguf", ".bin": "flexengine.model.pickled:resolve_bin"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_SECONDS = 20.0  # time limit of the first request
@@ -19,7 +25,7 @@ _HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model on disk.
 
     Attributes:
@@ -34,8 +40,8 @@ class Source:
 
 
 def resolve(
-    model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None, allow_symlinks: bool = False
-) -> Source:
+    model: str | None, trust_remote_code: bool = False, verifier: "Verifier | None" = None, allow_symlinks: bool = False
+) -> ModelSource:
     """Return the model as a directory, after downloading and converting it if necessary.
 
     Args:
@@ -51,9 +57,16 @@ def resolve(
         OutOfMemory: the disk is full.
     """
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
-    if path.is_file():
-        return _gguf(path, verifier)
-    return _directory(path, name, trust_remote_code, verifier)
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        check_directory(path)
+        if verifier:
+            verifier.directory(path)
+        if any(path.glob("*.safetensors")):
+            return ModelSource(path, name)
+        suffix = ".bin"
+    source: ModelSource = resolve_name(CONVERTERS[suffix])(path, trust_remote_code, verifier)
+    return source
 
 
 def located(
@@ -90,8 +103,9 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for the file system, or ~ of an unknown user
-        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
-                            " or a hub id") from error  # fmt: skip
+        raise ModelNotFound(
+            f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file or a hub id"
+        ) from error
     if is_directory:
         set_links(path, allow_symlinks)
         return path, path.resolve().name
@@ -111,12 +125,6 @@ def _looks_like_path(model: str) -> bool:
     return model.lower().endswith((".gguf", ".safetensors", ".bin")) or (bool(name) and Path(owner).exists())
 
 
-def _gguf(path: Path, verifier: Verifier | None) -> Source:
-    if verifier:
-        verifier.gguf(path)
-    return Source(prepare.prepared_gguf(path, verifier), path.stem, (path,))
-
-
 def check_directory(path: Path) -> None:
     """Raise ModelNotFound if a directory lacks a config or weights."""
     if not (path / "config.json").is_file():
@@ -125,16 +133,6 @@ def check_directory(path: Path) -> None:
         raise ModelNotFound(f"{path} has no config.json{hint}")
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
-
-
-def _directory(path: Path, name: str, trust_remote_code: bool, verifier: Verifier | None) -> Source:
-    check_directory(path)
-    if verifier:
-        verifier.directory(path)
-    if any(path.glob("*.safetensors")):
-        return Source(path, name)
-    shards, copied = prepare.bin_files(path, trust_remote_code)
-    return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name, (*shards, *copied))
 
 
 def _download(model: str, trust_remote_code: bool, download: bool) -> Path:
@@ -158,14 +156,16 @@ def _download(model: str, trust_remote_code: bool, download: bool) -> Path:
         offline = not download or silent is not None
         text = f"downloading {model} from the hub, unless its cache has the files"
         with activity("downloading", text, level=logging.DEBUG if offline else logging.INFO):
-            path = Path(snapshot_download(
-                model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=offline
-            ))  # fmt: skip
+            path = Path(
+                snapshot_download(model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=offline)
+            )
     except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
         if not download:
-            raise ModelNotFound(f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
-                                " the model once, which downloads it") from cause  # fmt: skip
+            raise ModelNotFound(
+                f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
+                " the model once, which downloads it"
+            ) from cause
         reason = " ".join(str(cause).split())[:300]
         raise ModelNotFound(
             f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"

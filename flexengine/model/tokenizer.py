@@ -88,7 +88,6 @@ def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
-    """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if there are too few ids.
-    """
+    """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if ids are too few."""
     distance = len(ids) // rows
     return [begin + ids[i * distance :][:length] for i in range(rows)] if 1 <= length <= distance else []

@@ -25,8 +25,21 @@ from flexengine.read_retries import opened
 
 SUMS = "SHA256SUMS"
 # All files that transformers or flexengine may read in a model directory; the last ones are vocabularies of tokenizers.
-READ = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*",
-        "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer")  # fmt: skip
+READ = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*",
+    "*.py",
+    "tokenizer*",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe",
+    "*.codes",
+    "*.tokenizer",
+)
 _BIN = "pytorch_model*.bin"  # read if there are no safetensors
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
@@ -78,8 +91,10 @@ class Verifier:
             others = self._blobs(sorted(all_read.difference(indexes)))
             return self._compare(others, directory, says, len(all_read))
         if not os.path.lexists(sums := directory / SUMS):
-            raise NoSums(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
-                         f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
+            raise NoSums(
+                f"there are no checksums to verify {directory} with; as long as it is known to be good,"
+                f" make them: cd {quote(str(directory))} && {_RECIPE}"
+            )
         with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
             self._listed(directory, read_sums(sums), read)
 
@@ -92,8 +107,10 @@ class Verifier:
         """
         if (known := _gguf_sum(file)) is None:
             name = quote(file.name)
-            raise NoSums(f"there is no checksum to verify {file} with; as long as it is known to be good, make one:"
-                         f" cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")  # fmt: skip
+            raise NoSums(
+                f"there is no checksum to verify {file} with; as long as it is known to be good, make one:"
+                f" cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256"
+            )
         digest, says = known
         with _remedy("get it again"):
             self._compare({file: digest}, None, says)
@@ -197,8 +214,7 @@ def write_sums(directory: Path) -> None:
 
 
 def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
-    """Return the content of SHA256SUMS in a directory for files below it, with the digests of their present contents.
-    """
+    """Return the content of SHA256SUMS in a directory for files below it, with digests of their contents."""
     with _reading("hashing", "computing checksums, which --verify and flexengine verify compare", files) as tick:
         lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
     return os.fsencode("".join(lines))
@@ -220,13 +236,16 @@ def read_sums(file: Path) -> dict[str, str]:
     digests: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if (match := _LINE.fullmatch(line)) is None:
-            raise BadCheckpoint(f"{file}, line {number}: {line[:100]!r} is not what sha256sum writes, 64 hex digits,"
-                                " two spaces and a name")  # fmt: skip
+            raise BadCheckpoint(
+                f"{file}, line {number}: {line[:100]!r} is not what sha256sum writes, 64 hex digits,"
+                " two spaces and a name"
+            )
         try:
             name = _name(match[3], escaped=bool(match[1]))
         except (KeyError, ValueError) as error:
-            raise BadCheckpoint(f"{file}, line {number}: {match[3][:100]!r} is not the name of a file below that"
-                                f" directory ({error})") from error  # fmt: skip
+            raise BadCheckpoint(
+                f"{file}, line {number}: {match[3][:100]!r} is not the name of a file below that directory ({error})"
+            ) from error
         if name in digests:
             raise BadCheckpoint(f"{file}, line {number}: {name[:100]!r} is there twice")
         digests[name] = match[2].lower()
@@ -282,8 +301,10 @@ def _blob(file: Path) -> str:
     """Return the hash that names a file's blob in the hub's cache. Raise BadCheckpoint if the file is no such link."""
     target = regular_file(file).resolve()
     if target.parent.name != "blobs" or not _HASH.fullmatch(target.name):
-        raise BadCheckpoint(f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
-                            f" with; download it again, or give a copy of the directory a {SUMS}")  # fmt: skip
+        raise BadCheckpoint(
+            f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
+            f" with; download it again, or give a copy of the directory a {SUMS}"
+        )
     return target.name
 
 

@@ -1,4 +1,4 @@
-"""Layers that a cell computes together with its own, in one call of kernels (model/halves.py)."""
+"""Layers that a cell computes together with its own, in one call of kernels (model/native/layer.py)."""
 
 from collections.abc import Sequence
 
@@ -35,9 +35,9 @@ class Ahead:
     def layers(self, task: Task) -> range:
         """Return the layers that a call of kernels may compute in a COMPUTE task: its own, and those after it whose
         weights are on the device, and whose input was the output of the layer before in the last pass. There are none
-        if the task's layer has no `halves`."""
+        if the task's layer has no native form."""
         first = task.cell.layer
-        if self._modules[first].halves is None:
+        if self._modules[first].native is None:
             return range(first, first)
         if not (self._allowed[task.cell.batch] and task.slot < 0 and self._weights.arrived):
             return range(first, first + 1)
@@ -45,5 +45,5 @@ class Ahead:
         return range(first, next((j for j in rest if self._weights.units[j] or not self._joined(j)), rest.stop))
 
     def _joined(self, layer: int) -> bool:
-        halves = self._modules[layer].halves
-        return halves is not None and halves.joined
+        native = self._modules[layer].native
+        return native is not None and native.joined

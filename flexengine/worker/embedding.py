@@ -21,7 +21,7 @@ from flexengine.worker.weights import Weights
 READ_BYTES = 4 << 20  # most bytes of encoded rows per read, as dequantization needs memory
 
 
-class Read(NamedTuple):
+class RowRead(NamedTuple):
     """Rows that are read together.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lookup:
 
     row_of: Tensor
     ids: Tensor | None = None
-    reads: tuple[Read, ...] = ()
+    reads: tuple[RowRead, ...] = ()
     target: Tensor | None = None
     in_ram: Tensor | None = None
 
@@ -95,7 +95,7 @@ class Embedding:
             return Lookup(inverse.to(device), unique.to(device))
         form = self.weights.embedding_form
         if form is None:
-            reads = [Read(unique.tolist(), unique)]
+            reads = [RowRead(unique.tolist(), unique)]
         else:
             most = READ_BYTES // form.packed.step_bytes
             reads = [_blocks(part, form.packed.step) for part in torch.split(unique, max(1, min(TOGETHER, most)))]
@@ -118,12 +118,16 @@ class Embedding:
             values = weights.gather(read.numbers)
         else:
             kernel = kernels.load()
-            values = torch.cat([
-                kernel.encoded_rows(
-                    weights.gather(read.numbers).view(-1),
-                    form.packed.with_rows(len(read.numbers) * form.packed.step), read.inside)
-                for read in rows.reads
-            ])  # fmt: skip
+            values = torch.cat(
+                [
+                    kernel.encoded_rows(
+                        weights.gather(read.numbers).view(-1),
+                        form.packed.with_rows(len(read.numbers) * form.packed.step),
+                        read.inside,
+                    )
+                    for read in rows.reads
+                ]
+            )
         rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
 
     def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
@@ -150,7 +154,7 @@ class Embedding:
         self._stage = None
 
 
-def _blocks(ids: Tensor, step: int) -> Read:
+def _blocks(ids: Tensor, step: int) -> RowRead:
     """Return the read of encoded rows, of which `step` are read together."""
     blocks, place = torch.unique(ids // step, return_inverse=True)
-    return Read(blocks.tolist(), place * step + ids % step)
+    return RowRead(blocks.tolist(), place * step + ids % step)

@@ -9,10 +9,12 @@ starts.
 """
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 from flexengine.model.forward import Rows
-from flexengine.model.products import load_by_rows
 from flexengine.worker.weights import Weights
+
+LOAD_BY_ROWS = "flexengine.model.experts:load_by_rows"  # imported for models with mixtures of experts
 
 
 class Experts:
@@ -32,7 +34,7 @@ class Experts:
         for j, names in enumerate(self.names):
             for module in {skeleton.layers[j][n].module for n in names}:
                 own = tuple(n for n in names if skeleton.layers[j][n].module is module)
-                load_by_rows(module, j, own)
+                resolve_name(LOAD_BY_ROWS)(module, j, own)
 
     def loaded(self, layer: int, slot: int, by_rows: bool) -> None:
         """Record that a slot holds a layer: without experts if they are loaded by rows, else with all experts."""
@@ -65,4 +67,4 @@ class Experts:
         """Stop the modules from pausing for experts."""
         for j, names in enumerate(self.names):
             for name in names:
-                load_by_rows(self.weights.skeleton.layers[j][name].module, j, ())
+                resolve_name(LOAD_BY_ROWS)(self.weights.skeleton.layers[j][name].module, j, ())

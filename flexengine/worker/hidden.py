@@ -12,7 +12,7 @@ from flexengine.schedule.program import AFTER, BEFORE
 from flexengine.schedule.rings import num_buffers
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import Mover, Part
+from flexengine.worker.mover import Mover, Transfer
 from flexengine.worker.regions import Regions
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 
@@ -94,11 +94,11 @@ class Hidden:
         region, nbytes = buffers[k % len(buffers)], self._tokens[k] * self._row
         return self.machine.device.view(Region(region.place, region.start, nbytes, self.dtype)).view(1, -1, self._width)
 
-    def _moved(self, k: int, tier: str, buffer: int) -> Part:
+    def _moved(self, k: int, tier: str, buffer: int) -> Transfer:
         part = self._parts[k]
         assert part is not None
         stage = self._part(self._stages[buffer], k) if is_disk(tier) and self._stages else None
-        return Part([part], stage, self._part(self._buffers[buffer], k))
+        return Transfer([part], stage, self._part(self._buffers[buffer], k))
 
     def close(self) -> None:
         """Free the memory of all regions, even if other objects still refer to this object."""

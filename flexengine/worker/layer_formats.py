@@ -4,9 +4,7 @@ An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4"
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from flexengine.config import read_object, shown
 from flexengine.errors import InvalidInput
@@ -40,22 +38,19 @@ def read(lossy: Lossy, model: str, layers: int) -> Lossy:
         return lossy
     values = read_object(lossy.file, "file of bits")
     if set(values) != set(_FIELDS) or not isinstance(values["weights"], list):
-        raise InvalidInput(f"file of bits {lossy.file} has the fields {shown(sorted(values))}; it must have model,"
-                           f" layers, and weights with a format per layer{_REMEDY}")  # fmt: skip
+        raise InvalidInput(
+            f"file of bits {lossy.file} has the fields {shown(sorted(values))}; it must have model,"
+            f" layers, and weights with a format per layer{_REMEDY}"
+        )
     if (name := values["model"]) != model:
-        raise InvalidInput(f"file of bits {lossy.file} is of the model {shown(name)}, but this model is"
-                           f" {shown(model)}; give the file of this model, or write its name into the file if the model"
-                           f" was only renamed{_REMEDY}")  # fmt: skip
+        raise InvalidInput(
+            f"file of bits {lossy.file} is of the model {shown(name)}, but this model is"
+            f" {shown(model)}; give the file of this model, or write its name into the file if the model"
+            f" was only renamed{_REMEDY}"
+        )
     if wrong := next((n for n in (values["layers"], len(values["weights"])) if n != layers), None):
         raise InvalidInput(f"file of bits {lossy.file} has {shown(wrong)} layers, but {model} has {layers}{_REMEDY}")
     try:
         return replace(lossy, weights=tuple(values["weights"]))
     except InvalidInput as error:
         raise InvalidInput(f"file of bits {lossy.file}: {error}") from error
-
-
-def mismatch(weights: Any, layers: int) -> str | None:
-    """Return why formats by layer do not suit a model; None if they do, or if `weights` is no list of formats."""
-    if not isinstance(weights, Sequence) or isinstance(weights, str) or len(weights) == layers:
-        return None
-    return f"weights has formats for {len(weights)} layers, but the model has {layers}; give one format per layer"

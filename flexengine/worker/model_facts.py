@@ -5,36 +5,34 @@ from dataclasses import replace
 
 import torch
 
-from flexengine.model.encoding import forms
-from flexengine.model.expert_layers import ExpertLayer
+from flexengine.model.form import WeightFormat
 from flexengine.model.loading import Origin
 from flexengine.model.skeleton import Skeleton
-from flexengine.plan.experts import share
-from flexengine.plan.facts import ModelFacts, NeuronFacts, TensorFact
+from flexengine.plan.facts import ModelFacts, TensorFact
 
 
-def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:
+def held_dtypes(
+    skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool, encodable: Mapping[str, WeightFormat]
+) -> dict[str, torch.dtype]:
     """Return the dtype of each weight on the device.
 
     On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
     matrices except routers are held in bf16.
+
+    Args:
+        skeleton: the model.
+        stored: location of each weight.
+        dtype: dtype of activations.
+        cpu: whether the device is a CPU.
+        encodable: has the names of the matrices that can be encoded, which routers cannot; unused unless products are
+            computed in bf16.
     """
     keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
     if skeleton.product.compute == "bf16":
-        keep &= set(forms(skeleton, "int8"))  # routers keep their dtype: rounding would change the choice of experts
+        keep &= set(encodable)  # routers keep their dtype: rounding would change the choice of experts
         return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
-
-
-def expert_facts(layer: ExpertLayer, stored: Mapping[str, Origin], held: Mapping[str, torch.dtype]) -> NeuronFacts:
-    """Return the sizes of a layer's experts. Tokens are expected to choose independently and evenly."""
-    elements = {name: stored[name].nbytes // stored[name].dtype.itemsize for name in layer.matrices}
-    record = sum(n * held[name].itemsize for name, n in elements.items()) // layer.experts
-    on_disk = sum(stored[name].nbytes for name in layer.matrices) // layer.experts
-    form = f"{len(elements)} matrices, {layer.active} of {layer.experts} experts"
-    successive = tuple(float(share(layer.active, layer.experts, tokens)) for tokens in range(1, 65))
-    return NeuronFacts(layer.experts, record, form, reuse=successive, stored=on_disk, experts=True)
 
 
 def model_facts(
@@ -64,12 +62,21 @@ def model_facts(
     layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
     text = skeleton.config.get_text_config()
     return ModelFacts(
-        tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
-        embedding, head,
-        vocabulary=skeleton.head[1][0], hidden=text.hidden_size, width=skeleton.width,
-        heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
-        itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
+        tuple(facts(layer, skeleton.experts) for layer in layers),
+        facts(others, {}),
+        embedding,
+        head,
+        vocabulary=skeleton.head[1][0],
+        hidden=text.hidden_size,
+        width=skeleton.width,
+        heads=skeleton.heads,
+        kv_heads=skeleton.cache.kv_heads,
+        head_dim=skeleton.cache.head_dim,
+        itemsize=dtype.itemsize,
+        kind=skeleton.config.model_type,
+        active=skeleton.active,
         windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
-        softcap=getattr(text, "attn_logit_softcapping", None), leaves=skeleton.leaves,
+        softcap=getattr(text, "attn_logit_softcapping", None),
+        leaves=skeleton.leaves,
         queries_apart=skeleton.queries_apart,
-    )  # fmt: skip
+    )

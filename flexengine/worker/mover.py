@@ -12,7 +12,7 @@ from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 
 
-class Part(NamedTuple):
+class Transfer(NamedTuple):
     """Bytes that are copied together.
 
     Attributes:
@@ -39,7 +39,7 @@ class Mover:
     def _tier(self, name: str) -> Tier:
         return self._teams.get(name) or self.machine.tier(name)
 
-    def load(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
+    def load(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
         """Copy parts one leg toward the device.
 
         Args:
@@ -55,7 +55,7 @@ class Mover:
             pairs += spread(part.pieces, device.view(part.device) if part.stage is None else host.view(part.stage))
         self._tier(tier).load_all(pairs)
 
-    def store(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
+    def store(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
         """Copy parts one leg from the device toward their tier.
 
         Args:

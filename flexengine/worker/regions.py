@@ -15,9 +15,7 @@ class Regions:
         self._machine = machine
         self._held = ExitStack()
 
-    def take(
-        self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False
-    ) -> Region:
+    def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False) -> Region:
         """Return a new region of `nbytes` bytes, booked as `what`.
 
         Args:

@@ -18,7 +18,7 @@ from flexengine.worker.regions import Regions
 BATCH_BYTES = 128 << 20  # read by one task; an interrupted job waits for its end
 
 
-class Read(NamedTuple):
+class ResidentRead(NamedTuple):
     """Bytes of the checkpoint that go to memory.
 
     Attributes:
@@ -35,7 +35,7 @@ class Read(NamedTuple):
         return self.source.nbytes
 
 
-class Copy(NamedTuple):
+class DiskCopy(NamedTuple):
     """Bytes of one tensor that go to a further disk.
 
     Attributes:
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
         return self.target.nbytes
 
 
-class Arrivals:
+class ResidentReads:
     """Pending reads of the checkpoint, by unit (layer or head chunk) and batch.
 
     Attributes:
@@ -66,21 +66,21 @@ class Arrivals:
         self.machine = machine
         self._passing = regions.take("host", layout.passing, PASSING) if layout.passing else None
         self._copying = regions.take("host", layout.copying, COPYING) if layout.copying else None
-        self._reads: dict[int, list[Read]] = {}
-        self._copies: dict[int, list[Copy]] = {}
-        self._batches: dict[int, deque[list[Read | Copy]]] = {}
+        self._reads: dict[int, list[ResidentRead]] = {}
+        self._copies: dict[int, list[DiskCopy]] = {}
+        self._batches: dict[int, deque[list[ResidentRead | DiskCopy]]] = {}
         self.loaded_bytes = 0
 
     def into_memory(self, unit: int, sources: Sequence[Region], target: Tensor) -> None:
         """Plan to read a tensor of a unit into memory."""
-        self._reads.setdefault(unit, []).extend(starmap(Read, spread(sources, target)))
+        self._reads.setdefault(unit, []).extend(starmap(ResidentRead, spread(sources, target)))
 
     def onto_disk(self, unit: int, sources: Sequence[Region], tier: Tier, target: Region) -> None:
         """Plan to copy a tensor of a unit to a further disk."""
         assert self._copying is not None
         for start in range(0, target.nbytes, self._copying.nbytes):
             nbytes = min(self._copying.nbytes, target.nbytes - start)
-            copy = Copy(part_of(sources, start, nbytes), tier, target.part(start, nbytes))
+            copy = DiskCopy(part_of(sources, start, nbytes), tier, target.part(start, nbytes))
             self._copies.setdefault(unit, []).append(copy)
 
     def divide(self) -> None:
@@ -108,10 +108,10 @@ class Arrivals:
     def load_resident(self, unit: int) -> None:
         """Make the reads of the unit's next batch. Raise BadCheckpoint if a file ends early."""
         batch = self._batches[unit][0]
-        reads = [item for item in batch if isinstance(item, Read)]
+        reads = [item for item in batch if isinstance(item, ResidentRead)]
         self.machine.disk.load_all([read for read in reads if not self._passes(read.target)])
         for item in batch:
-            if isinstance(item, Copy):
+            if isinstance(item, DiskCopy):
                 self._copy(item)
             elif self._passes(item.target):
                 self._pass(*item)
@@ -119,7 +119,7 @@ class Arrivals:
         self.loaded_bytes += (nbytes := sum(item.nbytes for item in self._batches[unit].popleft()))
         advance(nbytes)  # if this is the thread of an activity, not of a lane
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: DiskCopy) -> None:
         """Copy bytes to a further disk through a buffer in RAM."""
         assert self._copying is not None
         part = replace(self._copying.part(0, copy.nbytes), dtype=copy.target.dtype)
@@ -149,9 +149,9 @@ class Arrivals:
         self._passing = self._copying = None
 
 
-def _read_batches(reads: Iterable[Read]) -> list[list[Read | Copy]]:
+def _read_batches(reads: Iterable[ResidentRead]) -> list[list[ResidentRead | DiskCopy]]:
     """Return the reads in the order of the files, in batches of at most BATCH_BYTES."""
-    batches, room = list[list[Read | Copy]](), 0
+    batches, room = list[list[ResidentRead | DiskCopy]](), 0
     for source, target in sorted(reads, key=lambda read: (id(read.source.place), read.source.start)):
         start, width = 0, source.dtype.itemsize
         while start < source.nbytes:
@@ -159,14 +159,14 @@ def _read_batches(reads: Iterable[Read]) -> list[list[Read | Copy]]:
                 batches.append([])
                 room = BATCH_BYTES
             size = min(source.nbytes - start, room // width * width)
-            batches[-1].append(Read(source.part(start, size), target[start // width : (start + size) // width]))
+            batches[-1].append(ResidentRead(source.part(start, size), target[start // width : (start + size) // width]))
             start, room = start + size, room - size
     return batches
 
 
-def _copy_batches(copies: Iterable[Copy]) -> list[list[Read | Copy]]:
+def _copy_batches(copies: Iterable[DiskCopy]) -> list[list[ResidentRead | DiskCopy]]:
     """Return the copies in batches of about BATCH_BYTES. Copies stay whole, as a disk writes whole blocks."""
-    batches, room = list[list[Read | Copy]](), 0
+    batches, room = list[list[ResidentRead | DiskCopy]](), 0
     for copy in copies:
         if room <= 0:
             batches.append([])

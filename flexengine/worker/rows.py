@@ -15,7 +15,7 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.values import WIDE, PageShape
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Numbers of a batch's rows of one width, in a layer's pool and in a buffer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     buffer_rows: Tensor
 
 
-def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[Rows]:
+def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[TokenRows]:
     """Return the rows of tokens, grouped by width.
 
     Args:
@@ -41,7 +41,7 @@ def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.
         return []
     pool_pages, buffer_pages, offsets = torch.tensor(tokens).unbind(1)
     return [
-        Rows(
+        TokenRows(
             part.width,
             shape.token_rows(part, pool_pages, offsets),
             shape.token_rows(part, buffer_pages, offsets).to(device),
@@ -50,7 +50,7 @@ def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.
     ]
 
 
-def store_rows(machine: Machine, rows: Rows, buffer: Region, pool: Region, tier: str) -> None:
+def store_rows(machine: Machine, rows: TokenRows, buffer: Region, pool: Region, tier: str) -> None:
     """Copy rows from a device buffer to a pool in RAM."""
     wide = next(dtype for dtype in WIDE if rows.width % dtype.itemsize == 0)
     whole = Region(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)

@@ -10,17 +10,17 @@ from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.forms import Form
 from flexengine.model.form import WeightFormat
-from flexengine.model.halves import release
+from flexengine.model.native.layer import release
 from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, is_disk, off_device
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import Mover, Part, part_of, spread
-from flexengine.worker.opened import Opened
+from flexengine.worker.mover import Mover, Transfer, part_of, spread
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
-from flexengine.worker.resident import Arrivals
+from flexengine.worker.resident import ResidentReads
 
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
@@ -37,15 +37,15 @@ class Weights:
         arrived: whether all resident weights are read. Any thread may read it.
     """
 
-    def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
+    def __init__(self, opened: OpenModel, layout: Layout, machine: Machine) -> None:
         skeleton = opened.skeleton
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, opened.dtype
-        self._stored, self._held, self._forms = opened.origins, opened.held, opened.forms
+        self._stored, self._held, self._forms = opened.prepare_weights(), opened.held, opened.forms
         self._regions = Regions(machine)
         self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
         try:
-            self._arrivals = Arrivals(machine, self._regions, layout)
+            self._arrivals = ResidentReads(machine, self._regions, layout)
             self._make_room()
         except BaseException:  # also an interrupt: the memory must not stay booked
             self._regions.free()
@@ -77,7 +77,7 @@ class Weights:
 
     @property
     def arriving(self) -> list[int]:
-        """Units with pending reads from the checkpoint into memory or to a further disk; see `Arrivals.units`.
+        """Units with pending reads from the checkpoint into memory or to a further disk; see `ResidentReads.units`.
 
         Weights that belong to no layer (embedding, norms) are read with the first unit, the head with its first chunk.
         """
@@ -177,7 +177,7 @@ class Weights:
         """Copy a unit's tensors on tier `home`, except `without`, one leg toward the slot; see `Mover.load`."""
         names = [n for n in self.units[unit] if self._tier(n) == home and n not in without]
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
-        self._mover.load(home, hop, [Part(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
+        self._mover.load(home, hop, [Transfer(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
 
     def load_rows(self, unit: int, slot: int, home: str, hop: int, names: Sequence[str], rows: Sequence[int]) -> None:
         """Copy rows of streamed tensors one leg toward the slot; see `Mover.load`.
@@ -187,7 +187,7 @@ class Weights:
             rows: rising indices of the tensors' first dimension.
         """
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
-        parts = list[Part]()
+        parts = list[Transfer]()
         for name in (n for n in names if self._tier(n) == home):
             pieces, shape = self.units[unit][name]
             stored, held = _nbytes(pieces) // shape[0], slots[name].nbytes // shape[0]  # bytes of a row
@@ -195,7 +195,7 @@ class Weights:
                 start, nbytes = low * stored, (high - low) * stored
                 stage = stages[name].part(start, nbytes) if stages else None
                 own = slots[name].part(low * held, (high - low) * held)
-                parts.append(Part(part_of(pieces, start, nbytes), stage, own))
+                parts.append(Transfer(part_of(pieces, start, nbytes), stage, own))
         self._mover.load(home, hop, parts)
 
     def bring_rows(self, unit: int, slot: int, names: Sequence[str], rows: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexengine.config import SamplingParams
 from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
-from flexengine.model.halves import release
+from flexengine.model.native.layer import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores

@@ -14,9 +14,9 @@ from bench.flash.ladder import STEPS, Ladder
 from bench.flash.planted import MARGIN, SHAPES, PlantedShape, plant_predictors
 from bench.models import make
 from flexengine import Engine, Lossy
-from flexengine.flash import trained
-from flexengine.flash.reader import Reader
-from flexengine.flash.trained import Trained
+from flexengine.guests.flash import trained
+from flexengine.guests.flash.reader import RecordReader
+from flexengine.guests.flash.trained import Trained
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
 
@@ -40,8 +40,8 @@ def predictors(model: Path, shape: PlantedShape) -> Trained:
     """The planted predictors, as an engine loads them."""
     plant_predictors(model, shape)
     with Engine(model, lossy=Lossy(flash="predictors")) as engine:
-        assert engine.core.opened.trained is not None
-        return engine.core.opened.trained
+        assert engine.core.opened.flash.trained is not None
+        return engine.core.opened.flash.trained
 
 
 # ---- planted activity
@@ -122,7 +122,7 @@ def test_halves_are_the_bytes_of_records(climbing: Ladder) -> None:
     data = layer.bundle.path.read_bytes()
     parts = ladder.in_halves(layer, numbers)
     target = aligned_buffer(len(parts) * half).view(-1, half)
-    with Reader([layer.halves], gap=0) as reader:
+    with RecordReader([layer.halves], gap=0) as reader:
         traffic = reader.read(layer.halves, torch.from_numpy(parts), target, torch.arange(len(parts)))
     assert traffic.bytes == len(numbers) * layer.bundle.form.nbytes
     assert target.numpy().tobytes() == b"".join(data[n * half : (n + 1) * half] for n in parts)

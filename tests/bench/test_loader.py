@@ -9,7 +9,7 @@ from bench.loader import __main__ as loader
 from bench.loader.__main__ import Case, measure
 from bench.loader.side import Encoding
 from flexengine.lossy import Lossy
-from flexengine.worker.opened import open_model
+from flexengine.worker.open_model import open_model
 
 
 def test_both_ways_make_the_files_of_the_engine(families: Any, own_cache: Path, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_both_ways_make_the_files_of_the_engine(families: Any, own_cache: Path, 
         assert set(found.get("steps", ())) == ({"read", "encode", "write"} if way == "steps" else set())
         made.append(sorted(file.read_bytes() for file in out.iterdir()))
         assert work.facts["parameters"] == len(made[-1])
-    assert open_model(model, None, "cpu", lossy=Lossy(weights="int4")).origins
+    assert open_model(model, None, "cpu", lossy=Lossy(weights="int4")).prepare_weights()
     engines = sorted(file.read_bytes() for file in (own_cache / "prepared").glob("*/*.safetensors"))
     assert made[0] == made[1] == engines
 

@@ -8,7 +8,7 @@ import torch
 from bench.flash import relu_model
 from bench.flash.relu_lm import masked
 from bench.flash.relu_model import LEARN, TEST, TRAIN, Shape, blocks, ids_of, nll, rows_of, source, train, watching
-from flexengine.flash.predictors import Predictor
+from flexengine.guests.flash.predictors import Predictor
 from tests.helpers.relu import CONTEXT, make_relu
 
 ROWS = rows_of(ids_of("def f(x):\n    return x + 1\n" * 20), 4, CONTEXT - 1)

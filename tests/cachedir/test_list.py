@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flexengine.flash.bundles import prepare_bundles
-from flexengine.model.neurons import find
+from flexengine.guests.flash.bundles import prepare_bundles
+from flexengine.guests.flash.feed_forward import find
 from flexengine.model.prepare import prepared
 from flexengine.model.source import resolve
-from flexengine.worker.opened import open_model
+from flexengine.worker.open_model import open_model
 from tests.helpers.caches import DAY, Cache, K, full
 from tests.helpers.tiny_gguf import tiny_gguf
 

@@ -361,7 +361,7 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
         lanes = "flexengine-disk_read", "flexengine-device"
         assert not [thread for thread in threading.enumerate() if thread.name in lanes]
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-    stored = sum(origin.nbytes for origin in engine.core.opened.origins.values())
+    stored = sum(origin.nbytes for origin in engine.core.opened.prepare_weights().values())
     assert max(reads) <= batch
     assert sum(reads) == stored > 40 * batch
 

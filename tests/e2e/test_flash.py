@@ -10,11 +10,11 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.flash import trained
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.statistics import Sharing
-from flexengine.flash.trained import LayerPredictor, Trained
-from flexengine.flash.training import Errors
+from flexengine.guests.flash import trained
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.statistics import NeuronSharing
+from flexengine.guests.flash.trained import LayerPredictor, Trained
+from flexengine.guests.flash.training import PredictionErrors
 from flexengine.lossy import Lossy
 from flexengine.model.prepare import prepared
 from tests.e2e.test_exactness import GRID
@@ -83,10 +83,10 @@ def plant(known: Family, seed: int = 0) -> list[Predictor]:
     count, neurons = config.num_hidden_layers, getattr(config, "ffn_dim", None) or config.intermediate_size
     made = [Predictor(torch.randn(8, 64).bfloat16(), torch.randn(neurons, 8).bfloat16(), torch.randn(neurons))
             for _ in range(count)]  # fmt: skip
-    files, sharing = sorted(known.directory.glob("*.safetensors")), Sharing(0.5, (0.5, 0.7), (0.5, 0.6))
+    files, sharing = sorted(known.directory.glob("*.safetensors")), NeuronSharing(0.5, (0.5, 0.7), (0.5, 0.6))
 
     def build(folder: Path) -> None:
-        layers = tuple(LayerPredictor(p, Errors(9, 3, 4, 1), sharing, sharing) for p in made)
+        layers = tuple(LayerPredictor(p, PredictionErrors(9, 3, 4, 1), sharing, sharing) for p in made)
         trained.write(Trained(layers, {"seed": seed}), trained.checkpoint_key(files), folder)
 
     prepared(known.directory, files, build, f"random predictors {seed}", label="predictors")

@@ -7,8 +7,8 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.guests.flash.expert_blocks import ExpertBlocks
 from flexengine.lossy import Lossy
-from flexengine.worker.expert_blocks import ExpertBlocks
 from tests.e2e.test_exactness import GRID
 from tests.e2e.test_flash import ORACLE, PREDICTORS, SHARES, tokens
 from tests.helpers.families import FAMILIES, Family

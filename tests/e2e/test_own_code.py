@@ -9,7 +9,7 @@ import transformers
 
 from flexengine import Engine, SamplingParams
 from tests.helpers.families import NEW, reference
-from tests.helpers.halved import changed
+from tests.helpers.native_layers import changed
 
 # LLaMA's modules, by their names and classes, with an attention of its own. FORWARD changes what projections return.
 CODE = """

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.engine import calibration
-from flexengine.engine.flash_training import cut, predictors
 from flexengine.errors import InvalidInput
-from flexengine.flash.training import Settings
-from flexengine.worker.neurons import Block
-from flexengine.worker.opened import open_model
+from flexengine.guests import calibration
+from flexengine.guests.flash.neurons import NeuronBlock
+from flexengine.guests.flash.training import Settings
+from flexengine.guests.flash.training_job import cut, predictors
+from flexengine.worker.open_model import open_model
 from tests.e2e.test_flash import masked
 from tests.helpers.calibrated import SPREAD, TOKENS
 from tests.helpers.families import FAMILIES, NEW, Family, reference
@@ -101,17 +101,17 @@ def test_tokens(readers: Any, tmp_path: Path, family: str) -> None:
 def test_an_oracle_uses_the_other_neurons(readers: Any, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Decode steps of one row use the share of the neurons that is not sparsified. Prompts are not counted."""
     known, used = readers("llama"), list[int]()
-    fetched = Block._fetched
+    fetched = NeuronBlock._fetched
 
-    def counted(block: Block, numbers: Any) -> Any:
+    def counted(block: NeuronBlock, numbers: Any) -> Any:
         used.append(len(numbers))
         return fetched(block, numbers)
 
-    monkeypatch.setattr(Block, "_fetched", counted)
+    monkeypatch.setattr(NeuronBlock, "_fetched", counted)
     policy = Policy(1, 1, neurons=1.0)
     with Engine(known.directory, policy=policy, lossy=Lossy(sparsify=share, flash="oracle")) as engine:
         engine.generate(known.rows, GREEDY)
-        neurons = engine.core.opened.blocks[0].neurons
+        neurons = engine.core.opened.flash.blocks[0].neurons
     assert sum(used) / len(used) / neurons == pytest.approx(1 - share, abs=0.12)
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy
-from flexengine.engine import flash_training
-from flexengine.engine.flash_training import Text, cut, predictors, sparse_blocks
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.flash import traces
-from flexengine.flash.traces import Recorder
-from flexengine.flash.training import Settings, divide
+from flexengine.guests.flash import traces, training_job
+from flexengine.guests.flash.traces import TraceRecorder
+from flexengine.guests.flash.training import Settings, divide
+from flexengine.guests.flash.training_job import TrainingText, cut, predictors, sparse_blocks
 from tests.helpers.relu import CONTEXT, LAYERS, NEURONS, WIDTH, make_relu
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -26,7 +25,7 @@ POLICIES = {
 }
 
 
-def text(stretches: int = 12) -> Text:
+def text(stretches: int = 12) -> TrainingText:
     return cut("a text", CONTENT, byte_tokenizer(), CONTEXT, stretches * TOKENS)
 
 
@@ -56,7 +55,7 @@ def test_recorded_is_what_transformers_computes(
     with Engine(tmp_path, device="sim", policy=POLICIES[policy], prefix_sharing=False) as engine:
         engine.planner.prefill_tokens = TOKENS
         blocks = [block for block in sparse_blocks(engine.core) if block]
-        with Recorder(blocks, read.stretches, tmp_path) as recorder:
+        with TraceRecorder(blocks, read.stretches, tmp_path) as recorder:
             with recorder.watching():
                 engine.score([row[:-1] for row in read.rows], [row[-1:] for row in read.rows])
             for number, (x, active) in enumerate(expected):
@@ -97,11 +96,11 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
     assert [layer.errors.total for layer in made.known] == [2 * TOKENS * NEURONS] * LAYERS
     assert [layer.predictor.rank for layer in made.known] == [8] * LAYERS
     assert made.nbytes == LAYERS * (2 * 8 * (WIDTH + NEURONS) + 4 * NEURONS)
-    monkeypatch.delattr(flash_training, "Recorder")  # nothing is recorded again
+    monkeypatch.delattr(training_job, "TraceRecorder")  # nothing is recorded again
     with Engine(tmp_path, prefix_sharing=False) as engine:
         again = predictors(engine, read, Settings(rank=8))
         engine.use(Lossy(flash="predictors"))
-        found = engine.core.opened.trained
+        found = engine.core.opened.flash.trained
     assert found is not None
     assert (again.directory, again.errors) == (made.directory, made.errors)
     assert (found.directory, found.errors) == (made.directory, made.errors)
@@ -119,7 +118,7 @@ def test_predictors_that_name_most_neurons_are_refused(cache: Path, tmp_path: Pa
     settings = Settings(misses=0.002, rank=1)
     refused = pytest.raises(InvalidInput, match=r"miss .* name (5\d|[6-9]\d|100)\.\d% of all neurons.*0\.002")
     shares = [active.float().mean() for _, active in by_transformers(model, text().stretches)]
-    assert torch.stack(shares).mean() < flash_training.MAX_ACTIVE
+    assert torch.stack(shares).mean() < training_job.MAX_ACTIVE
     with Engine(tmp_path, prefix_sharing=False) as engine, refused:
         predictors(engine, text(), settings)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
@@ -128,7 +127,7 @@ def test_predictors_that_name_most_neurons_are_refused(cache: Path, tmp_path: Pa
 def test_dense_models_are_refused_with_their_share(cache: Path, tmp_path: Path) -> None:
     """Before most of the text is read; nothing stays in the cache."""
     model = make_relu(tmp_path, shift=1.0)
-    probed = by_transformers(model, text().stretches[: flash_training.PROBE])
+    probed = by_transformers(model, text().stretches[: training_job.PROBE])
     share = torch.stack([active.float().mean() for _, active in probed]).mean()
     refused = pytest.raises(InvalidInput, match=rf"{share:.1%}.*ReLU-fied")
     with Engine(tmp_path, prefix_sharing=False) as engine, refused:

@@ -26,7 +26,7 @@ from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.min_memory import smallest
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import Machine
-from flexengine.worker.opened import Opened, open_model
+from flexengine.worker.open_model import OpenModel, open_model
 from tests.helpers.families import NEW
 from tests.helpers.plans import machine_of
 
@@ -142,7 +142,7 @@ def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
         calls.append(quick_rates(machine, dtype))
         return calls[-1]
 
-    monkeypatch.setattr("flexengine.engine.rates.quick_rates", rates)
+    monkeypatch.setattr("flexengine.measure.quick.quick_rates", rates)
     with Engine(families("llama").directory, device=device, device_mem="64M") as engine:
         before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
         for _ in range(2):
@@ -208,7 +208,7 @@ def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) ->
         Engine(families("llama").directory, device="cpu", hardware=machine_of(random.Random(7), "sim"))
 
 
-def bare_model(directory: Path) -> Opened:
+def bare_model(directory: Path) -> OpenModel:
     return open_model(str(directory), None, "cpu", False, weights=False)
 
 

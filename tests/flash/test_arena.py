@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flexengine.flash.arena import Arena
+from flexengine.guests.flash.arena import Arena
 
 TRACES = 10_000
 

@@ -11,12 +11,12 @@ from bench.faults.failing import Failing, Fault
 from flexengine.activity import Activity, reporting
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.flash import bundles
-from flexengine.flash.bundles import Bundle, made_bundles, prepare_bundles
+from flexengine.guests.flash import bundles
+from flexengine.guests.flash.bundles import Bundle, made_bundles, prepare_bundles
+from flexengine.guests.flash.feed_forward import find
 from flexengine.model import encoding
-from flexengine.model.neurons import find
 from flexengine.model.verify import Verifier
-from flexengine.worker.opened import Opened, open_model
+from flexengine.worker.open_model import OpenModel, open_model
 from tests.model.test_encoded_files import FAULTS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -24,11 +24,11 @@ NAMES = {"opt": ("fc1", "fc2"), "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.d
 NEURONS, WIDTH = 112, 64
 
 
-def opened(known: Any) -> Opened:
+def opened(known: Any) -> OpenModel:
     return open_model(str(known.directory), None, "cpu")
 
 
-def prepared(model: Opened, kind: str = "", verifier: Verifier | None = None) -> list[Bundle]:
+def prepared(model: OpenModel, kind: str = "", verifier: Verifier | None = None) -> list[Bundle]:
     blocks = find(model.skeleton)
     made = prepare_bundles(model.source.directory, model.given, model.locations, blocks, kind, verifier)
     return [bundle for bundle in made if bundle is not None]

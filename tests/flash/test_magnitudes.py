@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flexengine.errors import BadCheckpoint
-from flexengine.flash import magnitudes
-from flexengine.flash.magnitudes import SHARES, Magnitudes, histogram, load
+from flexengine.guests.flash import magnitudes
+from flexengine.guests.flash.magnitudes import SHARES, Magnitudes, histogram, load
 
 
 def values(seed: int) -> torch.Tensor:

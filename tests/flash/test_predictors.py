@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.flash.predictors import Predictor
+from flexengine.guests.flash.predictors import Predictor
 
 TOKENS, WIDTH, NEURONS, RANK = 19, 48, 112, 8
 

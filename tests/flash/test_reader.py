@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from bench.faults.failing import Failing, Fault
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint
-from flexengine.flash import reader as module
-from flexengine.flash.bundles import Bundle
-from flexengine.flash.reader import GAP, MOST, THREADS, Reader, Traffic, requests
+from flexengine.guests.flash import reader as module
+from flexengine.guests.flash.bundles import Bundle
+from flexengine.guests.flash.reader import GAP, MOST, THREADS, RecordReader, Traffic, requests
 from flexengine.kernels import reads
 from flexengine.plan.neuron_memory import RECORD_READ, RECORD_READERS
 from flexengine.read_retries import PAUSES
@@ -62,7 +62,9 @@ def rows(bundle: Bundle, room: int, skip: int = 0) -> torch.Tensor:
     return buffer.view(room, bundle.form.nbytes).zero_()
 
 
-def filled(reader: Reader, bundle: Bundle, numbers: list[int], target: torch.Tensor, places: list[int]) -> Traffic:
+def filled(
+    reader: RecordReader, bundle: Bundle, numbers: list[int], target: torch.Tensor, places: list[int]
+) -> Traffic:
     return reader.read(bundle, torch.tensor(numbers, dtype=torch.int64), target,
                        torch.tensor(places, dtype=torch.int64))  # fmt: skip
 
@@ -81,7 +83,7 @@ def test_any_set_of_records(tmp_path: Path, kind: str, gated: bool) -> None:
     """Rows that are not targets stay as they were."""
     bundle, data = written(tmp_path, RecordForm(kind, 200, gated), 300)
     rng = np.random.default_rng(1)
-    with Reader([bundle], threads=5) as reader:
+    with RecordReader([bundle], threads=5) as reader:
         for count in (1, 2, 3, 10, 50, 150):
             numbers, places = drawn(rng, bundle.neurons, count)
             target = rows(bundle, 600)
@@ -109,7 +111,7 @@ def test_whatever_the_disk_and_the_rows_allow(
     bundle, data = written(tmp_path, RecordForm("float32", width), 200)
     if align == 1:
         refuse_direct(monkeypatch)
-    with Reader([bundle], threads=4) as reader:
+    with RecordReader([bundle], threads=4) as reader:
         file = reader._files[bundle.path]
         if file.align not in (align, 512):
             pytest.skip(f"this file system needs multiples of {file.align} bytes")
@@ -132,7 +134,7 @@ def test_the_alignment_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             return real(fd, buffers, offset)
 
         monkeypatch.setattr(os, "preadv", preadv)
-        with Reader([bundle], threads=1) as reader:
+        with RecordReader([bundle], threads=1) as reader:
             assert reader._files[bundle.path].align == align
 
 
@@ -168,7 +170,7 @@ def test_traffic(tmp_path: Path, numbers: list[int], traffic: tuple[int, int]) -
     assert (GAP, MOST) == (3 * 4096, 32 * 4096)
     assert (RECORD_READERS, RECORD_READ) == (THREADS, MOST)
     bundle, data = written(tmp_path, RecordForm("float32", 512), 40)
-    with Reader([bundle], threads=3) as reader:
+    with RecordReader([bundle], threads=3) as reader:
         target = rows(bundle, 40)
         places = list(reversed(range(len(numbers))))
         records, count = filled(reader, bundle, numbers, target, places)
@@ -181,7 +183,7 @@ def test_several_bundles_and_callers(tmp_path: Path) -> None:
     """Threads that read at the same time wait for each other."""
     made = [written(tmp_path, RecordForm("float16", 256, gated), 64, seed) for seed, gated in enumerate((True, False))]
     failures = list[int]()
-    with Reader([bundle for bundle, _ in made], threads=3) as reader:
+    with RecordReader([bundle for bundle, _ in made], threads=3) as reader:
 
         def work(index: int) -> None:
             bundle, data = made[index % 2]
@@ -206,7 +208,7 @@ def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if not direct:
         refuse_direct(monkeypatch)
     bundle, data = written(tmp_path, RecordForm("float32", 512), 40)
-    with Reader([bundle], threads=2) as reader:
+    with RecordReader([bundle], threads=2) as reader:
         os.truncate(bundle.path, 20 * 4096 + 700)
         target = rows(bundle, 40)
         filled(reader, bundle, [3, 19], target, [0, 1])
@@ -222,7 +224,7 @@ def test_a_file_of_another_size_is_refused_when_it_is_opened(tmp_path: Path, siz
     bundle, _ = written(tmp_path, RecordForm("float32", 512), 40)
     os.truncate(bundle.path, size)
     with pytest.raises(BadCheckpoint, match=f"has {size:,} bytes, but 40 neurons of 4,096 bytes are 163,840 bytes"):
-        Reader([bundle])
+        RecordReader([bundle])
 
 
 @pytest.mark.usefixtures("python")
@@ -230,7 +232,7 @@ def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: Any, capl
     """One that goes on failing ends in an error that names file and byte, after all other reads have ended."""
     monkeypatch.setattr("flexengine.read_retries.PAUSES", [0.0] * len(PAUSES))
     bundle, data = written(tmp_path, RecordForm("float32", 512), 40)
-    with Reader([bundle], threads=3) as reader:
+    with RecordReader([bundle], threads=3) as reader:
         for number in (1, 2, 3):
             target = rows(bundle, 40)
             with Failing([tmp_path], Fault(("read",), number)) as calls:
@@ -258,7 +260,7 @@ def test_native_reads_that_fail_are_tried_again_in_python(tmp_path: Path, monkey
     monkeypatch.setattr(
         module._BundleFile, "read", lambda file, records, k, buffer: redone.append(k) or real(file, records, k, buffer)
     )
-    with Reader([bundle], threads=3) as reader:
+    with RecordReader([bundle], threads=3) as reader:
         target = rows(bundle, 40)
         filled(reader, bundle, [0, 10, 20], target, [0, 1, 2])
         assert torch.equal(target[:3], data[[0, 10, 20]])
@@ -284,7 +286,7 @@ def test_what_is_refused(tmp_path: Path, case: str) -> None:
     bundle, _ = written(tmp_path, RecordForm("float32", 512), 40)
     make, says = BAD[case]
     numbers, target, places = make(bundle)
-    with Reader([bundle], threads=1) as reader, pytest.raises(ValueError, match=says):
+    with RecordReader([bundle], threads=1) as reader, pytest.raises(ValueError, match=says):
         filled(reader, bundle, numbers, target, places)
 
 
@@ -292,7 +294,7 @@ def test_what_is_refused(tmp_path: Path, case: str) -> None:
 def test_threads_and_files_end_with_the_reader(tmp_path: Path) -> None:
     bundle, _ = written(tmp_path, RecordForm("float32", 512), 40)
     before = tasks()
-    with Reader([bundle], threads=4) as reader:
+    with RecordReader([bundle], threads=4) as reader:
         filled(reader, bundle, [0, 10, 20], rows(bundle, 3), [0, 1, 2])
         begun = tasks() - before
         assert begun

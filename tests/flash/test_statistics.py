@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flexengine.flash.statistics import ROWS, WINDOW, Trace, active_share, row_unions, sharing, window_unions
+from flexengine.guests.flash.statistics import ROWS, WINDOW, Trace, active_share, row_unions, sharing, window_unions
 
 STRETCHES, TOKENS, NEURONS = 11, 40, 60
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from flexengine import Engine
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.flash import trained
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.statistics import Sharing
-from flexengine.flash.trained import (
+from flexengine.guests.flash import trained
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.statistics import NeuronSharing
+from flexengine.guests.flash.trained import (
     ABOUT,
     SPARSITY,
     TENSORS,
@@ -26,8 +27,7 @@ from flexengine.flash.trained import (
     load,
     write,
 )
-from flexengine.flash.training import Errors
-from flexengine.model.neurons import FeedForward
+from flexengine.guests.flash.training import PredictionErrors
 from flexengine.model.prepare import prepared
 from tests.helpers.relu import LAYERS, make_relu
 from tests.helpers.relu import NEURONS as MANY
@@ -43,8 +43,11 @@ def layer(seed: int) -> LayerPredictor:
         return torch.rand(shape, generator=generator)
 
     predictor = Predictor(drawn(RANK, WIDTH).bfloat16(), drawn(NEURONS, RANK).bfloat16(), drawn(NEURONS), seed / 3)
-    true, predicted = Sharing(0.1, (0.1, 0.2), (0.1, 0.15, 0.18)), Sharing(0.2, (0.2, 0.3), (0.2, 0.25, 0.28))
-    return LayerPredictor(predictor, Errors(100, 10, 20, 1), true, predicted)
+    true, predicted = (
+        NeuronSharing(0.1, (0.1, 0.2), (0.1, 0.15, 0.18)),
+        NeuronSharing(0.2, (0.2, 0.3), (0.2, 0.25, 0.28)),
+    )
+    return LayerPredictor(predictor, PredictionErrors(100, 10, 20, 1), true, predicted)
 
 
 TRAINED = Trained((layer(1), None, layer(2)), {"text": "a text", "misses": 0.05})
@@ -66,7 +69,7 @@ def directory(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(directory: Path) -> None:
     found = load(directory, "key", BLOCKS)
     assert (found.about, found.directory, found.nbytes) == (TRAINED.about, directory, TRAINED.nbytes)
-    assert found.errors == Errors(200, 20, 40, 2)
+    assert found.errors == PredictionErrors(200, 20, 40, 2)
     for mine, theirs in zip(TRAINED.layers, found.layers, strict=True):
         if mine is None or theirs is None:
             assert mine is theirs

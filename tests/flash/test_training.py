@@ -7,15 +7,24 @@ import pytest
 import torch
 
 from flexengine.errors import InvalidInput
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.traces import Recorded
-from flexengine.flash.training import Errors, Samples, Settings, divide, errors, ranks, train, with_threshold
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.traces import RecordedLayer
+from flexengine.guests.flash.training import (
+    PredictionErrors,
+    Samples,
+    Settings,
+    divide,
+    errors,
+    ranks,
+    train,
+    with_threshold,
+)
 
 STRETCHES, TOKENS, WIDTH, NEURONS, HIDDEN = 80, 32, 24, 40, 4
 CPU = torch.device("cpu")
 
 
-def planted(offset: float = 1.3) -> Recorded:
+def planted(offset: float = 1.3) -> RecordedLayer:
     """Neurons are active where a product of rank HIDDEN exceeds `offset` standard deviations."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STRETCHES, TOKENS, WIDTH, generator=generator) * 3 + 1
@@ -23,7 +32,7 @@ def planted(offset: float = 1.3) -> Recorded:
     up = torch.randn(NEURONS, HIDDEN, generator=generator)
     scores = (x - 1) @ down.T @ up.T
     active = scores > offset * scores.std((0, 1))
-    return Recorded(x.half(), np.packbits(active.numpy(), axis=-1), NEURONS)
+    return RecordedLayer(x.half(), np.packbits(active.numpy(), axis=-1), NEURONS)
 
 
 def test_planted_activity_is_learned() -> None:
@@ -54,7 +63,7 @@ def test_neurons_that_are_never_active_are_not_predicted() -> None:
     assert math.isfinite(predictor.threshold)
 
 
-def samples(recorded: Recorded) -> Samples:
+def samples(recorded: RecordedLayer) -> Samples:
     return Samples(recorded.x.flatten(0, 1), torch.from_numpy(recorded.bits).flatten(0, 1), recorded.neurons)
 
 
@@ -79,11 +88,11 @@ def test_labels_are_the_bits() -> None:
 
 
 def test_errors_are_shares_of_active_and_of_inactive_neurons() -> None:
-    found = Errors(total=100, active=20, predicted=24, missed=4)  # 16 found, 8 false alarms among 80
+    found = PredictionErrors(total=100, active=20, predicted=24, missed=4)  # 16 found, 8 false alarms among 80
     assert (found.misses, found.false_alarms) == (0.2, 0.1)
     assert (found.active_share, found.predicted_share) == (0.2, 0.24)
-    assert found + Errors(1, 1, 1, 1) == Errors(101, 21, 25, 5)
-    assert Errors(0, 0, 0, 0).misses == 0.0
+    assert found + PredictionErrors(1, 1, 1, 1) == PredictionErrors(101, 21, 25, 5)
+    assert PredictionErrors(0, 0, 0, 0).misses == 0.0
 
 
 def test_division() -> None:

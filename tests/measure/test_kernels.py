@@ -11,7 +11,8 @@ import torch
 
 from flexengine import activity
 from flexengine.kernels import ReferenceKernels
-from flexengine.measure import kernels, store
+from flexengine.measure import kernels
+from flexengine.measure.machine import measure_machine
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 from tests.helpers.listening import listening
@@ -107,7 +108,7 @@ def test_a_whole_machine(
     machine = at(kind, memory)
     before = books(machine)
     with listening() as heard:
-        found = store.measure_machine(machine, torch.float32, ()).with_capacity(machine.capacity)
+        found = measure_machine(machine, torch.float32, ()).with_capacity(machine.capacity)
     assert books(machine) == before
     parts = ["the rates of disk and memory", "the rates of products and attention",
              "how much computing and transfers slow each other"]  # fmt: skip

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexengine.measure import links, store
+from flexengine.measure import links
+from flexengine.measure.machine import measure_machine
 from flexengine.tier.machine import Links, Machine
 from tests.helpers.measuring import MB, SLOW, books
 
@@ -57,7 +58,7 @@ def test_a_slow_link_is_not_measured_for_long(at: Callable[..., Machine], monkey
 def test_little_memory(at: Callable[..., Machine], memory: int) -> None:
     """Transfers and kernels are as small as the device, and what cannot be measured there is not known."""
     machine = at("sim", memory)
-    found = store.measure_machine(machine, torch.float32, ())
+    found = measure_machine(machine, torch.float32, ())
     assert max(x for x, _ in found.links["h2d"]) <= memory / 2
     assert all(figure > 0 for _, figure in (*found.products["float32"], *found.decode_attention))
     assert machine.device.ledger.peak == 0

@@ -13,6 +13,7 @@ import torch
 from flexengine import Engine, Lossy, Policy
 from flexengine.engine.options import MachineOptions
 from flexengine.engine.rates import this_machine
+from flexengine.measure import machine as machine_rates
 from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
@@ -131,8 +132,8 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The machine is measured once, each model once, and what is free is asked for every time."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
     measured = list[str]()
-    monkeypatch.setattr(store, "noticing", nullcontext)
-    monkeypatch.setattr(store, "measure_machine", lambda *_: measured.append("machine") or hardware())
+    monkeypatch.setattr(machine_rates, "noticing", nullcontext)
+    monkeypatch.setattr(machine_rates, "measure_machine", lambda *_: measured.append("machine") or hardware())
 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:
         known = families(family)
@@ -164,7 +165,7 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_measure_says_that_rates_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "measure_machine", lambda *_: hardware())
+    monkeypatch.setattr(machine_rates, "measure_machine", lambda *_: hardware())
     options = MachineOptions(device="cpu", offload_dir=tmp_path)
     for again, said in ((False, False), (False, True), (True, False)):
         with listening() as heard:

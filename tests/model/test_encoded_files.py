@@ -15,7 +15,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model import encoding
 from flexengine.model.loading import Origin
-from flexengine.worker.opened import Opened, open_model
+from flexengine.worker.open_model import OpenModel, open_model
 
 INT4 = Lossy(weights="int4")
 PER_LAYER = 7  # matrices of a layer of the tiny LLaMA
@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def opened(known: Any, layers: tuple[int, int] | None = None, lossy: Lossy = INT4) -> Opened:
+def opened(known: Any, layers: tuple[int, int] | None = None, lossy: Lossy = INT4) -> OpenModel:
     return open_model(str(known.directory), None, "cpu", lossy=lossy, layers=layers)
 
 
@@ -43,8 +43,8 @@ def layers_of(names: list[str]) -> set[int | None]:
     return {int(name.split(".")[2]) if ".layers." in name else None for name in names}
 
 
-def stored_bytes(model: Opened, name: str) -> bytes:
-    (run,) = model.origins[name].runs
+def stored_bytes(model: OpenModel, name: str) -> bytes:
+    (run,) = model.prepare_weights()[name].runs
     with run.path.open("rb") as file:
         file.seek(run.start)
         return file.read(run.nbytes)
@@ -77,7 +77,7 @@ def test_bytes(families: Any, monkeypatch: pytest.MonkeyPatch, family: str, chun
 )
 def test_a_range_makes_its_own_layers(families: Any, made: list[str], ends: tuple[int, int], edges: set[str]) -> None:
     known = families("llama")
-    origins = opened(known, ends).origins
+    origins = opened(known, ends).prepare_weights()
     files = {run.path for name in set(made) for run in origins[name].runs}
     assert layers_of(made) - {None} == set(range(*ends))
     assert {name for name in made if ".layers." not in name} == edges
@@ -89,12 +89,12 @@ def test_a_range_makes_its_own_layers(families: Any, made: list[str], ends: tupl
 def test_ranges_share_layers_that_they_have_in_common(families: Any, made: list[str]) -> None:
     """Stages that were divided otherwise before, and the whole model, encode what no range has."""
     known = families("llama")
-    of_stage = opened(known, (0, 2)).origins
+    of_stage = opened(known, (0, 2)).prepare_weights()
     made.clear()
-    assert opened(known, (1, 4)).origins
+    assert opened(known, (1, 4)).prepare_weights()
     assert layers_of(made) - {None} == {2, 3}
     made.clear()
-    whole = opened(known).origins
+    whole = opened(known).prepare_weights()
     assert made == []
     for name, origin in of_stage.items():
         assert whole[name].runs[0].path.stat().st_ino == origin.runs[0].path.stat().st_ino
@@ -112,16 +112,16 @@ def test_a_restarted_stage_makes_what_is_missing(
 
     monkeypatch.setattr(encoding, "_encoded", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        assert opened(known, (1, 3)).origins
+        assert opened(known, (1, 3)).prepare_weights()
     first = set(made)
     assert len(first) == PER_LAYER == len(list((own_cache / "prepared").glob("*.part/*.safetensors")))
     made.clear()
     monkeypatch.setattr(encoding, "_encoded", noting)
     stage = opened(known, (1, 3))
-    assert stage.origins
+    assert stage.prepare_weights()
     assert (first & set(made), len(set(made))) == (set(), PER_LAYER)
     made.clear()
-    assert opened(known, (1, 3)).origins == stage.origins
+    assert opened(known, (1, 3)).prepare_weights() == stage.prepare_weights()
     assert made == []
 
 
@@ -129,7 +129,7 @@ def test_progress_counts_the_bytes_that_are_encoded(families: Any) -> None:
     known, heard = families("llama"), list[Activity]()
     with reporting(heard.append):
         model = opened(known)
-        assert model.origins
+        assert model.prepare_weights()
     total = sum(model.locations[name].nbytes for name in model.forms)
     work = [entry for entry in heard if entry.name == "encoding"]
     assert [entry.state for entry in work if entry.state != "running"] == ["began", "done"]
@@ -159,12 +159,12 @@ def test_a_disk_that_fails(
 
     monkeypatch.setattr(encoding, "_write", failing)
     with pytest.raises(error, match=says):
-        assert model.origins
+        assert model.prepare_weights()
     assert set(threading.enumerate()) == threads
     done = len(list((own_cache / "prepared").glob("*.part/*.safetensors")))
     assert 0 < done < len(model.forms)
     monkeypatch.setattr(encoding, "_write", real)
-    assert model.origins
+    assert model.prepare_weights()
 
 
 def test_a_file_that_ends_early(families: Any, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_file_that_ends_early(families: Any, tmp_path: Path) -> None:
     (short := tmp_path / "short").write_bytes(run.path.read_bytes()[: run.start + run.nbytes - 1])
     model.locations[name] = Origin((run._replace(path=short),), torch.float32, model.locations[name].shape)
     with pytest.raises(BadCheckpoint, match=rf"short ends before byte {run.start + run.nbytes}"):
-        assert model.origins
+        assert model.prepare_weights()
 
 
 def test_memory_is_bounded_by_pieces(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +200,6 @@ def test_memory_is_bounded_by_pieces(families: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(encoding, "read_part", counting("read", read))
     monkeypatch.setattr(encoding, "_encoded", counting("encoded", real))
     monkeypatch.setattr(TensorFiles, "write", counting("written", write))
-    assert opened(families("llama")).origins
+    assert opened(families("llama")).prepare_weights()
     assert counts["read"] == counts["encoded"] == counts["written"] > 100
     assert max(gaps) <= 3 + 2

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from flexengine.guests.flash.expert_layers import find_experts
 from flexengine.lossy import EXACT, Lossy
-from flexengine.model.expert_layers import find_experts
-from flexengine.worker.opened import Opened, open_model
+from flexengine.worker.open_model import OpenModel, open_model
 
 # Layers with experts, experts of each, and elements of one expert.
 KNOWN = {
@@ -16,7 +16,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-def opened(families: Any, family: str, **options: Any) -> Opened:
+def opened(families: Any, family: str, **options: Any) -> OpenModel:
     return open_model(str(families(family).directory), None, "cpu", **options)
 
 
@@ -27,8 +27,8 @@ def test_experts_are_taken_out_and_return(families: Any, family: str) -> None:
     facts, wanted = model.facts, model.skeleton.wanted
     layers, experts, elements = KNOWN[family]
     model.use(Lossy(flash="oracle"))
-    assert tuple(j for j, found in enumerate(model.experts) if found) == layers
-    for j, found in enumerate(model.experts):
+    assert tuple(j for j, found in enumerate(model.flash.experts) if found) == layers
+    for j, found in enumerate(model.flash.experts):
         block = model.facts.blocks[j]
         if found is None or block is None:
             assert model.skeleton.layers[j] == before[j]
@@ -62,7 +62,7 @@ def test_routers_choose_the_highest_scores(families: Any, family: str) -> None:
 
 def test_a_range_of_layers(families: Any) -> None:
     model = opened(families, "qwen3-moe", layers=(1, 3), lossy=Lossy(flash="oracle"))
-    assert [found is not None for found in model.experts] == [False, True]
+    assert [found is not None for found in model.flash.experts] == [False, True]
     assert [block is not None for block in model.facts.blocks] == [False, True]
 
 

@@ -10,10 +10,11 @@ import transformers
 from flexengine import kernels
 from flexengine.activity import message
 from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.model.build import build
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pass, Rows
 from flexengine.model.layer_range import use_range
-from flexengine.model.skeleton import Skeleton, build
-from flexengine.worker.opened import open_model
+from flexengine.model.skeleton import Skeleton
+from flexengine.worker.open_model import open_model
 from tests.helpers.listening import listening
 from tests.helpers.tiny_models import tiny_config
 

@@ -11,8 +11,8 @@ import torch
 
 from flexengine import Engine, SamplingParams
 from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.model.build import build
 from flexengine.model.checkpoint import read_checkpoint, read_header
-from flexengine.model.skeleton import build
 from tests.helpers.families import FAMILIES, NEW, make_checkpoint
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)

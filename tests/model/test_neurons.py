@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from flexengine.guests.flash.feed_forward import RecordDown, RecordFirst, Sparsified, find
 from flexengine.lossy import EXACT, Lossy
-from flexengine.model.neurons import RecordDown, RecordFirst, Sparsified, find
-from flexengine.model.skeleton import build
-from flexengine.worker.opened import open_model
+from flexengine.model.build import build
+from flexengine.worker.open_model import open_model
 
 CASES = {  # activation, gated, sparse; None for families without a block of one row per neuron
     "opt": ("ReLU", False, True), "llama": ("SiLUActivation", True, False),
@@ -47,7 +47,7 @@ def test_blocks_are_taken_out_and_return(families: Any) -> None:
     before, others = [dict(layer) for layer in skeleton.layers], dict(skeleton.others)
     for lossy in (Lossy(flash="oracle"), Lossy(weights="int4", flash="oracle"), EXACT):
         opened.use(lossy)
-        for block, layer, whole in zip(opened.blocks, skeleton.layers, before, strict=bool(lossy.flash)):
+        for block, layer, whole in zip(opened.flash.blocks, skeleton.layers, before, strict=bool(lossy.flash)):
             assert block is not None
             assert whole.keys() - layer.keys() == {block.down}  # an oracle computes the first matrix
             assert isinstance(block.modules[0], RecordFirst)

@@ -12,9 +12,9 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Past
 from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
-from flexengine.model.halves import MOST_PRODUCTS
+from flexengine.model.native.layer import MOST_PRODUCTS
 from flexengine.model.skeleton import Skeleton
-from tests.helpers.halved import HALVED, arguments, called, changed, opened
+from tests.helpers.native_layers import NATIVE_FAMILIES, arguments, called, changed, opened
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def pool_of(kind: str, kv_heads: int, dim: int, pages: int = 12) -> tuple[Tensor
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str, window: int | None) -> None:
     """It appends, and computes the bits of a layer that pauses at attention."""
     skeleton, layers = opened(families(family).directory)
@@ -112,7 +112,7 @@ class Mixed:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("length", [4, 400])
 def test_a_layer_with_prompts_is_one_call(
     families: Any, family: str, kind: str, window: int | None, length: int
@@ -150,7 +150,7 @@ def test_a_call_recorded_for_prompts_without_cached_tokens_reads_cached_ones(fam
             current.paged = [mixed.paged(pool)] if whole else []
             event = current.switch(hidden)
             results.append(event if whole else current.switch(mixed.attended(event, pool)))
-    assert len(layers[0].halves.kind._calls) == 3  # before, after, whole
+    assert len(layers[0].native.kind._calls) == 3  # before, after, whole
     assert all(torch.equal(one, two) for one, two in zip(results[:2], results[2:], strict=True))
     assert not torch.equal(results[0], results[1])
 
@@ -161,7 +161,7 @@ def test_layers_with_prompts_are_one_call_except_the_last(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, length: int
 ) -> None:
     """A call has a limit of work. Of the last layer, only rows with logits are computed."""
-    monkeypatch.setattr("flexengine.model.halves.MOST_PRODUCTS", most)
+    monkeypatch.setattr("flexengine.model.native.layer.MOST_PRODUCTS", most)
     skeleton, layers = opened(changed(families("llama").directory, tmp_path / "m", "Llama", num_hidden_layers=6))
     mixed, count, results = Mixed(layers[0], "float32", length), len(layers), []
     hidden, positions = arguments(skeleton, mixed.tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.model.overlap import Channel, overlap
+from flexengine.model.overlap import overlap
 from tests.helpers.patience import in_time
 
 DEPTH = 3
@@ -169,19 +169,10 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def start(thread: threading.Thread) -> None:
         if thread.name == "flexengine-consuming":
-            time.sleep(0.05)  # the channel is full by now
+            time.sleep(0.05)  # no room is left by now
             raise RuntimeError("can't start new thread")
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         overlap(range(10), lambda n: n, print, 1)
-
-
-def test_a_stopped_channel_takes_nothing() -> None:
-    channel = Channel[int](1)
-    assert channel.put(1)
-    channel.stop()
-    assert not channel.put(2)
-    channel.end()
-    assert list(channel) == []

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flexengine.model.build import build
 from flexengine.model.forward import Attend, Pass, PausingLayer, Query, attend
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.queries import recorded, separable, use_queries_first
-from flexengine.model.skeleton import build
 
 SIZE, HEADS = 8, 2
 FUSED = {"phi3", "gpt2", "gpt-neox", "bloom"}

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from flexengine.model.build import build
 from flexengine.model.logits import LogitStep
 from flexengine.model.sample import NONFINITE
 from flexengine.model.score import Scores
-from flexengine.model.skeleton import build
 
 
 def scored(logits: Tensor, targets: list[int], rows: int, columns: int) -> Scores:

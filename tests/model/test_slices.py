@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from flexengine import kernels
+from flexengine.model.build import build
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows
-from flexengine.model.skeleton import Skeleton, build
+from flexengine.model.skeleton import Skeleton
 from flexengine.model.slices import Slices, slices_of
 from tests.helpers.families import FAMILIES
 from tests.helpers.tiny_models import HEAD_DIM, HEADS, HIDDEN, LAYERS, tiny_config

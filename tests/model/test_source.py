@@ -19,13 +19,16 @@ from flexengine.model import demo, source
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.files import read_json, regular_file
-from flexengine.model.pickled import bin_shards
-from flexengine.model.prepare import prepared_bin
+from flexengine.model.pickled import bin_shards, resolve_bin
 from flexengine.model.source import resolve
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, intermediate_size=8)
 INDEX = "model.safetensors.index.json"
+
+
+def prepared_bin(path: Path) -> Path:
+    return resolve_bin(path).directory
 
 
 def directory_with(root: Path) -> Path:
@@ -241,7 +244,7 @@ def test_a_directory_is_used_as_it_is(tmp_path):
     with pytest.raises(ModelNotFound, match="no weights"):
         resolve(str(tmp_path / "m"))
     (tmp_path / "m" / "model.safetensors").touch()
-    assert resolve(str(tmp_path / "m")) == source.Source(tmp_path / "m", "m")
+    assert resolve(str(tmp_path / "m")) == source.ModelSource(tmp_path / "m", "m")
 
 
 def no_download(*args, **kwargs):
@@ -272,7 +275,7 @@ def test_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{}")
     for name in ("facebook/opt-125m", "gpt2"):
-        assert resolve(name) == source.Source(tmp_path, name)
+        assert resolve(name) == source.ModelSource(tmp_path, name)
     resolve("gpt2", trust_remote_code=True)
     assert asked == [("facebook/opt-125m", False, False)] * 2 + [("gpt2", False, False), ("gpt2", False, True)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexengine.flash.arena import Arena
+from flexengine.guests.flash.arena import Arena
 from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share

@@ -20,7 +20,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.worker.opened import open_model
+from flexengine.worker.open_model import open_model
 
 ROOT = Path(__file__).parents[2]
 # The paper's table of 512 tokens in and 32 out, without and with compression.

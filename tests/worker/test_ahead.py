@@ -19,7 +19,7 @@ class Model:
     def __init__(self) -> None:
         self.modules = [PausingLayer(nn.Identity(), j) for j in range(LAYERS)]
         for module in self.modules:
-            module.halves = SimpleNamespace(joined=True)
+            module.native = SimpleNamespace(joined=True)
         skeleton: Any = SimpleNamespace(model=nn.ModuleList(self.modules), layers=[{}] * LAYERS)
         self.weights: Any = SimpleNamespace(arrived=True, units=[{} for _ in range(LAYERS + 1)])
         self.ahead = Ahead(skeleton, self.weights)
@@ -56,17 +56,17 @@ def test_up_to_a_layer_with_weights_off_the_device() -> None:
 
 def test_none_for_a_layer_that_modules_compute() -> None:
     model = Model()
-    model.modules[3].halves = None
+    model.modules[3].native = None
     assert model.layers(3) == []
     assert model.layers(0) == [0, 1, 2]
 
 
 def test_up_to_a_layer_that_is_not_joined() -> None:
     model = Model()
-    model.modules[2].halves.joined = False
+    model.modules[2].native.joined = False
     assert model.layers(0) == [0, 1]
     assert model.layers(2) == [2, 3, 4]
-    model.modules[3].halves = None
+    model.modules[3].native = None
     assert model.layers(2) == [2]
 
 

@@ -13,7 +13,7 @@ from flexengine.schedule.tasks import Op, Task
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
-from flexengine.worker.demand_reads import LANE, DemandReads
+from flexengine.worker.on_demand import LANE, DemandReads
 
 
 def test_reads_are_noted_with_the_cell_in_which_they_began() -> None:

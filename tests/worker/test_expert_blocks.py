@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
-from flexengine.model.expert_layers import ExpertLayer, Router
+from flexengine.guests.flash import expert_blocks, expert_reads
+from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertRows
+from flexengine.guests.flash.expert_layers import ExpertLayer, Router
+from flexengine.guests.flash.expert_reads import ExpertReads
 from flexengine.model.linear import Product
 from flexengine.model.products import use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.tier.base import Region
-from flexengine.worker import expert_blocks, expert_reads
-from flexengine.worker.expert_blocks import ExpertBlock, ExpertRows
-from flexengine.worker.expert_reads import ExpertReads
 
 EXPERTS, ACTIVE, WIDTH, INNER = 7, 2, 16, 24
 NBYTES = 4 * 3 * WIDTH * INNER  # of an expert

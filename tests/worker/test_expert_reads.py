@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexengine.guests.flash import expert_reads
+from flexengine.guests.flash.expert_reads import ExpertReads, Pair, pieces
 from flexengine.tier.base import Region
-from flexengine.worker import expert_reads
-from flexengine.worker.expert_reads import ExpertReads, Pair, pieces
 
 PIECE = 64  # bytes
 SECONDS = 30

@@ -17,7 +17,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import cuda, reference
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
-from flexengine.model import products
+from flexengine.model import experts as mixture
 from flexengine.plan import gpu as gpu_plan
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -193,7 +193,7 @@ def test_experts_computed_in_one_call_hold_what_is_booked(
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    monkeypatch.setattr(products, "has_grouped_product", lambda x: True)
+    monkeypatch.setattr(mixture, "has_grouped_product", lambda x: True)
     torch.manual_seed(2)
     experts, active, tokens = 8, 4, 512
     module = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=wide, num_experts=experts))
@@ -202,11 +202,11 @@ def test_experts_computed_in_one_call_hold_what_is_booked(
         parameter.normal_(std=0.1)
     x, shares = torch.randn(tokens, hidden), torch.rand(tokens, active)
     chosen = torch.stack([torch.randperm(experts)[:active] for _ in range(tokens)])
-    peak = held(lambda: products._experts(module, x, chosen, shares), x, shares, chosen, *module.parameters())
+    peak = held(lambda: mixture._experts(module, x, chosen, shares), x, shares, chosen, *module.parameters())
     parts = [TensorFact(n, p.numel(), 4, 4, experts=experts) for n, p in module.named_parameters()]
     facts = ModelFacts((tuple(parts),), (), parts[0], None, 1, hidden, wide, 1, 1, 1, 4, active=active, gpu=True)
     assert peak <= tokens * active * gpu_plan._expert_elements(facts) * 4 + 8 * 16 * tokens * active  # and indices
-    found = products._experts(module, x, chosen, shares)
+    found = mixture._experts(module, x, chosen, shares)
     for i in range(0, tokens, 37):
         gate, up = (module.gate_up_proj[chosen[i]] @ x[i]).chunk(2, -1)
         each = module.down_proj[chosen[i]] @ (torch.nn.functional.silu(gate) * up)[..., None]

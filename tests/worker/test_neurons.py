@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.codec.records import RecordForm
-from flexengine.flash.arena import Numbers
+from flexengine.guests.flash.arena import IntArray
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.neurons import NeuronBlock, Neurons
 from flexengine.lossy import Lossy
-from flexengine.model.neurons import FeedForward
 from flexengine.plan import neuron_memory
 from flexengine.plan.layout import lay_out_weights
 from flexengine.plan.neuron_memory import RECORDS, STREAMED
 from flexengine.policy import Policy
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import make_machine
-from flexengine.worker.demand_reads import DemandReads
-from flexengine.worker.neurons import Block, Neurons
-from flexengine.worker.opened import open_model
+from flexengine.worker.on_demand import DemandReads
+from flexengine.worker.open_model import open_model
 
 NEURONS, WIDTH = 48, 8
 
@@ -44,7 +44,9 @@ class Toy:
         feed = FeedForward("first", "", "down", (bare, None, bare), NEURONS, WIDTH, nn.ReLU(), nn.Module())  # type: ignore[arg-type]
         memory, streamed = (torch.zeros(n, form.nbytes, dtype=torch.uint8) for n in (room, 4))
         self.uses = torch.zeros(0, NEURONS, dtype=torch.bool)
-        self.block = Block(feed, form, memory, (streamed, streamed.clone()), self.begin, self.now, lambda _: self.uses)
+        self.block = NeuronBlock(
+            feed, form, memory, (streamed, streamed.clone()), self.begin, self.now, lambda _: self.uses
+        )
         added = self.block.added
 
         def adding(*args: object) -> Tensor:
@@ -53,11 +55,11 @@ class Toy:
 
         self.block.added = adding  # type: ignore[method-assign]
 
-    def now(self, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+    def now(self, numbers: IntArray, target: Tensor, rows: IntArray) -> None:
         self.events.append(("now", len(numbers)))
         target[torch.from_numpy(rows)] = self.records[torch.from_numpy(numbers)]
 
-    def begin(self, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
+    def begin(self, numbers: IntArray, target: Tensor, rows: IntArray) -> Callable[[], None]:
         self.events.append(("begin", len(numbers)))
         target[torch.from_numpy(rows)] = self.records[torch.from_numpy(numbers)]
         return lambda: self.events.append("arrive")

@@ -13,7 +13,7 @@ from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine, make_machine
 from flexengine.worker import resident
 from flexengine.worker.regions import Regions
-from flexengine.worker.resident import Arrivals
+from flexengine.worker.resident import ResidentReads
 
 UNITS = 3
 
@@ -47,7 +47,7 @@ def test_copies_equal_the_files(seed: int, tmp_path: Path, monkeypatch: pytest.M
     regions, expected = Regions(machine), list[tuple[Region | torch.Tensor, bytes]]()
     disk = machine.tier("disk2")
     try:
-        arrivals = Arrivals(machine, regions, layout_with(8192))
+        arrivals = ResidentReads(machine, regions, layout_with(8192))
         probe = regions.take("disk2", 1, "probe")  # opens the spill file
         direct = probe.place.direct
         for _ in range(12):
@@ -88,7 +88,7 @@ def test_an_interrupted_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.M
     machine = make_machine("cpu", 1 << 26, None, [tmp_path / "a", tmp_path / "b"])
     regions, disk = Regions(machine), machine.tier("disk2")
     try:
-        arrivals = Arrivals(machine, regions, layout_with(4096))
+        arrivals = ResidentReads(machine, regions, layout_with(4096))
         source = machine.disk.checkpoint(file, 0, 50_000, torch.float16)  # type: ignore[attr-defined]
         region = regions.take("disk2", 50_000, "weights", torch.float16)
         arrivals.onto_disk(0, [source], disk, region)

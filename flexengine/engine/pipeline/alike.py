@@ -24,7 +24,7 @@ def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
     if core.lossy.flash != PREDICTORS and f"flash-{PREDICTORS}" not in options.allow:
         return {}
     try:
-        return {"predictors of neurons": core.opened.latest(core.lossy.sparsity).digest()[:16]}
+        return {"predictors of neurons": core.opened.flash.latest(core.lossy.sparsity).digest()[:16]}
     except BadCheckpoint:
         return {"predictors of neurons": "damaged"}
 

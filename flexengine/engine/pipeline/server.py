@@ -130,7 +130,7 @@ class Server:
             core.machine.renew(place)
         self._use(asked)
         workload, layout = workload_of(asked["workload"]), self._lay_out(asked)
-        _ = core.opened.origins, core.opened.bundles  # encodes weights and writes records, before memory is allocated
+        core.opened.prepare()  # before memory is allocated
         core.machine.give_back()
         self.stage = stage = core.stage(planner.watch(workload, layout), ports=Ports(self.before, self.after))
         stage.__enter__()

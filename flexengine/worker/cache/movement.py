@@ -10,7 +10,7 @@ from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.pools import Pools
 from flexengine.worker.cache.tables import Runs, Tables
-from flexengine.worker.mover import Mover, Part
+from flexengine.worker.mover import Mover, Transfer
 from flexengine.worker.regions import Regions
 from flexengine.worker.rows import store_rows
 
@@ -59,12 +59,12 @@ class Movement:
         halves = [(source + i, target + i) for source, target, count in keys for i in range(count)]
         return spans + [(source * page, target * page, page // 2) for source, target in halves]
 
-    def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Part]:
+    def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Transfer]:
         """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
         pool, device = self.pools.region(layer, home), self._buffers[buffer]
         stage = self._stages[buffer] if is_staged(home) and self._stages else None
         return [
-            Part([pool.part(first, nbytes)], self._part(stage, start, nbytes) if stage else None,
+            Transfer([pool.part(first, nbytes)], self._part(stage, start, nbytes) if stage else None,
                  self._part(device, start, nbytes))
             for first, start, nbytes in spans
         ]  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexengine.kernels.paged import PagedAttention, Prompts
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.pages import Pool
-from flexengine.worker.rows import Rows, rows_of
+from flexengine.worker.rows import TokenRows, rows_of
 from flexengine.worker.values import Closed, PageShape
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
@@ -64,7 +64,7 @@ class Tables:
     keys: Runs
     store: Runs
     closed: Closed | None = None
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[TokenRows, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     paged: PagedAttention | None = None
 

@@ -61,7 +61,7 @@ import json, sys, warnings
 from pathlib import Path
 import torch
 from flexengine.errors import FlexError
-from flexengine.model.skeleton import build
+from flexengine.model.build import build
 warnings.simplefilter("ignore")
 place, faults, refused = Path(sys.argv[1]), [], 0
 for line in (place / "configs.jsonl").read_text().splitlines():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.engine import calibration
+from flexengine.guests import calibration
 from tests.helpers.calibrated import TOKENS
 from tests.helpers.tokenizers import byte_tokenizer
 

@@ -13,10 +13,10 @@ from flexengine import Engine, Lossy, SamplingParams
 from flexengine.commands import plan, quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
-from flexengine.engine import bits
-from flexengine.engine.bits import CONTEXT, PROBE_ROWS, Bits
-from flexengine.engine.calibration import ROWS
 from flexengine.errors import InvalidInput
+from flexengine.guests import bits
+from flexengine.guests.bits import CONTEXT, PROBE_ROWS, Bits
+from flexengine.guests.calibration import ROWS
 from flexengine.lossy import BUNDLED
 from tests.helpers.calibrated import SPREAD
 from tests.helpers.families import NEW, prompts_of, reference

@@ -11,12 +11,12 @@ import torch
 
 from flexengine import Engine, Lossy, Policy, texts
 from flexengine.codec.packed import CODECS, Packed
-from flexengine.engine import calibration
-from flexengine.engine.calibration import ROWS, Calibration
 from flexengine.errors import InvalidInput
+from flexengine.guests import calibration
+from flexengine.guests.calibration import ROWS, Calibration
 from flexengine.lossy import BUNDLED, FITTED
-from flexengine.model import encoding
-from flexengine.model.importance import FINE, PRIOR, Importances, Recorder, exact_parts
+from flexengine.model import encoding, formats
+from flexengine.model.importance import FINE, PRIOR, ImportanceRecorder, Importances, exact_parts
 from tests.helpers.calibrated import SPREAD, TOKENS
 from tests.helpers.families import prompts_of
 from tests.helpers.tokenizers import byte_tokenizer
@@ -57,7 +57,7 @@ def test_importances_are_mean_squares_of_inputs(families: Any, family: str) -> N
     known, rows = families(family), prompts_of(601)
     with Engine(known.directory, device="sim") as engine:
         skeleton = engine.core.skeleton
-        wanted = {n for n in encoding.forms(skeleton, "int4") if any(n in s for s in skeleton.layers)}
+        wanted = {n for n in formats.forms(skeleton, "int4") if any(n in s for s in skeleton.layers)}
     expected = squares(known.model, rows)
     for policy in (None, SPREAD):
         found = recorded(known.directory, rows, policy)
@@ -125,7 +125,7 @@ def test_importances_of_experts(families: Any, family: str) -> None:
 def test_nothing_is_left_behind(families: Any) -> None:
     with Engine(families("mixtral").directory, device="sim") as engine:
         before = {id(m): dict(m.__dict__) for m in engine.core.skeleton.model.modules()}
-        with pytest.raises(KeyboardInterrupt), Recorder(engine.core.skeleton).watching():
+        with pytest.raises(KeyboardInterrupt), ImportanceRecorder(engine.core.skeleton).watching():
             raise KeyboardInterrupt
         for module in engine.core.skeleton.model.modules():
             assert module.__dict__ == before[id(module)]
@@ -149,7 +149,8 @@ def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     for name, form in engine.core.opened.forms.items():
         if not any(name in layer for layer in engine.core.skeleton.layers):
             continue
-        data = encoding.read_part(engine.core.opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
+        origin = engine.core.opened.prepare_weights()[name]
+        data = encoding.read_part(origin, 0, form.nbytes).view(max(1, form.count), -1)
         yield name, torch.stack([form.packed.dequantize(one) for one in data])
 
 

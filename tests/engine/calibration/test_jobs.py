@@ -13,13 +13,14 @@ import transformers
 from flexengine import Engine, Lossy, SamplingParams, texts
 from flexengine.commands import quality
 from flexengine.commands.exit_codes import DONE, REFUSED
+from flexengine.commands.quality_cost import LossyCost
 from flexengine.commands.run import main
-from flexengine.engine import calibration
-from flexengine.engine.calibration import Calibration
 from flexengine.engine.rates import RateStore
 from flexengine.errors import InvalidInput
+from flexengine.guests import calibration
+from flexengine.guests.calibration import Calibration
 from flexengine.lossy import BUNDLED
-from flexengine.model.importance import Recorder
+from flexengine.model.importance import ImportanceRecorder
 from tests.helpers.families import prompts_of
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -71,8 +72,8 @@ def test_a_lost_calibration_that_comes_out_otherwise(
     shutil.rmtree(own_cache / "prepared")
     assert main([*words, "--limit", "2"]) == DONE
     shutil.rmtree(own_cache / "prepared")
-    real = Recorder.means
-    monkeypatch.setattr(Recorder, "means", lambda self: {n: m * 2 for n, m in real(self).items()})
+    real = ImportanceRecorder.means
+    monkeypatch.setattr(ImportanceRecorder, "means", lambda self: {n: m * 2 for n, m in real(self).items()})
     assert main(words) == REFUSED
     assert "give --restart (restart=True in Python) to run the job again" in capsys.readouterr().err
 
@@ -145,9 +146,9 @@ def test_quality_measures_both() -> None:
                      Lossy(cache="int4")]  # fmt: skip
     with pytest.raises(InvalidInput, match="no choice has any; give --weights with one of int4, int3, int2, or"):
         quality.asked({"cache": ["int4"]}, calibrate=BUNDLED)
-    costs = [quality.Cost(x, more=m) for x, m in ((Lossy(), 0), (Lossy(weights="int4", calibrate=BUNDLED), 1))]
+    costs = [LossyCost(x, more=m) for x, m in ((Lossy(), 0), (Lossy(weights="int4", calibrate=BUNDLED), 1))]
     assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibrate")
-    costs[1] = quality.Cost(Lossy(weights="int4", calibrate="a b.txt"), more=1)
+    costs[1] = LossyCost(Lossy(weights="int4", calibrate="a b.txt"), more=1)
     assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibration-text 'a b.txt'")
 
 

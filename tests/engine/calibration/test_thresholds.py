@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy
-from flexengine.engine import calibration
-from flexengine.engine.calibration import Calibration, Calibrator
+from flexengine.engine.calibrator import Calibrator
 from flexengine.errors import InvalidInput
+from flexengine.guests import calibration
+from flexengine.guests.calibration import Calibration
 from flexengine.lossy import BUNDLED
 from tests.helpers.calibrated import SPREAD
 
@@ -68,7 +69,7 @@ def test_they_are_measured_once_for_a_text(
         with Engine(directory, lossy=lossy) as engine:
             engine.prepare()
             assert engine.calibrator.importances is None
-            found.append([block.act.threshold for block in engine.core.opened.found])
+            found.append([block.act.threshold for block in engine.core.opened.flash.feed_forward])
             assert found[-1] == engine.calibrator.thresholds
     assert found[1][0] > found[0][0]
     assert found[2:5] == [found[0]] * 3

@@ -12,7 +12,7 @@ from flexengine import Policy, SamplingParams
 from flexengine.engine.pipeline.remote import RESULT
 from flexengine.engine.stages import LocalStage, Sweep
 from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
-from flexengine.flash.trained import Latest
+from flexengine.guests.flash.trained import Latest
 from flexengine.lossy import Lossy
 from flexengine.parallel.group import HIDDENS, RESULTS
 from flexengine.schedule.program import Op

@@ -16,8 +16,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
-from flexengine.model import fused
-from flexengine.model.fused import use_fused
+from flexengine.model.native import fused
+from flexengine.model.native.fused import use_fused
 from tests.helpers.builds import NATIVE, kernels_named
 
 KNOWN: dict[str, Callable[[Tensor], Tensor]] = {

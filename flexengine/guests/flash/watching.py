@@ -7,7 +7,7 @@ from typing import Any
 import greenlet
 from torch import Tensor
 
-from flexengine.model.neurons import FeedForward
+from flexengine.guests.flash.feed_forward import FeedForward
 
 # Called with the number of a block, the `Inputs` of the pass, the block's input, and what its first matrix gives.
 Note = Callable[[int, Any, Tensor, Tensor], None]

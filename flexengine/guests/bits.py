@@ -14,24 +14,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, message, tick
 from flexengine.codec.packed import CODECS
 from flexengine.config import Result
-from flexengine.engine.calibration import PIECE, ROWS, Calibrator
+from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
 from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
+from flexengine.guests.calibration import PIECE, ROWS
 from flexengine.lossy import Lossy, weights_text
-from flexengine.model.encoding import encoded, forms
+from flexengine.model.encoding import encoded
+from flexengine.model.formats import forms
 from flexengine.model.importance import Importances
 from flexengine.model.prepare import prepared
-from flexengine.worker.opened import Opened
-
-if TYPE_CHECKING:
-    from flexengine.plan.bits import Layer
-
-Format = str | None  # None: the checkpoint's own numbers
+from flexengine.plan.bits import Format, Layer, Option, adabits
+from flexengine.worker.open_model import OpenModel
 
 VERSION = 1  # part of the cache's key: raise it when the measured harms change
 FORMATS: tuple[Format, ...] = (None, "int8", "int4", "int3")  # formats that a layer may get
@@ -83,18 +80,14 @@ class Bits:
         if self.budget >= self.exact and None in self.layers[0]:
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
-        from flexengine.plan.bits import adabits  # it imports the solver, which only this switch needs
-
         found = adabits(self.options(self.harms()), self.budget - self.rest)
         assert found is not None  # the budget was compared before
         nbytes = self.rest + sum(self.layers[j][b] for j, b in enumerate(found))
         message(f"bits per layer: {weights_text(found)}, {_mb(nbytes)} of weights; the budget is {_mb(self.budget)}")
         return _with(lossy, found)
 
-    def options(self, harms: Sequence[float]) -> "list[Layer]":
+    def options(self, harms: Sequence[float]) -> list[Layer]:
         """Return bytes and harm of each layer's formats. harms: of PROBE, by layer."""
-        from flexengine.plan.bits import Option
-
         return [
             {b: Option(nbytes, harm * step_ratio(b) if b is not None else 0.0) for b, nbytes in sizes.items()}
             for sizes, harm in zip(self.layers, harms, strict=True)
@@ -135,7 +128,7 @@ class Bits:
             def scores(formats: tuple[Format, ...]) -> list[float]:
                 engine.use(Lossy(weights=formats))
                 opened = engine.core.opened
-                opened.origins = {**opened.locations, **{name: probe[name] for name in opened.forms}}
+                opened.origins = opened.locations | {name: probe[name] for name in opened.forms}
                 return _logprobs(engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows]))
 
             exact, found = scores(plain), _read(file)
@@ -176,7 +169,7 @@ def step_ratio(codec: str) -> float:
     return float((levels / own) ** 2)
 
 
-def _bytes(opened: Opened, codec: Format) -> tuple[list[int], int]:
+def _bytes(opened: OpenModel, codec: Format) -> tuple[list[int], int]:
     """Return the bytes of each layer, and those of all other weights, with all layers in one format."""
     facts, made = opened.facts, forms(opened.skeleton, (codec,) * opened.skeleton.total)
     sizes = {t.name: made[t.name].nbytes if t.name in made else t.held_bytes for t in facts.tensors}

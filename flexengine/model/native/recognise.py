@@ -1,6 +1,6 @@
-"""Which decoder layers compute by the calls of halves.py.
+"""Which decoder layers compute by the calls of native/layer.py.
 
-A layer is recognised by the names and classes of its modules (layer_parts.py). A trial with random weights of a small
+A layer is recognised by the names and classes of its modules (parts.py). A trial with random weights of a small
 layer then compares the calls with transformers' own modules, which shows that the layer connects its modules in this
 way. A trial cannot show what code does with other numbers or in other layers: so only layers of transformers' own
 models are recognised, not those of a checkpoint's own Python code.
@@ -18,22 +18,29 @@ from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
-from flexengine.model.fused import use_fused
-from flexengine.model.halves import Halves
-from flexengine.model.layer_kinds import Kind, Scratch
-from flexengine.model.layer_parts import Parts, is_norm, parts_of
 from flexengine.model.linear import Product, use_fast_linear
+from flexengine.model.native.fused import use_fused
+from flexengine.model.native.layer import NativeLayer
+from flexengine.model.native.parts import LayerParts, is_norm, parts_of
+from flexengine.model.native.shared import LayerKind, Scratch
 
 # Sizes of a trial, by the names of a config's fields.
-_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-          "ffn_dim": 24, "word_embed_proj_dim": 32}  # fmt: skip
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "ffn_dim": 24,
+    "word_embed_proj_dim": 32,
+}
 _TOKENS = 3  # of a trial
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _CLOSE = 1e-5  # largest relative difference in a trial; two orders of summation differ by 5e-7
 _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose classes a trial is for
 
 
-def use_halves(model: Any, attends: dict[int, Attend]) -> None:
+def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
     """Let layers compute as two calls if they are recognised. Their trials follow when they are first used.
 
     Args:
@@ -42,7 +49,7 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
     """
     if any(_package(base) not in _KNOWN for module in model.modules() for base in type(module).__mro__):
         return
-    kinds: dict[Any, Kind] = {}
+    kinds: dict[Any, LayerKind] = {}
     scratch = Scratch()
     before: PausingLayer | None = None
     for module in pausing_layers(model):
@@ -51,13 +58,15 @@ def use_halves(model: Any, attends: dict[int, Attend]) -> None:
         if (parts := parts_of(layer)) is not None and event.sinks is None:
             norms = tuple(m.rms for m in layer.modules() if hasattr(m, "rms"))
             key = type(layer), _settings(layer), norms, event.scale, event.softcap
-            kind = kinds.setdefault(key, Kind(Trial(type(layer), model.config, layer.self_attn.layer_idx), scratch))
-            module.halves = Halves(layer, parts, _options(event, parts), kind)
-            if before is not None and before.halves is not None:
-                before.halves.following = module.halves
+            kind = kinds.setdefault(
+                key, LayerKind(LayerTrial(type(layer), model.config, layer.self_attn.layer_idx), scratch)
+            )
+            module.native = NativeLayer(layer, parts, _options(event, parts), kind)
+            if before is not None and before.native is not None:
+                before.native.following = module.native
         before = module
-    if before is not None and before.halves is not None:
-        before.halves.last = _ends(model)
+    if before is not None and before.native is not None:
+        before.native.last = _ends(model)
 
 
 def _package(cls: type) -> str:
@@ -76,17 +85,21 @@ def _ends(model: Any) -> bool:
     return 1 <= len(embeddings) == len(outside) - 1 and sum(is_norm(m) for m in outside) == 1
 
 
-def _options(event: Attend, parts: Parts) -> dict[str, Any]:
+def _options(event: Attend, parts: LayerParts) -> dict[str, Any]:
     return {"scaling": event.scale * parts.factor, "sliding_window": event.window, "softcap": event.softcap}
 
 
 def _settings(layer: Any) -> tuple[Any, ...]:
     """Return the plain attributes of all modules of a layer except its number: layers with equal ones compute alike."""
-    return tuple((name, key, value) for name, module in layer.named_modules() for key, value in vars(module).items()
-                 if isinstance(value, bool | int | float | str) and key != "layer_idx")  # fmt: skip
+    return tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and key != "layer_idx"
+    )
 
 
-class Trial:
+class LayerTrial:
     """Comparison of the two calls with a small layer of transformers, of the same class and settings.
 
     Args:
@@ -120,8 +133,8 @@ class Trial:
         x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
         positions = {"position_embeddings": (cos, sin)} if parts.rotary else {}
         event, theirs = _run(lambda: own(x.clone(), **positions))
-        halves = Halves(ours, parts, _options(event, parts), Kind(None, Scratch()))
-        found, result = _run(lambda: halves(x.clone(), positions.get("position_embeddings"))[1])
+        native = NativeLayer(ours, parts, _options(event, parts), LayerKind(None, Scratch()))
+        found, result = _run(lambda: native(x.clone(), positions.get("position_embeddings"))[1])
         pairs = [(event.q * event.scale, found.q * found.scale), (event.k, found.k), (event.v, found.v)]
         pairs.append((theirs, result))
         return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)

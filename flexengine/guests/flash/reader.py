@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec import records as codec
-from flexengine.flash.bundles import Bundle
+from flexengine.guests.flash.bundles import Bundle
 from flexengine.kernels import reads
 from flexengine.kernels.reads import Readers, Records
 from flexengine.tier.base import ALIGN, aligned
@@ -63,7 +63,7 @@ def requests(numbers: np.ndarray, nbytes: int, gap: int = GAP, most: int = MOST)
     return np.concatenate(([0], ends, [len(numbers)])).astype(np.int64)
 
 
-class Reader:
+class RecordReader:
     """Context manager that holds the files of bundles open, and the threads that read them.
 
     Attributes:
@@ -155,7 +155,7 @@ class Reader:
         """End the threads and close the files."""
         self._ended.close()
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "RecordReader":
         return self
 
     def __exit__(
@@ -167,8 +167,9 @@ class Reader:
 def _check(bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> None:
     """Raise ValueError if a record or a row does not exist: it would be read to memory of others."""
     if target.dtype != torch.uint8 or target.shape[1:] != (bundle.form.nbytes,) or not target.is_contiguous():
-        raise ValueError(f"rows must be contiguous uint8 [n, {bundle.form.nbytes}], not {target.dtype}"
-                         f" {list(target.shape)}")  # fmt: skip
+        raise ValueError(
+            f"rows must be contiguous uint8 [n, {bundle.form.nbytes}], not {target.dtype} {list(target.shape)}"
+        )
     if not (numbers.dtype == places.dtype == torch.int64 and numbers.shape == places.shape and numbers.dim() == 1):
         raise ValueError("numbers and places must be int64 [n] both")
     if not len(numbers):

@@ -23,19 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexengine.flash.arena import Arena
-from flexengine.model.expert_layers import ExpertLayer, bind_meta
-from flexengine.model.products import add_expert, by_expert
+from flexengine.guests.flash.arena import Arena
+from flexengine.guests.flash.expert_layers import ExpertLayer, bind_meta
+from flexengine.guests.flash.expert_reads import ExpertRead, ExpertReads, Pair
+from flexengine.guests.flash.neurons import Counts
+from flexengine.model.experts import add_expert, by_expert
 from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.layout import Layout
 from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
 from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.demand_reads import DemandReads
-from flexengine.worker.expert_reads import ExpertReads, Pair, Read
 from flexengine.worker.mover import part_of, spread
-from flexengine.worker.neurons import Counts
-from flexengine.worker.opened import Opened
+from flexengine.worker.on_demand import DemandReads
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
 # For so few tokens an expert is computed in a small part of the time of its read. If not all chosen experts fit, they
@@ -77,7 +77,7 @@ class Coming(NamedTuple):
         early: whether it was guessed.
     """
 
-    read: Read
+    read: ExpertRead
     buffer: Tensor | int
     early: bool
 
@@ -120,7 +120,7 @@ class ExpertBlock:
         self._named: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()  # by pass that has not come here yet
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs; arguments as in `products._experts`."""
+        """Return the weighted sum of the chosen experts' outputs; arguments as in `experts._experts`."""
         groups = dict(by_expert(chosen, self.layer.experts))
         named = self._named.pop(greenlet.getcurrent(), None)
         self._stop_wrong(groups.keys())
@@ -165,8 +165,12 @@ class ExpertBlock:
     def _compare(self, named: Collection[int] | None, chosen: Collection[int], missing: Collection[int]) -> None:
         """Count how much of a pass's guess was right."""
         if named is not None:
-            self._count(chosen=len(chosen), right=len(set(chosen) & set(named)), missing=len(missing),
-                        found=len(set(missing) & set(named)))  # fmt: skip
+            self._count(
+                chosen=len(chosen),
+                right=len(set(chosen) & set(named)),
+                missing=len(missing),
+                found=len(set(missing) & set(named)),
+            )
 
     def _begin(self, waiting: "deque[int]", early: bool = False) -> None:
         """Begin to read the first of the experts, as many as there are buffers for now."""
@@ -250,7 +254,7 @@ class ExpertBlocks:
 
     guessing = True  # whether experts of the next layer are read early
 
-    def __init__(self, opened: Opened, layout: Layout, machine: Machine, disk: DemandReads) -> None:
+    def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, disk: DemandReads) -> None:
         self._machine, self._opened, self._regions, self._ended = machine, opened, Regions(machine), ExitStack()
         self.blocks: list[ExpertBlock] = []
         place = "device" if machine.capacity.shared else "host"
@@ -262,7 +266,7 @@ class ExpertBlocks:
             undo.callback(self._reads.close)
             undo.callback(self._release)
             memories = self._memories(layout)
-            for j, layer in enumerate(opened.experts):
+            for j, layer in enumerate(opened.flash.experts):
                 if layer is not None and (facts := opened.facts.blocks[j]) is not None:
                     self.blocks.append(self._block(layer, layout.rooms[j], *memories[facts.record]))
                     layer.module.__dict__["block"] = self.blocks[-1]

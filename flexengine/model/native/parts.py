@@ -1,11 +1,11 @@
-"""The modules of a decoder layer by what they compute, of the layers that halves.py can compute."""
+"""The modules of a decoder layer by what they compute, of the layers that native/layer.py can compute."""
 
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from flexengine.model.fused import ACTS
 from flexengine.model.linear import FastLinear
+from flexengine.model.native.fused import ACTS
 
 HEAD_NORMS = {"q_norm", "k_norm"}
 
@@ -18,7 +18,7 @@ _OPT_LAYER = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_no
 _OPT_ATTENTION = {"q_proj", "k_proj", "v_proj", "out_proj"}
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """The modules of a layer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
     factor: float
 
 
-def parts_of(layer: Any) -> Parts | None:
+def parts_of(layer: Any) -> LayerParts | None:
     """Return the modules of a layer; None if any is missing, if there are others, or if one is of another class."""
     attention = getattr(layer, "self_attn", None)
     if attention is None or not hasattr(attention, "head_dim") or any(True for _ in layer.buffers()):
@@ -54,14 +54,38 @@ def parts_of(layer: Any) -> Parts | None:
     head_norms = _names(attention) & HEAD_NORMS
     if _names(layer) == _LAYER and _names(layer.mlp) == _MLP and _names(attention) - HEAD_NORMS == _ATTENTION:
         mlp = layer.mlp
-        parts = Parts(attention, layer.input_layernorm, layer.post_attention_layernorm, attention.q_proj,
-                      attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-                      (mlp, "act_fn"), True, 1.0)  # fmt: skip
+        parts = LayerParts(
+            attention,
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.o_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+            (mlp, "act_fn"),
+            True,
+            1.0,
+        )
     elif _names(layer) == _OPT_LAYER and _names(attention) == _OPT_ATTENTION and hasattr(attention, "scaling"):
         mlp = layer
-        parts = Parts(attention, layer.self_attn_layer_norm, layer.final_layer_norm, attention.q_proj,
-                      attention.k_proj, attention.v_proj, attention.out_proj, None, layer.fc1, layer.fc2,
-                      (layer, "activation_fn"), False, attention.scaling)  # fmt: skip
+        parts = LayerParts(
+            attention,
+            layer.self_attn_layer_norm,
+            layer.final_layer_norm,
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.out_proj,
+            None,
+            layer.fc1,
+            layer.fc2,
+            (layer, "activation_fn"),
+            False,
+            attention.scaling,
+        )
     else:
         return None
     linear = [m for m in (*parts[3:7], parts.gate, parts.up, parts.down) if m is not None]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.statistics import Sharing
-from flexengine.flash.training import Errors
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.statistics import NeuronSharing
+from flexengine.guests.flash.training import PredictionErrors
 from flexengine.model.in_use import hold
-from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import fingerprint
 from flexengine.model.shards import check_finite, save
 
@@ -40,9 +40,9 @@ class LayerPredictor:
     """
 
     predictor: Predictor
-    errors: Errors
-    true: Sharing
-    predicted: Sharing
+    errors: PredictionErrors
+    true: NeuronSharing
+    predicted: NeuronSharing
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,19 @@ class Trained:
     digest: str = ""
 
     @property
+    def thresholds_text(self) -> str | None:
+        """Digest of the text for the thresholds of sparsified activations; None without any."""
+        return self.about.get(THRESHOLDS_TEXT)
+
+    @property
     def known(self) -> list[LayerPredictor]:
         """The layers that have a predictor."""
         return [layer for layer in self.layers if layer is not None]
 
     @property
-    def errors(self) -> Errors:
+    def errors(self) -> PredictionErrors:
         """Errors of all layers."""
-        return sum((layer.errors for layer in self.known), Errors(0, 0, 0, 0))
+        return sum((layer.errors for layer in self.known), PredictionErrors(0, 0, 0, 0))
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +103,13 @@ def write(trained: Trained, checkpoint: str, directory: Path) -> None:
             tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in layer.predictor.tensors.items()}
     save(tensors, directory / TENSORS)
     _, digest = _size_and_digest(directory / TENSORS)
-    body = {"version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about), "layers": layers,
-            "tensors_sha256": digest}  # fmt: skip
+    body = {
+        "version": VERSION,
+        "checkpoint": checkpoint,
+        "about": dict(trained.about),
+        "layers": layers,
+        "tensors_sha256": digest,
+    }
     (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
 
 
@@ -132,8 +142,10 @@ def load(
     content, file = _content(directory), directory / TENSORS
     nbytes, digest = _size_and_digest(file)
     if content["checkpoint"] != checkpoint:
-        raise InvalidInput(f"the predictors in {directory} were trained for another checkpoint, or its files have"
-                           " changed since; train them for this one: flexengine flash train MODEL")  # fmt: skip
+        raise InvalidInput(
+            f"the predictors in {directory} were trained for another checkpoint, or its files have"
+            " changed since; train them for this one: flexengine flash train MODEL"
+        )
     if digest != content["tensors_sha256"]:
         raise _damaged(file, f"is not the file that was written ({nbytes:,} bytes): it is truncated or damaged")
     from safetensors.torch import load_file
@@ -158,8 +170,9 @@ def _size_and_digest(path: Path) -> tuple[int, str]:
 
 def _damaged(path: Path, what: str) -> BadCheckpoint:
     key = path.parent.name[:8]  # the name of the directory for `flexengine cache`
-    return BadCheckpoint(f"{path} {what}; remove it with flexengine cache clear {key}, and train again: flexengine"
-                         " flash train MODEL")  # fmt: skip
+    return BadCheckpoint(
+        f"{path} {what}; remove it with flexengine cache clear {key}, and train again: flexengine flash train MODEL"
+    )
 
 
 def _content(directory: Path) -> dict[str, Any]:
@@ -187,11 +200,13 @@ def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any])
     for name in ("a", "b", "bias"):
         check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
     predictor = Predictor(a, b, bias, float(about["threshold"]))
-    return LayerPredictor(predictor, Errors(**about["errors"]), _sharing(about["true"]), _sharing(about["predicted"]))
+    return LayerPredictor(
+        predictor, PredictionErrors(**about["errors"]), _sharing(about["true"]), _sharing(about["predicted"])
+    )
 
 
-def _sharing(about: Mapping[str, Any]) -> Sharing:
-    return Sharing(float(about["active"]), tuple(about["rows"]), tuple(about["window"]))
+def _sharing(about: Mapping[str, Any]) -> NeuronSharing:
+    return NeuronSharing(float(about["active"]), tuple(about["rows"]), tuple(about["window"]))
 
 
 def _check(layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward | None], directory: Path) -> None:
@@ -199,8 +214,10 @@ def _check(layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward
     found = [None if layer is None else _shape(layer.predictor) for layer in layers]
     expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
     if found != expected:
-        raise InvalidInput(f"the predictors in {directory} have (neurons, width) {found} by layer, but the model has"
-                           f" {expected}; they are of another model: flexengine flash train MODEL")  # fmt: skip
+        raise InvalidInput(
+            f"the predictors in {directory} have (neurons, width) {found} by layer, but the model has"
+            f" {expected}; they are of another model: flexengine flash train MODEL"
+        )
 
 
 def _shape(predictor: Predictor) -> tuple[int, int]:

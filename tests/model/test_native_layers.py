@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
 from flexengine import kernels
+from flexengine.guests.flash.feed_forward import RecordDown
 from flexengine.kernels import recycled
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.model.forward import Attend, Inputs, Pass, PausingLayer
-from flexengine.model.halves import release
 from flexengine.model.linear import FastLinear
-from flexengine.model.neurons import RecordDown
+from flexengine.model.native.layer import release
 from flexengine.model.queries import use_queries_first
 from flexengine.model.skeleton import Skeleton
-from tests.helpers.halved import HALVED, arguments, called, changed, opened
+from tests.helpers.native_layers import NATIVE_FAMILIES, arguments, called, changed, opened
 
 CLOSE = ("opt",)  # not to the bit: torch computes layer norms by another order of sums
 OTHERS = ("gemma2", "gemma3", "phi3", "gpt2", "olmo2", "mixtral", "gpt-oss", "bloom")
@@ -31,17 +31,17 @@ def seed(two_threads: None) -> None:
 
 
 def ran(
-    layer: PausingLayer, hidden: Tensor, positions: Any, halves: bool = True, keep: Tensor | None = None,
+    layer: PausingLayer, hidden: Tensor, positions: Any, native: bool = True, keep: Tensor | None = None,
     recycles: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Return q times the scale of attention, k, v and the output of a layer.
 
     Args:
-        halves: whether it may be computed as two calls.
+        native: whether it may be computed as two calls.
         keep: tokens with logits; None for all.
         recycles: of the pass.
     """
-    kept, layer.halves = layer.halves, layer.halves if halves else None
+    kept, layer.native = layer.native, layer.native if native else None
     events, answer = list[Any](), hidden
     try:
         current = Pass(lambda: called(layer, hidden, positions))
@@ -55,7 +55,7 @@ def ran(
                 answer = torch.sin(torch.arange(event.q.numel())).view(1, event.q.shape[2], event.q.shape[1], -1)
             event = current.switch(answer)
     finally:
-        layer.halves = kept
+        layer.native = kept
     (attend,) = events
     return [attend.q * attend.scale, attend.k, attend.v, event]
 
@@ -66,13 +66,13 @@ def in_bf16(skeleton: Skeleton) -> None:
         slot.bind(nn.Parameter(slot.holder[slot.name].bfloat16(), requires_grad=False))
 
 
-@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -> None:
     skeleton, layers = opened(families(family).directory)
     hidden, positions = arguments(skeleton)
     for layer in layers:
-        assert layer.halves.usable(hidden, positions)
-        ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, halves=False)
+        assert layer.native.usable(hidden, positions)
+        ours, theirs = ran(layer, hidden, positions), ran(layer, hidden, positions, native=False)
         for mine, other in zip(ours, theirs, strict=True):
             if family in CLOSE:
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
@@ -82,14 +82,14 @@ def test_a_layer_computes_what_its_modules_compute(families: Any, family: str) -
 
 @pytest.mark.parametrize("compute", [None, "bf16"])
 @pytest.mark.parametrize("tokens", [8, 1100])  # parts of 512 rows
-@pytest.mark.parametrize("family", HALVED)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_of_the_last_layer_only_rows_with_logits_are_computed(
     families: Any, monkeypatch: pytest.MonkeyPatch, family: str, tokens: int, compute: str | None
 ) -> None:
     """The others are 0, also in memory that was used before. If over half of the rows have logits, all are computed."""
     monkeypatch.setattr(recycled, "SMALL", 0)
     skeleton, layers = opened(families(family).directory)
-    assert [layer.halves.last for layer in layers] == [False] * (len(layers) - 1) + [True]
+    assert [layer.native.last for layer in layers] == [False] * (len(layers) - 1) + [True]
     in_bf16(skeleton)
     skeleton.product.compute = compute
     hidden, positions = arguments(skeleton, tokens)
@@ -110,7 +110,7 @@ def test_of_the_last_layer_only_rows_with_logits_are_computed(
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_layers_keep_their_modules(families: Any, family: str) -> None:
     _, layers = opened(families(family).directory)
-    assert all(layer.halves is None for layer in layers)
+    assert all(layer.native is None for layer in layers)
 
 
 def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_trial_finds_what_names_do_not_tell(families: Any, tmp_path: Path) -> 
         model = changed(families("llama").directory, tmp_path / str(number), "Granite", residual_multiplier=multiplier)
         skeleton, layers = opened(model)
         hidden, positions = arguments(skeleton)
-        assert {layer.halves.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
+        assert {layer.native.usable(hidden, positions) for layer in layers} == {multiplier == 1.0}
 
 
 def test_a_trial_finds_what_only_large_numbers_change(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_trial_finds_what_only_large_numbers_change(families: Any, monkeypatch
     for forward in (own, clipped):
         monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
         skeleton, layers = opened(families("llama").directory)
-        assert {layer.halves.usable(*arguments(skeleton)) for layer in layers} == {forward is own}
+        assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {forward is own}
 
 
 @pytest.mark.parametrize("name", ["LlamaDecoderLayer", "LlamaModel"])
@@ -148,7 +148,7 @@ def test_code_of_others_is_computed_by_its_modules(families: Any, monkeypatch: p
 
     monkeypatch.setattr(llama, name, Other)
     _, layers = opened(families("llama").directory)
-    assert [layer.halves for layer in layers] == [None] * len(layers)
+    assert [layer.native for layer in layers] == [None] * len(layers)
 
 
 def test_layer_norms_after_the_residual_are_found_by_the_trial(families: Any, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_layer_norms_after_the_residual_are_found_by_the_trial(families: Any, tm
     for before in (True, False):
         model = changed(families("opt").directory, tmp_path / str(before), "OPT", do_layer_norm_before=before)
         skeleton, layers = opened(model)
-        assert {layer.halves.usable(*arguments(skeleton)) for layer in layers} == {before}
+        assert {layer.native.usable(*arguments(skeleton)) for layer in layers} == {before}
 
 
 def test_layers_of_one_class_with_other_settings_have_trials_of_their_own(families: Any, tmp_path: Path) -> None:
@@ -164,13 +164,13 @@ def test_layers_of_one_class_with_other_settings_have_trials_of_their_own(famili
     model = changed(families("llama").directory, tmp_path / "m", "SmolLM3", no_rope_layers=[1, 0, 1, 0], pad_token_id=0)
     skeleton, layers = opened(model)
     hidden, positions = arguments(skeleton)
-    assert [layer.halves.usable(hidden, positions) for layer in layers] == [True, False, True, False]
+    assert [layer.native.usable(hidden, positions) for layer in layers] == [True, False, True, False]
 
 
 def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> None:
     skeleton, layers = opened(families("llama").directory)
     layer, (hidden, positions) = layers[0], arguments(skeleton)
-    usable = layer.halves.usable
+    usable = layer.native.usable
     assert usable(hidden, positions)
     hook = layer.layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None)
     assert not usable(hidden, positions)
@@ -182,18 +182,18 @@ def test_modules_are_used_where_they_are_watched_or_changed(families: Any) -> No
     layer.layer.mlp.act_fn = nn.Tanh()
     assert not usable(hidden, positions)
     use_queries_first(skeleton.model)
-    assert not layers[1].halves.usable(hidden, positions)
+    assert not layers[1].native.usable(hidden, positions)
 
 
 def test_modules_are_used_where_neurons_are_records(families: Any) -> None:
     """Their weights are not in the layer's slot."""
     skeleton, layers = opened(families("opt").directory)
     arguments_of, fc2 = arguments(skeleton), layers[0].layer.fc2
-    assert layers[0].halves.usable(*arguments_of)
+    assert layers[0].native.usable(*arguments_of)
     fc2.__class__ = RecordDown
-    assert not layers[0].halves.usable(*arguments_of)
+    assert not layers[0].native.usable(*arguments_of)
     fc2.__class__ = FastLinear
-    assert layers[0].halves.usable(*arguments_of)
+    assert layers[0].native.usable(*arguments_of)
 
 
 def test_a_weight_that_is_not_in_memory_is_an_error(families: Any) -> None:
@@ -212,7 +212,7 @@ def test_calls_follow_a_change_of_the_rounding_of_activations(families: Any) -> 
     outputs = []
     for compute in (None, "bf16", None):
         skeleton.product.compute = compute
-        ours, theirs = ran(layers[0], hidden, positions), ran(layers[0], hidden, positions, halves=False)
+        ours, theirs = ran(layers[0], hidden, positions), ran(layers[0], hidden, positions, native=False)
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
         outputs.append(ours[-1])
     assert torch.equal(outputs[0], outputs[2])
@@ -224,11 +224,11 @@ def test_layers_share_memory_until_it_is_released(families: Any) -> None:
     hidden, positions = arguments(skeleton)
     ran(layers[0], hidden, positions)
     ran(layers[1], hidden, positions)
-    assert layers[0].halves.kind.scratch is layers[1].halves.kind.scratch
-    assert layers[0].halves.kind.scratch.block.nbytes > 0
+    assert layers[0].native.kind.scratch is layers[1].native.kind.scratch
+    assert layers[0].native.kind.scratch.block.nbytes > 0
     weight = weakref.ref(layers[0].layer.self_attn.q_proj.weight)
     release(skeleton.model)
-    assert layers[0].halves.kind.scratch.block.nbytes == 0
+    assert layers[0].native.kind.scratch.block.nbytes == 0
     for slot in skeleton.layers[0].values():
         slot.bind(nn.Parameter(torch.empty(slot.shape, device="meta"), requires_grad=False))
     gc.collect()
@@ -239,7 +239,7 @@ def test_without_native_kernels_the_modules_are_used(families: Any, monkeypatch:
     monkeypatch.setattr(kernels, "load", ReferenceKernels)
     skeleton, layers = opened(families("llama").directory)
     hidden, positions = arguments(skeleton)
-    assert not layers[0].halves.usable(hidden, positions)
+    assert not layers[0].native.usable(hidden, positions)
 
 
 def test_a_row_is_the_same_in_any_company(families: Any) -> None:

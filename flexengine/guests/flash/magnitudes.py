@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine.errors import BadCheckpoint
-from flexengine.flash.watching import watching
-from flexengine.model.neurons import FeedForward
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.watching import watching
 from flexengine.model.shards import save
 
 SHARES = np.linspace(0.0, 1.0, 1001)
@@ -56,7 +56,7 @@ def load(file: Path) -> Magnitudes:
         raise BadCheckpoint(f"{file} cannot be read: {error}; remove its directory to calibrate again") from error
 
 
-class Recorder:
+class MagnitudeRecorder:
     """Counts the magnitudes of activations of blocks. Memory: 0.5 MB per block."""
 
     def __init__(self, blocks: Sequence[FeedForward]) -> None:

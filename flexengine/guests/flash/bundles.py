@@ -17,9 +17,9 @@ from torch import Tensor
 from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.guests.flash.feed_forward import FeedForward
 from flexengine.model.encoding import in_threads, read_part
 from flexengine.model.loading import Origin
-from flexengine.model.neurons import FeedForward
 from flexengine.model.prepare import directory_for, prepared
 from flexengine.model.shards import check_room
 from flexengine.model.tensor_files import TensorFiles, TensorPart
@@ -62,15 +62,21 @@ class Bundle:
     def fault(self, what: str) -> BadCheckpoint:
         """Return the error for a damaged file."""
         key = self.path.parent.name[:8]  # the name of the directory for `flexengine cache`
-        return BadCheckpoint(f"{self.path} {what}, but {self.neurons:,} neurons of {self.form.nbytes:,} bytes are"
-                             f" {self.nbytes:,} bytes; remove it with flexengine cache clear {key}, and it will be made"
-                             " again")  # fmt: skip
+        return BadCheckpoint(
+            f"{self.path} {what}, but {self.neurons:,} neurons of {self.form.nbytes:,} bytes are"
+            f" {self.nbytes:,} bytes; remove it with flexengine cache clear {key}, and it will be made"
+            " again"
+        )
 
 
 def prepare_bundles(
-    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None],
-    kind: str = "", verifier: Verifier | None = None,
-) -> tuple[Bundle | None, ...]:  # fmt: skip
+    source: Path,
+    files: Sequence[Path],
+    stored: Mapping[str, Origin],
+    blocks: Sequence[FeedForward | None],
+    kind: str = "",
+    verifier: Verifier | None = None,
+) -> tuple[Bundle | None, ...]:
     """Return the bundle of each layer, after making the missing ones; None for a layer without a block.
 
     Reading, bundling and writing overlap, see model.overlap. In memory are at most two strips of `down`, of STRIP bytes
@@ -81,7 +87,7 @@ def prepare_bundles(
         source: the model directory.
         files: files of the checkpoint.
         stored: location of each parameter in the checkpoint.
-        blocks: the feed-forward block of each layer, see model.neurons.find.
+        blocks: the feed-forward block of each layer, see feed_forward.find.
         kind: format of the vectors, from codec.records; "" for the stored dtype. Weights are never rounded to another
             dtype.
         verifier: see model.prepare.prepared.
@@ -112,8 +118,11 @@ def made_bundles(
 
 
 def _works(stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str) -> list["_Layer"]:
-    return [_Layer(f"{j:05}", block, record_form(block, stored, kind), stored)
-            for j, block in enumerate(blocks) if block is not None]  # fmt: skip
+    return [
+        _Layer(f"{j:05}", block, record_form(block, stored, kind), stored)
+        for j, block in enumerate(blocks)
+        if block is not None
+    ]
 
 
 def _what(works: Sequence["_Layer"]) -> str:
@@ -133,8 +142,10 @@ def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = ""
     name = str(dtype).removeprefix("torch.")
     form = RecordForm(kind or name, block.width, block.gated)
     if kind in PLAIN and torch.promote_types(dtype, PLAIN[kind]) != PLAIN[kind]:
-        raise InvalidInput(f"bundles of kind {kind} would round {block.first}, whose numbers are {name}; choose"
-                           f" {', '.join(k for k in (name, *CODED))}")  # fmt: skip
+        raise InvalidInput(
+            f"bundles of kind {kind} would round {block.first}, whose numbers are {name}; choose"
+            f" {', '.join(k for k in (name, *CODED))}"
+        )
     return form
 
 
@@ -232,8 +243,10 @@ def _write(directory: Path, works: Sequence[_Layer]) -> None:
     sizes = {work.name: (bundles[work.name].nbytes,) for work in missing}
     read, total = sum(work.stored_bytes for work in missing), sum(size for (size,) in sizes.values())
     check_room(directory, "bundles", total)
-    text = (f"bundling the neurons of {len(missing)} layers, once for this model and format ({read / 1e9:.2f} GB become"
-            f" {total / 1e9:.2f} GB)")  # fmt: skip
+    text = (
+        f"bundling the neurons of {len(missing)} layers, once for this model and format ({read / 1e9:.2f} GB become"
+        f" {total / 1e9:.2f} GB)"
+    )
     pieces = (piece for work in missing for piece in work.pieces())
     paths = {work.name: bundles[work.name].path for work in missing}
     with activity("bundling", text, read, "B", logging.INFO), _RecordFiles(paths, sizes) as out:

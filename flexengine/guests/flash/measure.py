@@ -1,7 +1,7 @@
 """Measurement of blocks of records: reads of scattered records, and products with records in memory and on their way.
 
 Reads are of the records, at random places, or of files of the checkpoint if the records are not made yet. Products are
-those of the block of a job (`worker.neurons`), with as many neurons as tokens of the model use.
+those of the block of a job (`neurons.NeuronBlock`), with as many neurons as tokens of the model use.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from flexengine.codec.records import RecordForm
 from flexengine.errors import OutOfMemory
-from flexengine.flash.arena import Numbers
-from flexengine.flash.bundles import Bundle, record_form
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.reader import Reader
+from flexengine.guests.flash.arena import IntArray
+from flexengine.guests.flash.bundles import Bundle, record_form
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.neurons import NeuronBlock, Predict
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.reader import RecordReader
 from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
-from flexengine.model.neurons import FeedForward
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Table
 from flexengine.plan.neuron_memory import STREAMED
 from flexengine.plan.neurons import Use
 from flexengine.tier.machine import Machine
-from flexengine.worker.neurons import Block, Predict
-from flexengine.worker.opened import Opened
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
 HELD = 128 << 20  # most bytes of records in memory, more than the caches of a CPU
@@ -49,16 +49,16 @@ class _File(Bundle):
 
 
 @torch.no_grad()
-def measure_blocks(opened: Opened, machine: Machine) -> dict[str, dict[str, Table]]:
+def measure_blocks(opened: OpenModel, machine: Machine) -> dict[str, dict[str, Table]]:
     """Return `Hardware.blocks` of a model. Products that do not fit in memory are left out."""
-    found, bundles = dict[str, dict[str, Table]](), opened.made_bundles
-    for layer, (feed, facts) in enumerate(zip(opened.blocks, opened.facts.blocks, strict=False)):
+    found, bundles = dict[str, dict[str, Table]](), opened.flash.made_bundles
+    for layer, (feed, facts) in enumerate(zip(opened.flash.blocks, opened.facts.blocks, strict=False)):
         if feed is None or facts is None or facts.signature in found:
             continue
-        form = record_form(feed, opened.locations, opened.record_kind)
+        form = record_form(feed, opened.locations, opened.flash.record_kind)
         files = [b for b in bundles if b.form == form] or _files(form, feed.neurons, opened.files)
-        predictor = opened.predictor(layer, machine.compute)
-        with unnoticed(machine), Reader(files) as reader:
+        predictor = opened.flash.predictor(layer, machine.compute)
+        with unnoticed(machine), RecordReader(files) as reader:
             points = _Points(feed, facts, form, opened.dtype, machine, files, reader, predictor)
             found[facts.signature] = _typical([points.rates() for _ in range(ROUNDS)])
     return found
@@ -94,7 +94,7 @@ class _Points:
     dtype: torch.dtype
     machine: Machine
     files: list[Bundle]
-    reader: Reader
+    reader: RecordReader
     predictor: Predictor | None
 
     def rates(self) -> dict[str, Table]:
@@ -131,12 +131,12 @@ class _Points:
             rates.append((float(count), count * nbytes / seconds_per_call(call, SECONDS, before=others.sum)))
         return {"read": tuple(reversed(rates))}
 
-    def _somewhere(self, rng: np.random.Generator, numbers: Numbers) -> tuple[Bundle, Numbers]:
+    def _somewhere(self, rng: np.random.Generator, numbers: IntArray) -> tuple[Bundle, IntArray]:
         """Return a file, and the numbers of a layer's records at a random place of it."""
         file = self.files[rng.integers(len(self.files))]
         return file, numbers + int(rng.integers(file.neurons - self.feed.neurons + 1))
 
-    def _read(self, file: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+    def _read(self, file: Bundle, numbers: IntArray, target: Tensor, rows: IntArray) -> None:
         wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self.machine.disk.read_by(lambda: self.reader.read(file, *wanted).bytes)
 
@@ -149,14 +149,14 @@ class _Points:
         buffers = tuple(_records(self.form, self._ram(regions, fit)) for _ in range(2))
         bare = tuple(None if module is None else SimpleNamespace(bias=None) for module in self.feed.modules)
 
-        def block(neurons: int, room: int, read: Any, predict: Predict = _nothing) -> Block:
+        def block(neurons: int, room: int, read: Any, predict: Predict = _nothing) -> NeuronBlock:
             feed = replace(self.feed, modules=bare, neurons=neurons)  # type: ignore[arg-type]
-            return Block(feed, self.form, memory[:room], buffers, read, lambda *_: None, predict)  # type: ignore[arg-type]
+            return NeuronBlock(feed, self.form, memory[:room], buffers, read, lambda *_: None, predict)  # type: ignore[arg-type]
 
         def at_once(*_: object) -> Callable[[], object]:
             return lambda: None
 
-        def coming(numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], object]:
+        def coming(numbers: IntArray, target: Tensor, rows: IntArray) -> Callable[[], object]:
             file, at = self._somewhere(rng, numbers)
             return self.reader.begin(lambda: self._read(file, at, target, rows)).result
 
@@ -166,7 +166,7 @@ class _Points:
             found["all_read"] = self._all(block(self.feed.neurons, 1, coming), others)
         return found
 
-    def _some(self, of: Callable[[Predict], Block], count: int, others: Tensor) -> Table:
+    def _some(self, of: Callable[[Predict], NeuronBlock], count: int, others: Tensor) -> Table:
         """Return the rate of tokens that use some of `count` neurons: as many as they use in the model.
 
         Args:
@@ -188,7 +188,7 @@ class _Points:
             rates.append((float(n), used * self.form.nbytes / self._seconds(partial(block, x, scored), others)))
         return tuple(rates)
 
-    def _all(self, block: Block, others: Tensor) -> Table:
+    def _all(self, block: NeuronBlock, others: Tensor) -> Table:
         """Return the rate of tokens that use all neurons of a block."""
         nbytes, inputs = block.feed.neurons * self.form.nbytes, {n: self._inputs(n) for n in ALL}
         return tuple((float(n), nbytes / self._seconds(partial(block.all, x), others)) for n, x in inputs.items())

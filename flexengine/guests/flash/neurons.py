@@ -17,23 +17,24 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.codec.records import RecordForm
-from flexengine.flash.arena import Arena, Fetch, Numbers
-from flexengine.flash.bundles import Bundle
-from flexengine.flash.reader import Reader
+from flexengine.guests.flash.arena import Arena, Fetch, IntArray
+from flexengine.guests.flash.bundles import Bundle
+from flexengine.guests.flash.feed_forward import FeedForward, RecordFirst
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.reader import RecordReader
 from flexengine.model.linear import FastLinear
-from flexengine.model.neurons import FeedForward, RecordFirst
 from flexengine.plan.layout import Layout
 from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED, decoded_bytes
 from flexengine.plan.neurons import part_of
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
-from flexengine.worker.demand_reads import DemandReads
-from flexengine.worker.opened import Opened
+from flexengine.worker.on_demand import DemandReads
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
 # Reads records by number to rows of uint8 [room, bytes of a record] in RAM.
-ReadNow = Callable[[Numbers, Tensor, Numbers], object]
-Read = Callable[[Numbers, Tensor, Numbers], Callable[[], object]]  # begins it, and returns what waits for the end
+ReadNow = Callable[[IntArray, Tensor, IntArray], object]
+BeginRead = Callable[[IntArray, Tensor, IntArray], Callable[[], object]]  # returns what waits for the end
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
@@ -49,7 +50,7 @@ class Counts(NamedTuple):
     read: int = 0
 
 
-class Block:
+class NeuronBlock:
     """One layer's block.
 
     Args:
@@ -63,9 +64,15 @@ class Block:
     """
 
     def __init__(
-        self, feed: FeedForward, form: RecordForm, memory: Tensor, streamed: tuple[Tensor, Tensor], read: Read,
-        read_now: ReadNow, predict: Predict,
-    ) -> None:  # fmt: skip
+        self,
+        feed: FeedForward,
+        form: RecordForm,
+        memory: Tensor,
+        streamed: tuple[Tensor, Tensor],
+        read: BeginRead,
+        read_now: ReadNow,
+        predict: Predict,
+    ) -> None:
         self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
         self.read, self.read_now, self.predict = read, read_now, predict
         self.arena = Arena(feed.neurons, len(memory))
@@ -99,7 +106,7 @@ class Block:
             out = self.added(out, x, uses, numbers, self.memory, self.arena.rows(numbers))
         return out.to(x.dtype)
 
-    def _fetched(self, numbers: Numbers) -> Fetch:
+    def _fetched(self, numbers: IntArray) -> Fetch:
         """Make room for neurons, count them, and return those that must be read."""
         fetch = self.arena.fetch(numbers)
         self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
@@ -116,7 +123,7 @@ class Block:
         """Return the sum of no neurons, in fp32: it is rounded to x's dtype once, at the end."""
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
-    def _bring(self, numbers: Numbers, rows: Numbers) -> None:
+    def _bring(self, numbers: IntArray, rows: IntArray) -> None:
         """Read records into the memory."""
         if not len(numbers):
             return
@@ -130,9 +137,7 @@ class Block:
             places = torch.from_numpy(rows[low : low + len(stage)]).to(self.memory.device)
             self.memory[places] = stage[: len(part)].to(self.memory.device)
 
-    def added(
-        self, out: Tensor, x: Tensor, uses: Tensor, numbers: Numbers, records: Tensor, rows: Numbers
-    ) -> Tensor:
+    def added(self, out: Tensor, x: Tensor, uses: Tensor, numbers: IntArray, records: Tensor, rows: IntArray) -> Tensor:
         """Return a sum with what more neurons contribute to the output, fp32 [n, width].
 
         Args:
@@ -216,28 +221,29 @@ class Neurons:
         OutOfMemory: a tier has less memory than the layout books.
     """
 
-    def __init__(self, opened: Opened, layout: Layout, machine: Machine, disk: DemandReads) -> None:
+    def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, disk: DemandReads) -> None:
         self._disk, self._regions, self._ended = disk, Regions(machine), ExitStack()
         self._machine, self._opened, self._layout = machine, opened, layout
-        self.blocks: list[Block] = []
+        self.blocks: list[NeuronBlock] = []
         place = "device" if machine.capacity.shared else "host"
-        known = [bundle for bundle in opened.bundles if bundle is not None]
+        bundles = opened.flash.prepare_bundles()
+        known = [bundle for bundle in bundles if bundle is not None]
         with ExitStack() as undo:
             undo.callback(self._regions.free)
             undo.callback(self._release)
-            self._reader = undo.enter_context(Reader(known))
+            self._reader = undo.enter_context(RecordReader(known))
             decoded = decoded_bytes(facts for facts in opened.facts.blocks if facts is not None)
             self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
             if passing := decoded + STREAMED * (machine.compute.type != "cpu"):
                 self._regions.keep_room("device", passing, RECORDS)
             take, view = self._regions.take, machine.tier(place).view
             streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
-            for j, (feed, bundle) in enumerate(zip(opened.blocks, opened.bundles, strict=True)):
+            for j, (feed, bundle) in enumerate(zip(opened.flash.blocks, bundles, strict=True)):
                 if feed is not None and bundle is not None:
                     self.blocks.append(self._block(j, feed, bundle, streams))
             self._ended = undo.pop_all()
 
-    def _block(self, layer: int, feed: FeedForward, bundle: Bundle, streams: list[Tensor]) -> Block:
+    def _block(self, layer: int, feed: FeedForward, bundle: Bundle, streams: list[Tensor]) -> NeuronBlock:
         """Return the block of a layer, and have the layer use it."""
         nbytes, room = bundle.form.nbytes, self._layout.rooms[layer]
         fit = STREAMED // nbytes
@@ -247,19 +253,20 @@ class Neurons:
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
         begin, now = partial(self._begin, bundle), partial(self._read, bundle)
-        first.block = Block(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, feed, first))
+        first.block = NeuronBlock(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, feed, first))
         return first.block
 
-    def _begin(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> Callable[[], None]:
+    def _begin(self, bundle: Bundle, numbers: IntArray, target: Tensor, rows: IntArray) -> Callable[[], None]:
         return self._reader.begin(lambda: self._read(bundle, numbers, target, rows)).result
 
-    def _read(self, bundle: Bundle, numbers: Numbers, target: Tensor, rows: Numbers) -> None:
+    def _read(self, bundle: Bundle, numbers: IntArray, target: Tensor, rows: IntArray) -> None:
         wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
         self._disk.read_by(lambda: self._reader.read(bundle, *wanted).bytes)
 
     def _predict(self, layer: int, feed: FeedForward, first: RecordFirst) -> Predict:
         """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
-        if (predictor := self._opened.predictor(layer, self._machine.compute)) is None:
+        predictor: Predictor | None = self._opened.flash.predictor(layer, self._machine.compute)
+        if predictor is None:
             return lambda x: feed.act(FastLinear.forward(first, x)) != 0
         self._regions.keep_room("device", aligned(predictor.nbytes), PREDICTORS)
         return predictor.active

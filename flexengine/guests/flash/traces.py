@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexengine.flash.statistics import Trace
-from flexengine.flash.watching import watching
-from flexengine.model.neurons import FeedForward
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.statistics import Trace
+from flexengine.guests.flash.watching import watching
 from flexengine.model.shards import check_room
 
 IN_MEMORY = 256 << 20  # bytes of all layers that stay in memory
@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLayer:
     """What was recorded of one layer.
 
     Attributes:
@@ -40,9 +40,9 @@ class Recorded:
     bits: Bytes
     neurons: int
 
-    def part(self, chosen: Sequence[int]) -> "Recorded":
+    def part(self, chosen: Sequence[int]) -> "RecordedLayer":
         """Return some of the stretches."""
-        return Recorded(self.x[chosen], self.bits[chosen], self.neurons)
+        return RecordedLayer(self.x[chosen], self.bits[chosen], self.neurons)
 
     @property
     def active(self) -> Trace:
@@ -50,7 +50,7 @@ class Recorded:
         return np.unpackbits(self.bits, axis=-1, count=self.neurons).view(np.bool_)
 
 
-class Recorder:
+class TraceRecorder:
     """Records the blocks of an engine's model. Every stretch must be computed as one piece."""
 
     def __init__(self, blocks: Sequence[FeedForward], stretches: Sequence[tuple[int, ...]], folder: Path) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         limit = IN_MEMORY // len(blocks) if total > IN_MEMORY else total
         self._files = [tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder)) for _ in blocks]  # noqa: SIM115
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "TraceRecorder":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +109,7 @@ class Recorder:
         """Mean share of active neurons so far, by block."""
         return [active / max(1, len(seen)) for active, seen in zip(self._active, self._seen, strict=True)]
 
-    def recorded(self, number: int) -> Recorded:
+    def recorded(self, number: int) -> RecordedLayer:
         """Return what was recorded of a block. Raise RuntimeError if a stretch is missing."""
         if (count := len(self._seen[number])) < self._count:
             raise RuntimeError(f"{count} of {self._count} stretches were recorded of block {number}")
@@ -117,7 +117,7 @@ class Recorder:
         file.seek(0)
         data = np.frombuffer(file.read(), np.uint8).reshape(self._count, self._tokens, self._widths[number])
         x = torch.from_numpy(np.ascontiguousarray(data[..., : 2 * block.width])).view(torch.float16)
-        return Recorded(x, np.ascontiguousarray(data[..., 2 * block.width :]), block.neurons)
+        return RecordedLayer(x, np.ascontiguousarray(data[..., 2 * block.width :]), block.neurons)
 
 
 def _key(ids: Tensor) -> bytes:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 _NOWHERE, _NEVER = -1, -1
 
 
@@ -26,8 +26,8 @@ class Fetch(NamedTuple):
         rows: row of the memory for each.
     """
 
-    neurons: Numbers
-    rows: Numbers
+    neurons: IntArray
+    rows: IntArray
 
 
 class Arena:
@@ -53,11 +53,11 @@ class Arena:
         self._used = np.full(room, _NEVER, np.int64)  # by row: last step; _NEVER if it is free
 
     @property
-    def held(self) -> Numbers:
+    def held(self) -> IntArray:
         """Numbers of the neurons in memory, rising."""
         return np.flatnonzero(self._row_of >= 0)
 
-    def parts(self, neurons: Numbers, most: int | None = None) -> Iterator[Numbers]:
+    def parts(self, neurons: IntArray, most: int | None = None) -> Iterator[IntArray]:
         """Yield the neurons in as few runs as `fetch` can take, one after the other.
 
         Args:
@@ -68,7 +68,7 @@ class Arena:
         for low in range(0, len(neurons), most):
             yield neurons[low : low + most]
 
-    def overlapping(self, neurons: Numbers, each: int) -> list[Numbers]:
+    def overlapping(self, neurons: IntArray, each: int) -> list[IntArray]:
         """Return more neurons than there is room for, in runs for successive calls of `fetch`.
 
         A run may be fetched while the rows of the run before are in use. `room - 2 * each` of the neurons that are in
@@ -85,7 +85,7 @@ class Arena:
         self.reserve(held, len(parts))
         return parts
 
-    def fetch(self, neurons: Numbers) -> Fetch:
+    def fetch(self, neurons: IntArray) -> Fetch:
         """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.
 
         Args:
@@ -103,13 +103,13 @@ class Arena:
         self._row_of[missing], self._neuron_at[places], self._used[places] = places, missing, self.step
         return Fetch(missing, places)
 
-    def reserve(self, neurons: Numbers, calls: int) -> None:
+    def reserve(self, neurons: IntArray, calls: int) -> None:
         """Have those of the neurons that are in memory leave after all others, for the next `calls` calls of `fetch`,
         or until they are fetched."""
         rows = self._row_of[neurons]
         self._used[rows[rows >= 0]] = self.step + calls + 1
 
-    def rows(self, neurons: Numbers) -> Numbers:
+    def rows(self, neurons: IntArray) -> IntArray:
         """Return the rows of neurons that are all in memory."""
         return self._row_of[neurons]
 
@@ -118,12 +118,12 @@ class Arena:
         old = np.flatnonzero((self._neuron_at >= 0) & (self._used <= before))
         self._free(old)
 
-    def _free(self, rows: Numbers) -> None:
+    def _free(self, rows: IntArray) -> None:
         gone = self._neuron_at[rows]
         self._row_of[gone[gone >= 0]] = _NOWHERE
         self._neuron_at[rows], self._used[rows] = _NOWHERE, _NEVER
 
-    def _vacated(self, count: int) -> Numbers:
+    def _vacated(self, count: int) -> IntArray:
         """Return `count` rows for new records: free ones, then the least recently used, the first of equal ones."""
         if not count:
             return np.empty(0, np.int64)

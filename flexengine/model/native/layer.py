@@ -7,8 +7,8 @@ Of prompts, most rows have no logits. In the last layer only keys and values of 
 calls before attention are two: keys | values of all rows, queries of some.
 
 If the pages of the KV cache are at hand, one call computes the whole layer, attention too, and layers after it whose
-weights and pages are at hand. halving.py tells which layers compute so. Dtypes other than fp32, GPUs, and passes that
-watch or replace modules use the modules.
+weights and pages are at hand. native/recognise.py tells which layers compute so. Dtypes other than fp32, GPUs, and
+passes that watch or replace modules use the modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,16 @@ from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import Recorded
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
-from flexengine.model.fused import ACTS
-from flexengine.model.layer_kinds import Kind
-from flexengine.model.layer_parts import HEAD_NORMS, Parts
 from flexengine.model.linear import FastLinear, unwatched
+from flexengine.model.native.fused import ACTS
+from flexengine.model.native.parts import HEAD_NORMS, LayerParts
+from flexengine.model.native.shared import LayerKind
 
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
 
 
-class Bound(NamedTuple):
+class BoundWeights(NamedTuple):
     """The weights of a layer as they are bound now.
 
     Attributes:
@@ -43,7 +43,7 @@ class Bound(NamedTuple):
         biases: by linear module, its bias in fp32; None for none.
         given: the tensors that the calls read.
         addresses: of these.
-        format: their number in `Kind.formats`.
+        format: their number in `LayerKind.formats`.
     """
 
     parameters: list[Any]
@@ -54,7 +54,7 @@ class Bound(NamedTuple):
     format: int
 
 
-class Halves:
+class NativeLayer:
     """The calls of one layer. Layers of a kind share recorded calls, as adding the steps of a call takes as long as
     small products.
 
@@ -67,7 +67,7 @@ class Halves:
         last: whether only a norm and the output projection follow, so that only rows with logits are needed.
     """
 
-    def __init__(self, layer: Any, parts: Parts, options: dict[str, Any], kind: Kind) -> None:
+    def __init__(self, layer: Any, parts: LayerParts, options: dict[str, Any], kind: LayerKind) -> None:
         self.parts, self.attention, self.options, self.kind = parts, parts.attention, options, kind
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -77,8 +77,8 @@ class Halves:
         self._layer_norms = [m for m in modules if isinstance(m, nn.LayerNorm)]
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
         self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
-        self._bound: Bound | None = None
-        self.following: Halves | None = None
+        self._bound: BoundWeights | None = None
+        self.following: NativeLayer | None = None
         self.joined = self.last = False
 
     def usable(self, hidden: Tensor, positions: Any) -> bool:
@@ -113,7 +113,7 @@ class Halves:
         return type(getattr(*self.parts.act)).__name__
 
     def _angles(self, positions: Any, rows: int) -> list[Tensor] | None:
-        """Return what `Kind.angles` returns, or nothing for positions that are not rotary."""
+        """Return what `LayerKind.angles` returns, or nothing for positions that are not rotary."""
         return self.kind.angles(positions, (1, rows, self.attention.head_dim)) if self.parts.rotary else []
 
     def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
@@ -162,15 +162,15 @@ class Halves:
             out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
         return out
 
-    def _together(self, rows: int) -> list[tuple["Halves", PagedAttention]]:
+    def _together(self, rows: int) -> list[tuple["NativeLayer", PagedAttention]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
         given: Sequence[PagedAttention] = getattr(greenlet.getcurrent(), "paged", ())
-        dim, parts, found = self.attention.head_dim, self.parts, list[tuple[Halves, PagedAttention]]()
+        dim, parts, found = self.attention.head_dim, self.parts, list[tuple[NativeLayer, PagedAttention]]()
         sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
         if not given or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
         most = max(1, MOST_PRODUCTS // (rows * sum(m.in_features * m.out_features for m in self._linear)))
-        format, layer = self._bind().format, cast(Halves | None, self)
+        format, layer = self._bind().format, cast(NativeLayer | None, self)
         for paged in given[:most]:
             if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
                 break
@@ -180,12 +180,14 @@ class Halves:
             layer = layer.following
         return found
 
-    def _layers(self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["Halves", PagedAttention]]) -> Tensor:
+    def _layers(
+        self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["NativeLayer", PagedAttention]]
+    ) -> Tensor:
         """Compute whole layers. Return the output of the last one, [rows, hidden].
 
         Args:
             x: [rows, hidden], input of the first layer.
-            angles: as in `Kind.angles`.
+            angles: as in `LayerKind.angles`.
             layers: what `_together` returned.
         """
         x, paged, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
@@ -225,15 +227,18 @@ class Halves:
             return self.kind.scratch.results.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
-    def _addresses(self, bound: Bound, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
+    def _addresses(self, bound: BoundWeights, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
         """Return the addresses of a recorded call, which writes the results."""
         to = (*results, self.kind.scratch.block)
         return [*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)]
 
     def _call(
-        self, part: Callable[..., list[Tensor]], bound: Bound, given: Sequence[Tensor],
+        self,
+        part: Callable[..., list[Tensor]],
+        bound: BoundWeights,
+        given: Sequence[Tensor],
         paged: PagedAttention | None = None,
-    ) -> Recorded:  # fmt: skip
+    ) -> Recorded:
         """Return the call of a part of the layer, or of the whole, for tensors of these shapes.
 
         Args:
@@ -256,7 +261,7 @@ class Halves:
         self._bound = None
         self.kind.release()
 
-    def _bind(self) -> Bound:
+    def _bind(self) -> BoundWeights:
         """Return the weights that the modules have now."""
         parameters = [holder[name] for holder, name in self._parameters]
         how = [(m.packed, m.product.compute) for m in self._linear]
@@ -275,20 +280,20 @@ class Halves:
         addresses = [x.data_ptr() for x in given]
         if not all(addresses):
             raise RuntimeError("a weight of a layer that calls of kernels compute is not in memory")
-        self._bound = Bound(parameters, how, biases, given, addresses, number)
+        self._bound = BoundWeights(parameters, how, biases, given, addresses, number)
         return self._bound
 
-    def _before(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+    def _before(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
         return self._projections(steps, bound, x, angles, (self.parts.q, self.parts.k, self.parts.v))
 
-    def _keys_and_values(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+    def _keys_and_values(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
         return self._projections(steps, bound, x, angles, (self.parts.k, self.parts.v))
 
-    def _queries(self, steps: Steps, bound: Bound, x: Tensor, *angles: Tensor) -> list[Tensor]:
+    def _queries(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
         return self._projections(steps, bound, x, angles, (self.parts.q,))
 
     def _projections(
-        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear]
+        self, steps: Steps, bound: BoundWeights, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear]
     ) -> list[Tensor]:
         """Return the results of the layer's projections for queries, keys and values, or of some of these."""
         dim = self.attention.head_dim
@@ -298,9 +303,14 @@ class Halves:
         return results
 
     def _project(
-        self, steps: Steps, bound: Bound, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear],
+        self,
+        steps: Steps,
+        bound: BoundWeights,
+        x: Tensor,
+        angles: Sequence[Tensor],
+        modules: Sequence[FastLinear],
         results: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the projections of some rows to the results, [rows, heads, head_dim]."""
         parts, normed = self.parts, _norm(steps, x, self.parts.before)
         norms = {parts.q: self.attention.q_norm, parts.k: self.attention.k_norm} if self._head_norms else {}
@@ -321,13 +331,13 @@ class Halves:
             for i, (y, result) in enumerate(rotated):
                 steps.rotate(y, cos, sin, beside=i > 0, out=result)
 
-    def _after(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor) -> list[Tensor]:
+    def _after(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor) -> list[Tensor]:
         out = steps.new(x.shape)
         for rows in steps.parts(len(x), PART):
             self._feed(steps, bound, x[rows], attended[rows], out[rows])
         return [out]
 
-    def _feed(self, steps: Steps, bound: Bound, x: Tensor, attended: Tensor, out: Tensor) -> None:
+    def _feed(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor, out: Tensor) -> None:
         """Write the layer's output of some rows."""
         parts, act = self.parts, ACTS[self._act_name]
         x = self._product(steps, bound, attended, parts.out, residual=x)
@@ -339,7 +349,7 @@ class Halves:
             inner = steps.gate(gate, self._product(steps, bound, normed, parts.up, beside=True), act)
         self._product(steps, bound, inner, parts.down, residual=x, out=out)
 
-    def _whole(self, steps: Steps, bound: Bound, x: Tensor, *rest: Any) -> list[Tensor]:
+    def _whole(self, steps: Steps, bound: BoundWeights, x: Tensor, *rest: Any) -> list[Tensor]:
         *angles, paged = rest
         q, k, v = self._before(steps, bound, x, *angles)
         attended = steps.append_and_attend(q, k, v, paged, self.options["scaling"], self.options["softcap"])
@@ -347,9 +357,14 @@ class Halves:
 
     @staticmethod
     def _product(
-        steps: Steps, bound: Bound, x: Tensor, module: FastLinear, residual: Tensor | None = None, beside: bool = False,
+        steps: Steps,
+        bound: BoundWeights,
+        x: Tensor,
+        module: FastLinear,
+        residual: Tensor | None = None,
+        beside: bool = False,
         out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return module.product.add_to(steps, x, module, bound.biases[module], residual, beside, out)
 
 
@@ -363,5 +378,5 @@ def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False, out: Tenso
 def release(model: Any) -> None:
     """Drop what layers keep from call to call: memory for intermediate results, and references to weights."""
     for module in model.modules():
-        if isinstance(module, PausingLayer) and module.halves is not None:
-            module.halves.release()
+        if isinstance(module, PausingLayer) and module.native is not None:
+            module.native.release()

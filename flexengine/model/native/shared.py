@@ -1,4 +1,4 @@
-"""Calls and memory that layers of equal settings share if native kernels compute them (halves.py)."""
+"""Calls and memory that layers of equal settings share if native kernels compute them (native/layer.py)."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -12,8 +12,8 @@ from flexengine.kernels.recycled import Recycled
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 
 
-class Proof(Protocol):
-    """Comparison of the calls with the modules (halving.py)."""
+class LayerProof(Protocol):
+    """Comparison of the calls with the modules (native/recognise.py)."""
 
     @property
     def succeeded(self) -> bool:
@@ -43,7 +43,7 @@ class Scratch:
         self.results.release()
 
 
-class Kind:
+class LayerKind:
     """Calls and memory of layers of equal settings.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kind:
         recent: page tables, key and call of the last whole layer; the next layers of a sweep have the same.
     """
 
-    def __init__(self, trial: "Proof | None", scratch: Scratch) -> None:
+    def __init__(self, trial: "LayerProof | None", scratch: Scratch) -> None:
         self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
         self._calls: dict[Hashable, Recorded] = {}  # the one used last is the last one
         self.release()

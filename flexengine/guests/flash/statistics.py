@@ -14,7 +14,7 @@ ROWS, WINDOW = 8, 16  # most rows of a union, most tokens of a window
 
 
 @dataclass(frozen=True)
-class Sharing:
+class NeuronSharing:
     """How much the active neurons of several tokens have in common.
 
     Attributes:
@@ -33,9 +33,9 @@ class Sharing:
         return tuple(after - before for before, after in zip(self.window, self.window[1:], strict=False))
 
 
-def sharing(trace: Trace) -> Sharing:
+def sharing(trace: Trace) -> NeuronSharing:
     """Return the statistics of a trace."""
-    return Sharing(active_share(trace), row_unions(trace), window_unions(trace))
+    return NeuronSharing(active_share(trace), row_unions(trace), window_unions(trace))
 
 
 def active_share(trace: Trace) -> float:

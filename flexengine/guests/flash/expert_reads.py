@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.tier.base import Region
-from flexengine.worker.demand_reads import DemandReads
+from flexengine.worker.on_demand import DemandReads
 
 PIECE = 16 << 20  # bytes; experts of 352 MB were read at 2.20 GB/s in such pieces, at 2.22 whole, at 1.99 in 8 MiB
 
@@ -22,7 +22,7 @@ Pair = tuple[Region, Tensor]  # source and target of a read
 
 
 @dataclass(eq=False)
-class Read:
+class ExpertRead:
     """One expert that is read.
 
     Attributes:
@@ -54,12 +54,12 @@ class ExpertReads:
 
     def __init__(self, disk: DemandReads, stages: list[Tensor] | None) -> None:
         self.disk, self.stages = disk, stages
-        self._needed, self._early, self._lock = deque[Read](), deque[Read](), threading.Lock()
+        self._needed, self._early, self._lock = deque[ExpertRead](), deque[ExpertRead](), threading.Lock()
         self._thread = ThreadPoolExecutor(1, "flexengine-experts", lambda: torch.set_grad_enabled(False))
 
-    def begin(self, pairs: Iterable[Pair], early: bool = False) -> Read:
+    def begin(self, pairs: Iterable[Pair], early: bool = False) -> ExpertRead:
         """Begin to read one expert."""
-        read = Read(deque(pieces(pairs)))
+        read = ExpertRead(deque(pieces(pairs)))
         count = len(read.left)
         with self._lock:
             (self._early if early else self._needed).append(read)
@@ -67,7 +67,7 @@ class ExpertReads:
             self._thread.submit(self._step)
         return read
 
-    def need(self, read: Read) -> int:
+    def need(self, read: ExpertRead) -> int:
         """Have an early read go on before other early ones. Return the bytes of it that have begun."""
         with self._lock:
             if read in self._early:
@@ -75,7 +75,7 @@ class ExpertReads:
                 self._needed.append(read)
             return read.nbytes
 
-    def stop(self, read: Read) -> int:
+    def stop(self, read: ExpertRead) -> int:
         """Drop what has not begun of an early read, and an error of it. Return the bytes that have begun.
 
         A piece may still be read. Its target can be given to another read at once, as that begins after the piece.
@@ -101,7 +101,7 @@ class ExpertReads:
         with self._lock:
             self._end(read, error)
 
-    def _end(self, read: Read, error: BaseException | None) -> None:
+    def _end(self, read: ExpertRead, error: BaseException | None) -> None:
         """End a read whose last piece was read, or failed, unless it was stopped."""
         for queue in (self._needed, self._early):
             if read in queue and (error is not None or not read.left):

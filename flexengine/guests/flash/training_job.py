@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from flexengine.activity import activity
-from flexengine.engine.calibration import Calibrator, Score
+from flexengine.engine.calibrator import Calibrator, Score
 from flexengine.engine.core import Core
 from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.flash import statistics, trained
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.statistics import Trace
-from flexengine.flash.traces import Recorded, Recorder
-from flexengine.flash.trained import LayerPredictor, Trained
-from flexengine.flash.training import MIN_STRETCHES, Errors, Settings, divide, train
-from flexengine.model.neurons import FeedForward
+from flexengine.guests.flash import statistics, trained
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.statistics import Trace
+from flexengine.guests.flash.traces import RecordedLayer, TraceRecorder
+from flexengine.guests.flash.trained import LayerPredictor, Trained
+from flexengine.guests.flash.training import MIN_STRETCHES, PredictionErrors, Settings, divide, train
 from flexengine.model.prepare import prepared
 from flexengine.model.tokenizer import opening, spread, token_ids
 
@@ -38,7 +38,7 @@ PROBE = 2  # stretches that are read first, to measure the share of active neuro
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """The stretches of text that the model reads.
 
     Attributes:
@@ -70,7 +70,7 @@ class TextEngine(Protocol):
     def score(self) -> Score: ...
 
 
-def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: int) -> Text:
+def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: int) -> TrainingText:
     """Return the stretches of a text, spread evenly over it.
 
     Args:
@@ -84,42 +84,50 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
         InvalidInput: there is no tokenizer, or the text is too short.
     """
     if tokenizer is None:
-        raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text; put its tokenizer files beside"
-                           " it")  # fmt: skip
+        raise InvalidInput(
+            "the checkpoint has no tokenizer, so it cannot read a text; put its tokenizer files beside it"
+        )
     begin, ids = opening(tokenizer), token_ids(tokenizer, content, special=False)
     length = min(STRETCH + 1, context or STRETCH + 1)  # with the token that is not computed
     count = tokens // (length - 1)
     if length <= MIN_STRETCH or count < MIN_STRETCHES:
         each = max(length - 1, MIN_STRETCH)
-        raise InvalidInput(f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens"
-                           f" in a context of {context} are given; give {MIN_STRETCHES * each:,} tokens or"
-                           " more")  # fmt: skip
+        raise InvalidInput(
+            f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens"
+            f" in a context of {context} are given; give {MIN_STRETCHES * each:,} tokens or"
+            " more"
+        )
     rows = spread(begin, ids, count, length - len(begin))
     if not rows:
         needed = count * (length - len(begin))
-        raise InvalidInput(f"{name} has {len(ids):,} tokens; {count} stretches take {needed:,}; give fewer tokens, or a"
-                           " longer text")  # fmt: skip
+        raise InvalidInput(
+            f"{name} has {len(ids):,} tokens; {count} stretches take {needed:,}; give fewer tokens, or a longer text"
+        )
     unique = {tuple(row[:-1]): tuple(row) for row in rows}
     if len(unique) < MIN_STRETCHES:
         raise InvalidInput(f"{name} repeats itself: only {len(unique)} of {count} stretches differ; give another text")
-    return Text(name, tuple(unique.values()))
+    return TrainingText(name, tuple(unique.values()))
 
 
 def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
     """Return the block of each layer that has a sparse one, else None. Raise UnsupportedModel if no layer has one."""
-    found = core.opened.found
+    found = core.opened.flash.feed_forward
     if not any(found):
-        raise UnsupportedModel(f"{core.source.name} has no feed-forward block that flash mode knows, with one row of a"
-                               " matrix for each neuron")  # fmt: skip
+        raise UnsupportedModel(
+            f"{core.source.name} has no feed-forward block that flash mode knows, with one row of a"
+            " matrix for each neuron"
+        )
     if not any(block.sparse for block in found if block):
         names = sorted({block.activation for block in found if block})
-        raise UnsupportedModel(f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron;"
-                               " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint, or --sparsify"
-                               " SHARE, such as 0.7, which is lossy")  # fmt: skip
+        raise UnsupportedModel(
+            f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron;"
+            " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint, or --sparsify"
+            " SHARE, such as 0.7, which is lossy"
+        )
     return tuple(block if block and block.sparse else None for block in found)
 
 
-def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
+def predictors(engine: TextEngine, text: TrainingText, settings: Settings) -> Trained:
     """Return the predictors of an engine's model, from the cache if they were trained before.
 
     Raises:
@@ -129,8 +137,10 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     """
     core = engine.core
     blocks = sparse_blocks(core)
-    files, about = core.opened.given, {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text),
-                                       **asdict(settings)}  # fmt: skip
+    files, about = (
+        core.opened.given,
+        {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text), **asdict(settings)},
+    )
     if (sparse_text := engine.calibrator.sparse_text) is not None:
         about |= {trained.SPARSITY: list(core.lossy.sparsity or ()), trained.THRESHOLDS_TEXT: sparse_text.digest}
     checkpoint = trained.checkpoint_key(files)
@@ -154,7 +164,7 @@ def predictors(engine: TextEngine, text: Text, settings: Settings) -> Trained:
     return trained.load(directory, checkpoint, blocks)
 
 
-def _tokens(text: Text) -> int:
+def _tokens(text: TrainingText) -> int:
     return sum(map(len, text.stretches))
 
 
@@ -163,14 +173,14 @@ class _Training:
     """One training of all layers. Attributes: as the arguments of `predictors`, and the sparse blocks."""
 
     engine: TextEngine
-    text: Text
+    text: TrainingText
     settings: Settings
     blocks: tuple[FeedForward | None, ...]
 
     def layers(self, folder: Path) -> tuple[LayerPredictor | None, ...]:
         """Return the predictor of each layer. folder: of temporary files."""
         sparse = [block for block in self.blocks if block]
-        with Recorder(sparse, self.text.stretches, folder) as recorder:
+        with TraceRecorder(sparse, self.text.stretches, folder) as recorder:
             self._read(recorder)
             self.engine.core.drop_weights()
             text = f"training the predictors of {len(sparse)} layers, once for this model and text"
@@ -182,7 +192,7 @@ class _Training:
         each = iter(made)
         return tuple(next(each) if block else None for block in self.blocks)
 
-    def _read(self, recorder: Recorder) -> None:
+    def _read(self, recorder: TraceRecorder) -> None:
         """Let the model read the text. Raise InvalidInput if too many neurons are active."""
         rows, tokens = self.text.rows, _tokens(self.text)
         self.engine.planner.prefill_tokens = len(rows[0]) - 1
@@ -199,22 +209,29 @@ class _Training:
     def _check(self, shares: Sequence[float]) -> None:
         if (mean := float(np.mean(shares))) > MAX_ACTIVE:
             core = self.engine.core
-            remedy = ("use a checkpoint that was trained to be sparse (ReLU-fied)" if core.lossy.sparsify is None else
-                      f"raise --sparsify, which is {core.lossy.sparsify}")  # fmt: skip
-            raise InvalidInput(f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
-                               f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
-                               f" {remedy}, or run without flash mode")  # fmt: skip
+            remedy = (
+                "use a checkpoint that was trained to be sparse (ReLU-fied)"
+                if core.lossy.sparsify is None
+                else f"raise --sparsify, which is {core.lossy.sparsify}"
+            )
+            raise InvalidInput(
+                f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
+                f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
+                f" {remedy}, or run without flash mode"
+            )
 
-    def check_named(self, errors: Errors) -> None:
+    def check_named(self, errors: PredictionErrors) -> None:
         """Raise InvalidInput if the predictors name too many neurons."""
         if errors.predicted_share > MAX_ACTIVE:
-            raise InvalidInput(f"predictors that miss {errors.misses:.1%} of the active neurons of"
-                               f" {self.engine.core.source.name} name {errors.predicted_share:.1%} of all neurons for a"
-                               f" token; above {MAX_ACTIVE:.0%}, reading only these takes no less time than reading"
-                               f" all; allow more misses than {self.settings.misses:g} (--misses), raise --rank, or let"
-                               " flash be oracle")  # fmt: skip
+            raise InvalidInput(
+                f"predictors that miss {errors.misses:.1%} of the active neurons of"
+                f" {self.engine.core.source.name} name {errors.predicted_share:.1%} of all neurons for a"
+                f" token; above {MAX_ACTIVE:.0%}, reading only these takes no less time than reading"
+                f" all; allow more misses than {self.settings.misses:g} (--misses), raise --rank, or let"
+                " flash be oracle"
+            )
 
-    def _layer(self, recorded: Recorded) -> LayerPredictor:
+    def _layer(self, recorded: RecordedLayer) -> LayerPredictor:
         """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""
         predictor, errors = train(recorded, self.settings, self.engine.core.machine.compute)
         held_out = recorded.part(divide(len(recorded.x)).held_out)
@@ -222,8 +239,6 @@ class _Training:
         return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted))
 
 
-def predicted_trace(predictor: Predictor, recorded: Recorded) -> Trace:
+def predicted_trace(predictor: Predictor, recorded: RecordedLayer) -> Trace:
     """Return the neurons that are predicted active, bool [stretches, tokens, neurons]."""
     return np.stack([predictor.active(x.float()).numpy() for x in recorded.x])
-
-

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from flexengine.activity import tick
 from flexengine.errors import InvalidInput
-from flexengine.flash.predictors import Predictor
-from flexengine.flash.traces import Recorded
+from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.traces import RecordedLayer
 
 MIN_STRETCHES = 10
 MAX_MISSES = 0.5
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Errors:
+class PredictionErrors:
     """Counts of the predictions for some tokens, in neurons.
 
     Attributes:
@@ -64,8 +64,10 @@ class Errors:
     predicted: int
     missed: int
 
-    def __add__(self, other: "Errors") -> "Errors":
-        return Errors(*(getattr(self, n) + getattr(other, n) for n in ("total", "active", "predicted", "missed")))
+    def __add__(self, other: "PredictionErrors") -> "PredictionErrors":
+        return PredictionErrors(
+            *(getattr(self, n) + getattr(other, n) for n in ("total", "active", "predicted", "missed"))
+        )
 
     @property
     def misses(self) -> float:
@@ -103,8 +105,10 @@ class Division:
 def divide(stretches: int) -> Division:
     """Return the division of the stretches of a text. Raise InvalidInput if there are too few."""
     if stretches < MIN_STRETCHES:
-        raise InvalidInput(f"there are {stretches} stretches of text; training predictors takes at least"
-                           f" {MIN_STRETCHES}; give more tokens")  # fmt: skip
+        raise InvalidInput(
+            f"there are {stretches} stretches of text; training predictors takes at least"
+            f" {MIN_STRETCHES}; give more tokens"
+        )
     numbers = range(stretches)
     train = [n for n in numbers if n % 10 < 8]
     return Division(train, [n for n in numbers if n % 10 == 8], [n for n in numbers if n % 10 == 9])
@@ -118,7 +122,7 @@ def ranks(width: int, neurons: int, rank: int | None) -> tuple[int, ...]:
     return tuple(sorted({min(r, width, neurons) for r in tried}))
 
 
-def train(recorded: Recorded, settings: Settings, device: torch.device) -> tuple[Predictor, Errors]:
+def train(recorded: RecordedLayer, settings: Settings, device: torch.device) -> tuple[Predictor, PredictionErrors]:
     """Return the predictor of one layer and its errors on the stretches that measure.
 
     Args:
@@ -155,7 +159,7 @@ class Samples:
         return bits.flatten(1)[:, : self.neurons].bool()
 
 
-def _flat(recorded: Recorded, device: torch.device) -> Samples:
+def _flat(recorded: RecordedLayer, device: torch.device) -> Samples:
     bits = torch.from_numpy(recorded.bits)
     return Samples(recorded.x.flatten(0, 1).to(device), bits.flatten(0, 1).to(device), recorded.neurons)
 
@@ -190,7 +194,7 @@ class _Model(nn.Module):
             return Predictor(a.bfloat16().contiguous(), self.b.bfloat16().contiguous(), bias.float())
 
 
-def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings) -> tuple[Predictor, Errors]:
+def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings) -> tuple[Predictor, PredictionErrors]:
     """Return the predictor of the round with the fewest false alarms, with its threshold, and its errors on the samples
     that choose."""
     torch.manual_seed(settings.seed)
@@ -200,7 +204,7 @@ def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings)
     model = _Model(samples, rank, frequency, weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     steps = max(MIN_STEPS, -(-tokens // BATCH))  # of a round
-    best: tuple[Predictor, Errors] | None = None
+    best: tuple[Predictor, PredictionErrors] | None = None
     best_number = 0
     for number in range(ROUNDS):
         for step in range(steps):
@@ -239,7 +243,7 @@ def _frequency(samples: Samples) -> Tensor:
     return (counts.double() / len(samples.x)).float()
 
 
-def with_threshold(predictor: Predictor, samples: Samples, misses: float) -> tuple[Predictor, Errors]:
+def with_threshold(predictor: Predictor, samples: Samples, misses: float) -> tuple[Predictor, PredictionErrors]:
     """Return a predictor with the highest threshold whose share of misses on the samples is at most `misses`, and its
     errors."""
     with torch.no_grad():
@@ -253,12 +257,12 @@ def with_threshold(predictor: Predictor, samples: Samples, misses: float) -> tup
     return (found := replace(predictor, threshold=threshold)), errors(found, samples)
 
 
-def errors(predictor: Predictor, samples: Samples) -> Errors:
+def errors(predictor: Predictor, samples: Samples) -> PredictionErrors:
     """Return the errors of a predictor on some samples."""
-    sums = Errors(0, 0, 0, 0)
+    sums = PredictionErrors(0, 0, 0, 0)
     for low in range(0, len(samples.x), BATCH):
         part = slice(low, low + BATCH)
         predicted, labels = predictor.active(samples.x[part].float()), samples.labels(part)
         missed = int((labels & ~predicted).sum())
-        sums += Errors(labels.numel(), int(labels.sum()), int(predicted.sum()), missed)
+        sums += PredictionErrors(labels.numel(), int(labels.sum()), int(predicted.sum()), missed)
     return sums

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexengine.model.build import build
 from flexengine.model.forward import PausingLayer
-from flexengine.model.skeleton import Skeleton, build
+from flexengine.model.skeleton import Skeleton
 
-HALVED = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families whose layers compute so
+NATIVE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families whose layers compute so
 TOKENS = 5
 
 

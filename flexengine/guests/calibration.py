@@ -1,0 +1,195 @@
+"""Calibration: the exact model reads a text, in an ordinary job, to measure which errors of encoded weights matter, and
+which magnitudes activations have, for the thresholds of sparsified activations."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexengine import texts
+from flexengine.engine.calibrator import Score
+from flexengine.engine.core import Core
+from flexengine.errors import InvalidInput
+from flexengine.guests.flash import magnitudes
+from flexengine.guests.flash.magnitudes import Magnitudes
+from flexengine.lossy import BUNDLED
+from flexengine.model.importance import ImportanceRecorder, Importances, load
+from flexengine.model.prepare import prepared
+from flexengine.model.shards import save
+from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.model.verify import Verifier
+
+VERSION = 2  # part of the cache's key: raise it when the computed importances change
+MAGNITUDES_VERSION = 1  # likewise
+ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
+PIECE = 128  # tokens of a prefill chunk, for any memory size: the last bits depend on where a prompt is cut
+FILE, MAGNITUDES = "importances.safetensors", "magnitudes.safetensors"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The stretches of text that the exact model reads.
+
+    Attributes:
+        rows: token ids, one tuple per stretch.
+        digest: hex digest of the token ids.
+        prefill_tokens: tokens of a prefill chunk when the model reads the text.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    prefill_tokens: ClassVar[int] = PIECE
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
+
+    def importances(
+        self,
+        source: Path,
+        files: Sequence[Path],
+        dtype: torch.dtype,
+        measured: Callable[[], dict[str, Tensor]],
+        verifier: Verifier | None = None,
+    ) -> Importances:
+        """Return the importances of a model, from the cache if they have been measured before.
+
+        Args:
+            source: the model's directory.
+            files: the model's files, which are part of the cache's key.
+            dtype: dtype of the activations.
+            measured: measure the importances.
+            verifier: compares prepared files with their checksums; None if none are compared.
+
+        Raises:
+            InvalidInput: `measured` raised OSError. Its other errors are raised unchanged.
+        """
+        key = {"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)}
+
+        def build(directory: Path) -> None:
+            save(_explained_read(source, measured), directory / FILE)
+
+        return load(prepared(source, files, build, json.dumps(key), verifier, _short(dtype)) / FILE)
+
+    def magnitudes(
+        self,
+        source: Path,
+        files: Sequence[Path],
+        dtype: torch.dtype,
+        measured: Callable[[], Magnitudes],
+        verifier: Verifier | None = None,
+    ) -> Magnitudes:
+        """Return the magnitudes of a model's activations. Arguments and errors as of `importances`."""
+        key = {"magnitudes": MAGNITUDES_VERSION, "rows": self.digest, "dtype": str(dtype)}
+
+        def build(directory: Path) -> None:
+            _explained_read(source, measured).write(directory / MAGNITUDES)
+
+        made = prepared(source, files, build, json.dumps(key), verifier, f"magnitudes, {_short(dtype)}")
+        return magnitudes.load(made / MAGNITUDES)
+
+    def measure(self, core: Core, score: Score) -> dict[str, Tensor]:
+        """Return the importances of the matrices of an engine's model.
+
+        Args:
+            core: the engine's core.
+            score: the engine's `score`.
+
+        Raises:
+            InvalidInput: a stretch cannot be run.
+        """
+        recorder = ImportanceRecorder(core.skeleton)
+        self._read(recorder.watching(), score)
+        return recorder.means()
+
+    def measure_magnitudes(self, core: Core, score: Score) -> Magnitudes:
+        """Return the magnitudes of the activations of an engine's model. Arguments and errors as of `measure`."""
+        recorder = magnitudes.MagnitudeRecorder([block for block in core.opened.flash.feed_forward if block])
+        self._read(recorder.watching(), score)
+        return recorder.magnitudes()
+
+    def _read(self, watching: AbstractContextManager[None], score: Score) -> None:
+        with watching:
+            results = score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows])
+        if bad := next((r for r in results if r.error is not None), None):
+            raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _explained_read(source: Path, measured: Callable[[], T]) -> T:
+    """Return what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
+    try:
+        return measured()
+    except OSError as error:  # of the checkpoint or the offload directory, not of the cache's directory
+        raise InvalidInput(f"calibrating with {source} failed: {error}") from error
+
+
+def check(name: str, tokenizer: Any) -> None:
+    """Raise InvalidInput if there is no tokenizer or the file cannot be opened. Read at most one byte.
+
+    Args:
+        name: name of a UTF-8 file, or BUNDLED.
+        tokenizer: None if the checkpoint has none.
+    """
+    if tokenizer is None:
+        raise InvalidInput(
+            "the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
+            " tokenizer files beside it, or leave calibrate and sparsify out"
+        )
+    if name != BUNDLED:
+        if Path(name).is_fifo() or Path(name).is_char_device():
+            raise InvalidInput(
+                f"{name}, to calibrate with, is a pipe or a device, but it must be read more than once;"
+                " give a UTF-8 text file"
+            )
+        with _explained(name), Path(name).open("rb") as file:
+            file.read(1)
+
+
+def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
+    """Return the stretches of a text.
+
+    Args:
+        name: name of a UTF-8 file, or BUNDLED.
+        tokenizer: None if the checkpoint has none.
+        context: most tokens of a sequence; None if there is no limit.
+
+    Raises:
+        InvalidInput: there is no tokenizer, the text cannot be read, or it is too short.
+    """
+    check(name, tokenizer)
+    begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
+    length = min(TOKENS, context or TOKENS) - len(begin)
+    rows = spread(begin, ids, ROWS, length)
+    if not rows:
+        raise InvalidInput(
+            f"{name} has {len(ids):,} tokens; calibrating takes {ROWS * length:,}; give a longer text,"
+            " or leave the name out to use the bundled text"
+        )
+    return Calibration(tuple(map(tuple, rows)))
+
+
+def read(name: str) -> str:
+    """Return the text of a UTF-8 file, or the bundled text. Raise InvalidInput if the file cannot be read."""
+    if name == BUNDLED:
+        return texts.calibration()
+    with _explained(name):
+        return Path(name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name}, to calibrate with, cannot be read as UTF-8 text: {error}") from error

@@ -1,0 +1,292 @@
+"""An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from flexengine.codec.cache import CacheFormat
+from flexengine.errors import FlexError, InvalidInput
+from flexengine.kernels import load_for
+from flexengine.kernels.base import Compute
+from flexengine.lossy import EXACT, Lossy
+from flexengine.model.build import build
+from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.config import load_config
+from flexengine.model.dtypes import choose_dtype
+from flexengine.model.files import set_links
+from flexengine.model.form import WeightFormat
+from flexengine.model.loading import ByteRange, Origin, differ, origins
+from flexengine.model.skeleton import Skeleton
+from flexengine.model.source import ModelSource, resolve
+from flexengine.plan.facts import ModelFacts
+from flexengine.worker.model_facts import held_dtypes, model_facts
+
+if TYPE_CHECKING:
+    from flexengine.model.importance import Importances
+    from flexengine.model.verify import Verifier
+
+Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
+# What models with lossy switches need, as module:name, which is imported on first use.
+GUESTS = {
+    "flash": "flexengine.guests.flash.model:FlashModel",
+    "formats": "flexengine.model.formats:forms",
+    "encoding": "flexengine.model.encoding:encoded",
+    "formats by layer": "flexengine.worker.layer_formats:read",
+    "range of layers": "flexengine.model.layer_range:use_range",
+}
+
+
+def _no_importances() -> "Importances | None":
+    return None
+
+
+def _no_thresholds() -> Sequence[float]:
+    raise RuntimeError("nothing measures the thresholds of this model")
+
+
+@dataclass
+class OpenModel:
+    """An opened model.
+
+    Attributes:
+        source: directory and files of the model.
+        dtype: dtype of activations.
+        skeleton: the modules, on the meta device.
+        locations: by name, the location of each parameter in the checkpoint.
+        cpu: whether the compute device is a CPU.
+        held: by name, the dtype of each parameter on the device.
+        facts: sizes of the model, for the planner.
+        importances: returns the importances of columns for encoding; None if all columns are equal.
+        thresholds: returns the threshold of each layer for sparsified activations.
+        verifier: compares encoded weights with their checksums; None for no check.
+        lossy: the current lossy switches.
+        origins: by name, the location of each parameter in its format; None before `prepare_weights`.
+    """
+
+    source: ModelSource
+    dtype: torch.dtype
+    skeleton: Skeleton
+    locations: dict[str, Origin]
+    cpu: bool
+    held: dict[str, torch.dtype] = field(init=False)
+    facts: ModelFacts = field(init=False)
+    importances: Callable[[], "Importances | None"] = _no_importances
+    thresholds: Callable[[], Sequence[float]] = _no_thresholds
+    verifier: "Verifier | None" = None
+    lossy: Lossy = EXACT
+    origins: dict[str, Origin] | None = None
+    _flash: Any = None
+
+    @property
+    def flash(self) -> Any:
+        """The weights that are read when tokens use them: a `guests.flash.model.FlashModel`."""
+        if self._flash is None:
+            self._flash = resolve_name(GUESTS["flash"])(self)
+        return self._flash
+
+    @property
+    def forms(self) -> dict[str, WeightFormat]:
+        """Format of each encoded parameter, by name."""
+        return self.skeleton.forms
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that contain the weights; empty if there are no weights."""
+        paths = {run.path for origin in self.locations.values() for run in origin.runs}
+        return sorted(path for path in paths if path != Path())
+
+    @property
+    def given(self) -> list[Path]:
+        """The user's own files. They are the key of encoded weights: converted files may be made again."""
+        return list(self.source.given) or self.files
+
+    def use(self, lossy: Lossy) -> None:
+        """Set the lossy switches, and the formats and facts that depend on the switches. Weights must not be loaded.
+        Weights `mixed` stay as in the checkpoint until their formats are chosen.
+
+        Raises:
+            InvalidInput: a switch cannot be combined with the device or the dtype, or formats of layers are of another
+                model.
+        """
+        if lossy.file is not None:
+            lossy = resolve_name(GUESTS["formats by layer"])(lossy, self.source.name, self.skeleton.total)
+        if reason := self.refusal(lossy):
+            raise InvalidInput(reason)
+        before = self.lossy
+        try:
+            self._set(lossy)
+        except FlexError:  # predictors may be damaged
+            if lossy != before:
+                self._set(before)
+            raise
+
+    def _set(self, lossy: Lossy) -> None:
+        """Set the lossy switches, which are not refused."""
+        self.lossy, skeleton, flash = lossy, self.skeleton, lossy.flash or lossy.sparsify is not None
+        skeleton.product.compute = cast(Compute | None, lossy.compute)
+        if self._flash is not None:
+            self._flash.put_back()
+        skeleton.use_forms({})  # also of weights that are taken out of their layers now
+        encodable = self._formats("int8" if lossy.compute == "bf16" else None)
+        self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu, encodable)
+        kept = set[str]()
+        if flash or self._flash is not None:
+            self.flash.take_out(lossy)
+            kept = self.flash.plain
+        skeleton.use_forms({name: form for name, form in self._formats(lossy.coded).items() if name not in kept})
+        self.held |= dict.fromkeys(self.forms, torch.uint8)
+        self.origins = None if self.forms else self.locations
+        self.facts = self._facts(lossy)
+        if flash:
+            self.facts = replace(self.facts, blocks=self.flash.facts())
+
+    def _formats(self, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
+        """Return the format of every matrix that is encoded; see `model.formats.forms`."""
+        formats: dict[str, WeightFormat] = {}
+        return formats if codecs is None else resolve_name(GUESTS["formats"])(self.skeleton, codecs)
+
+    def _facts(self, lossy: Lossy) -> ModelFacts:
+        """Return the sizes of the model, without those of blocks that are read when tokens use them."""
+        facts = model_facts(self.skeleton, self.locations, self.held, self.dtype)
+        kernels = load_for(torch.device("cpu" if self.cpu else "cuda"))
+        scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
+        scratch *= 2 if self.cpu else 1  # calls of whole layers keep theirs (`Cache.paged`) beside those of attention
+        facts = replace(facts, topk=lossy.sparse_attention, scratch=scratch, gpu=not self.cpu)
+        facts = replace(facts, kv_form=lossy.cache or "")
+        if lossy.cache == "bf16":
+            return replace(facts, kv_kept=2 * facts.kv_heads * facts.head_dim * torch.bfloat16.itemsize)
+        if bits := lossy.cache_bits:
+            form = self.cache_form(bits)
+            return replace(facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+        return facts
+
+    def refusal(self, lossy: Lossy) -> str | None:
+        """Return the reason why `use` refuses these switches; None if `use` accepts them."""
+        switch = next((name for name in ("compute", "cache") if getattr(lossy, name) == "bf16"), None)
+        if switch and not (self.cpu and self.dtype == torch.float32):
+            return (
+                f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for CPUs"
+                " that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in bf16"
+            )
+        reason: str | None = None
+        if lossy.flash or lossy.sparsify is not None:
+            reason = self.flash.refusal(lossy)
+        if reason is None and isinstance(lossy.weights, tuple) and len(lossy.weights) != self.skeleton.total:
+            reason = (
+                f"weights has formats for {len(lossy.weights)} layers, but the model has {self.skeleton.total}; give"
+                " one format per layer"
+            )
+        if reason is None and lossy.compute == "bf16" and lossy.decided:
+            reason = self._transposed(lossy)
+        return reason
+
+    def _transposed(self, lossy: Lossy) -> str | None:
+        """Return why matrices cannot be multiplied in bf16; None if they can."""
+        plain = set(self._formats("int8")) - set(self._formats(lossy.coded))
+        if not (transposed := plain - self.skeleton.matrices):
+            return None
+        return (
+            f"compute is 'bf16', but the model has {len(transposed)} transposed matrices, such as {min(transposed)},"
+            " which are multiplied in fp32; encode them with weights int8 or fewer bits, or let compute be 'int8'"
+        )
+
+    def cache_form(self, bits: int) -> CacheFormat:
+        """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""
+        return CacheFormat(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
+
+    def prepare(self) -> None:
+        """Measure thresholds, encode weights and write records of neurons, if the switches need them and the cache
+        lacks them. This takes memory, and writes to the cache.
+
+        Raises:
+            The errors of `model.encoding.encoded` and of `guests.flash.bundles.prepare_bundles`.
+        """
+        if self.lossy.flash or self.lossy.sparsify is not None:
+            self.flash.prepare()
+        self.prepare_weights()
+
+    def prepare_weights(self) -> dict[str, Origin]:
+        """Return, by name, the location of each parameter in its format, after encoding weights that are not encoded
+        yet. Raise as `model.encoding.encoded`."""
+        if self.origins is None:
+            checkpoint = self.source.directory, self.given, self.locations
+            encoded = resolve_name(GUESTS["encoding"])
+            made = encoded(*checkpoint, self.forms, self.importances(), self.verifier)
+            self.origins = {**self.locations, **made}
+        return self.origins
+
+
+def open_model(
+    model: str | None,
+    dtype: str | None,
+    kind: str,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+    lossy: Lossy = EXACT,
+    verifier: "Verifier | None" = None,
+    layers: Layers | None = None,
+    allow_symlinks: bool = False,
+) -> OpenModel:
+    """Return an opened model.
+
+    Args:
+        model: see `model.source.resolve`.
+        dtype: see `model.dtypes.named_dtype`.
+        kind: kind of machine: cpu, sim or cuda.
+        trust_remote_code: whether the model's own Python code may run.
+        weights: False also accepts a directory that has only a config.json; its weights then count as stored in the
+            config's dtype.
+        lossy: switches for the formats of weights and cache.
+        verifier: see `model.source.resolve`.
+        layers: first layer, and last layer + 1, to hold, or a function of the number of layers that returns them; None
+            for all.
+        allow_symlinks: see `model.source.resolve`.
+
+    Raises:
+        InvalidInput: the model does not have these layers.
+        ModelNotFound: the model is not found.
+        UnsupportedModel: the model cannot be run.
+        BadCheckpoint: a file is damaged.
+    """
+    bare = model is not None and not weights and _is_bare(Path(model))
+    if bare:
+        set_links(Path(str(model)), allow_symlinks)
+    source = (
+        ModelSource(Path(str(model)), Path(str(model)).resolve().name)
+        if bare
+        else resolve(model, trust_remote_code, verifier, allow_symlinks)
+    )
+    config = load_config(source.directory, trust_remote_code)
+    computing = choose_dtype(dtype, config, kind)
+    with torch.no_grad():
+        skeleton = build(source.directory, computing, trust_remote_code)
+    tensors = {} if bare else read_checkpoint(source.directory)
+    skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
+    if layers is not None:
+        use_range = resolve_name(GUESTS["range of layers"])
+        use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
+    if bare:
+        own = getattr(config, "dtype", None)
+        stored = _assumed(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
+    else:
+        stored = origins(tensors, skeleton.wanted, skeleton.loading)
+    opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
+    opened.use(lossy)
+    return opened
+
+
+def _is_bare(path: Path) -> bool:
+    """Return whether `path` is a directory with a config and no weights."""
+    weights = ("*.safetensors", "pytorch_model*.bin")
+    return (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in weights)
+
+
+def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
+    """Return locations without a file for a model without weights. dtype: of all weights."""
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
+    shapes = skeleton.wanted
+    return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
