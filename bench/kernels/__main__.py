@@ -222,14 +222,15 @@ def model(case: KernelCase, runs: int) -> Record:
     import torch
 
     import flexengine
-    from flexengine.model import fused, skeleton
+    from flexengine.model import build
+    from flexengine.model.native import fused
 
     rows, length, out = case.model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, 40_000, (rows, length), generator=generator).tolist()
     prompts = [{"prompt_token_ids": row} for row in ids]
     sides: dict[str, Any] = {}
-    place: Any = skeleton  # the module in which the function is looked up
+    place: Any = build  # the module in which the function is looked up
     for name, used in (("as transformers has them", lambda _: None), ("fused", fused.use_fused)):
         place.use_fused = used
         sides[name] = flexengine.Engine(device="cpu", lossy=flexengine.Lossy(**case.lossy))

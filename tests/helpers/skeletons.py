@@ -8,7 +8,7 @@ import torch
 
 from flexengine.model import skeleton
 from flexengine.model.skeleton import Skeleton
-from flexengine.worker import opened
+from flexengine.worker import open_model
 
 Key = tuple[str, str, torch.dtype]
 MOST = 16  # skeletons; a model with many layers takes megabytes
@@ -29,4 +29,4 @@ def reuse(patch: pytest.MonkeyPatch) -> None:
             built[key] = skeleton.build(directory, dtype)
         return copy.deepcopy(built[key])
 
-    patch.setattr(opened, "build", build)
+    patch.setattr(open_model, "build", build)
