@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexengine.model import skeleton
+from flexengine.model.build import build as build_skeleton
 from flexengine.model.skeleton import Skeleton
 from flexengine.worker import open_model
 
@@ -21,12 +21,12 @@ def reuse(patch: pytest.MonkeyPatch) -> None:
     def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
         config = directory / "config.json"
         if trust_remote_code or not config.is_file():
-            return skeleton.build(directory, dtype, trust_remote_code)
+            return build_skeleton(directory, dtype, trust_remote_code)
         key = directory.name, config.read_text(errors="replace"), dtype
         if key not in built:
             if len(built) == MOST:
                 del built[next(iter(built))]
-            built[key] = skeleton.build(directory, dtype)
+            built[key] = build_skeleton(directory, dtype)
         return copy.deepcopy(built[key])
 
     patch.setattr(open_model, "build", build)
