@@ -38,25 +38,33 @@ def check_fleet(args: argparse.Namespace) -> None:
     """Raise InvalidInput if the options of a fleet contradict others."""
     if args.ray is None:
         if given := next((name for name in _OWN if getattr(args, name) is not None), None):
-            raise InvalidInput(f"--{given.replace('_', '-')} is {getattr(args, given)}, but it is an option of"
-                               " fleets; give --ray ADDRESS, too, or leave it out")  # fmt: skip
+            raise InvalidInput(
+                f"--{given.replace('_', '-')} is {getattr(args, given)}, but it is an option of"
+                " fleets; give --ray ADDRESS, too, or leave it out"
+            )
         return
     for name in _OWN:
         if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidInput(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if given := next((name for name in _NOT if getattr(args, name)), None):
-        raise InvalidInput(f"--{given.replace('_', '-')} shows one engine, and has no effect with --ray; remove one of"
-                           " them")  # fmt: skip
+        raise InvalidInput(
+            f"--{given.replace('_', '-')} shows one engine, and has no effect with --ray; remove one of them"
+        )
     if (size := ranks()[1]) > 1:
-        raise InvalidInput(f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of"
-                           " several; start one process, whose actors Ray starts")  # fmt: skip
+        raise InvalidInput(
+            f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of"
+            " several; start one process, whose actors Ray starts"
+        )
     workers = getattr(args, "attention_workers", 0)
     if workers and isinstance(workers, int):
-        raise InvalidInput(f"--attention-workers is {workers}, but the engines of --ray are on several machines; start"
-                           " workers with flexengine serve-attention, and give their addresses")  # fmt: skip
+        raise InvalidInput(
+            f"--attention-workers is {workers}, but the engines of --ray are on several machines; start"
+            " workers with flexengine serve-attention, and give their addresses"
+        )
     if args.interface is not None and (args.stages or 1) == 1:
-        raise InvalidInput(f"--interface is {args.interface}, but actors of one process need none; leave it out, or"
-                           " give --stages")  # fmt: skip
+        raise InvalidInput(
+            f"--interface is {args.interface}, but actors of one process need none; leave it out, or give --stages"
+        )
 
 
 @contextmanager

@@ -40,8 +40,9 @@ def parser(files: bool = True) -> Parser:
     Args:
         files: False without the positionals that only export and import have.
     """
-    p = Parser("helm", "Run scenarios of HELM. All requests of a suite are one batch.", _END,
-               "run|export|import [FILE...]")  # fmt: skip
+    p = Parser(
+        "helm", "Run scenarios of HELM. All requests of a suite are one batch.", _END, "run|export|import [FILE...]"
+    )
     p.add_argument("action", nargs="?", choices=(RUN, EXPORT, IMPORT),
                    help="run HELM; export its requests to rows of flexengine run; or import the results")  # fmt: skip
     if files:
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str], interrupts: "Interrupts") -> int:
-    """Run a command line. Return the exit code. Raise FlexError if an option, a file, a model or a request is refused.
-    """
+    """Run a command line. Return the exit code. Raise FlexError if an option, file, model or request is refused."""
     if words[:1] == [RUN]:
         own, rest = split(words)
         return _run(parser(files=False).parse_args(own), rest, interrupts)
@@ -108,8 +108,9 @@ def _check_unused(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if name not in used and value != getattr(plain, name):
             option = name.replace("_", "-")
-            raise InvalidInput(f"--{option} has no effect with {args.action}; give it to"
-                               f" {_PLACES.get(name, 'flexengine run')}")  # fmt: skip
+            raise InvalidInput(
+                f"--{option} has no effect with {args.action}; give it to {_PLACES.get(name, 'flexengine run')}"
+            )
 
 
 def _run(args: argparse.Namespace, words: Sequence[str], interrupts: "Interrupts") -> int:
@@ -131,8 +132,10 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: "Interrupts
     options = theirs.parse_args(list(words))
     for option in ("runner_class_name", "models_to_run", "server_url"):
         if given := getattr(options, option):
-            raise InvalidInput(f"--{option.replace('_', '-')} is {shown(given)}, which flexengine helm sets itself;"
-                               " leave it out, or call helm-run")  # fmt: skip
+            raise InvalidInput(
+                f"--{option.replace('_', '-')} is {shown(given)}, which flexengine helm sets itself;"
+                " leave it out, or call helm-run"
+            )
     arguments = deployment_arguments(args)
     engine_of(arguments).on_sweep = lambda _: interrupts.check()
     name = f"flexengine/{_model_name(args, arguments)}"
@@ -172,8 +175,10 @@ def _model_name(args: argparse.Namespace, arguments: dict[str, Any]) -> str:
 
     name = args.name or engine_of(arguments).core.source.name.replace("/", "_")
     if not all(character.isalnum() or character in "._-" for character in name):
-        raise InvalidInput(f"the model's name in HELM would be {shown(name)}; it may have letters, digits, dots,"
-                           " dashes and underscores: give --name NAME")  # fmt: skip
+        raise InvalidInput(
+            f"the model's name in HELM would be {shown(name)}; it may have letters, digits, dots,"
+            " dashes and underscores: give --name NAME"
+        )
     return str(name)
 
 
@@ -182,8 +187,10 @@ def _check_library() -> None:
     try:
         import helm.benchmark.run  # noqa: F401
     except ImportError as error:
-        raise InvalidInput(f'HELM is needed ({error}); pip install "flexengine[helm]", or export its requests from'
-                           " another environment: docs/helm.md") from error  # fmt: skip
+        raise InvalidInput(
+            f'HELM is needed ({error}); pip install "flexengine[helm]", or export its requests from'
+            " another environment: docs/helm.md"
+        ) from error
 
 
 def _encoding(args: argparse.Namespace) -> "Encoding":
@@ -206,8 +213,10 @@ def _export(args: argparse.Namespace) -> int:
     states = States(args.files)
     check_not_overwritten({str(path): path for path in states.by_file}, {"--output": args.output})
     count = export(states, _encoding(args), Path(args.output))
-    say(f"{count} rows are in {args.output}; run them with: flexengine run {args.output} --score --logprobs 0 --output"
-        " RESULTS.jsonl")  # fmt: skip
+    say(
+        f"{count} rows are in {args.output}; run them with: flexengine run {args.output} --score --logprobs 0 --output"
+        " RESULTS.jsonl"
+    )
     return DONE
 
 

@@ -28,8 +28,9 @@ The log level of lm-eval is --verbosity LEVEL, as -v is --verbose.
 
 def parser() -> Parser:
     """Return the parser of the options that are not lm-eval's."""
-    p = Parser(_PROGRAM, "Run tasks of lm-evaluation-harness. All requests of a type are one batch.", _END,
-               "--tasks TASK...")  # fmt: skip
+    p = Parser(
+        _PROGRAM, "Run tasks of lm-evaluation-harness. All requests of a type are one batch.", _END, "--tasks TASK..."
+    )
     p.add_argument("-m", "-M", "--model", **MODEL)
     return p
 
@@ -59,8 +60,9 @@ def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is wrong; raise InvalidInput if -v has a value."""
     for option, value in pairwise(words):
         if option == "-v" and value.upper() in _LEVELS:
-            raise InvalidInput(f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's"
-                               " log level")  # fmt: skip
+            raise InvalidInput(
+                f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's log level"
+            )
     made = parser()
     own, rest = made.parse_known(words)
     mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
@@ -98,8 +100,9 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
         raise
     except ValueError as error:
         if "Sample larger than population" in str(error):  # of Python's random
-            raise InvalidInput("lm-eval: a task has fewer documents than examples are to be drawn; lower"
-                               " --num_fewshot") from error  # fmt: skip
+            raise InvalidInput(
+                "lm-eval: a task has fewer documents than examples are to be drawn; lower --num_fewshot"
+            ) from error
         if not raised_in("lm_eval", error):
             raise
         raise InvalidInput(f"lm-eval: {error}") from error
@@ -135,8 +138,10 @@ def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     chosen = model if model is not None else file.get("model")
     if chosen is not None and chosen in model_registry and not Path(chosen).exists():
         name = given.get("pretrained", "MODEL")
-        raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
-                           f" and --model names the model: --model {name}")  # fmt: skip
+        raise InvalidInput(
+            f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
+            f" and --model names the model: --model {name}"
+        )
     if chosen is not None and (other := given.get("model", given.get("pretrained"))) not in (None, chosen):
         raise InvalidInput(f"--model is {chosen!r}, but model_args names {other!r}; leave one out")
     args.model = "flexengine"
@@ -163,7 +168,8 @@ def _make_folders(args: argparse.Namespace, file: dict[str, Any]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidInput(f"--{option} is {path}, but {folder} cannot be made: {error.strerror}; name another"
-                               " place") from error  # fmt: skip
+            raise InvalidInput(
+                f"--{option} is {path}, but {folder} cannot be made: {error.strerror}; name another place"
+            ) from error
         if not os.access(folder, os.W_OK):
             raise InvalidInput(f"--{option} is {path}, but {folder} is not writable; name another place")

@@ -68,8 +68,9 @@ def _add_output(group: Group) -> None:
     group.add_argument("--restart", action="store_true", help="delete the journal of earlier runs, and start over")
     group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
     group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
-    group.add_argument("--trace", type=file_name, metavar="FILE.json",
-                       help="write a Chrome trace of all lanes, for Perfetto")  # fmt: skip
+    group.add_argument(
+        "--trace", type=file_name, metavar="FILE.json", help="write a Chrome trace of all lanes, for Perfetto"
+    )
     group.add_argument("--report", type=file_name, metavar="FILE.html",
                        help="write a page about the job: placement, time line of a sweep, rates, errors; renewed while"
                             " the job runs (needs matplotlib)")  # fmt: skip
@@ -189,8 +190,10 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
 def _check_no_model(args: argparse.Namespace) -> None:
     """Raise InvalidInput if INPUT is a model."""
     if (args.model is None and (Path(args.input) / "config.json").is_file()) or args.input.endswith(".gguf"):
-        raise InvalidInput(f"{args.input} is a model, which is given by --model; write"
-                           f" {command_text('run', ['INPUT', '--model', args.input])}")  # fmt: skip
+        raise InvalidInput(
+            f"{args.input} is a model, which is given by --model; write"
+            f" {command_text('run', ['INPUT', '--model', args.input])}"
+        )
 
 
 def _check_files(args: argparse.Namespace) -> None:

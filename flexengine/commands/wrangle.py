@@ -37,7 +37,7 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 
 if TYPE_CHECKING:
-    from flexengine.apps.wrangle.plan import Plan
+    from flexengine.apps.wrangle.plan import WranglePlan
     from flexengine.engine.state import Progress
     from flexengine.job.interrupt import Interrupts
 
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     return SOME_FAILED if report.failed else DONE
 
 
-def _run_job(args: argparse.Namespace, plan: "Plan", interrupts: "Interrupts") -> None:
+def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: "Interrupts") -> None:
     from flexengine.apps.wrangle.run import prepare, results_path, rows_path
 
     def sweep_ended(progress: "Progress") -> None:
@@ -174,7 +174,7 @@ def _run_job(args: argparse.Namespace, plan: "Plan", interrupts: "Interrupts") -
         say(summary_line(done.to_json()))
 
 
-def _lines(plan: "Plan", summary: dict[str, Any]) -> list[str]:
+def _lines(plan: "WranglePlan", summary: dict[str, Any]) -> list[str]:
     """Return the summary as lines of text."""
     from flexengine.apps.wrangle.metrics import described
 

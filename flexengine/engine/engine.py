@@ -158,9 +158,7 @@ class Engine(Session):
         self, context: Ids | Sequence[Ids], continuation: Sequence[Ids], *, on_result: OnResult | None = None
     ) -> list[Result]: ...
 
-    def score(
-        self, context: Any, continuation: Any, *, on_result: OnResult | None = None
-    ) -> Result | list[Result]:
+    def score(self, context: Any, continuation: Any, *, on_result: OnResult | None = None) -> Result | list[Result]:
         """Return the log probabilities of given continuations (teacher forcing).
 
         Contexts and continuations are computed like prompts; a context that several continuations share is computed

@@ -23,8 +23,10 @@ def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
     """
     if _is_one(continuation):
         if not (_is_one(context) or context == []):
-            raise InvalidInput(f"context is {shown(context)} beside one continuation; it must be text or token ids, or"
-                               " continuation must be a list, too")  # fmt: skip
+            raise InvalidInput(
+                f"context is {shown(context)} beside one continuation; it must be text or token ids, or"
+                " continuation must be a list, too"
+            )
         return [_pair(context, continuation)], True
     if not isinstance(continuation, Sequence):
         raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")
@@ -32,8 +34,10 @@ def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
     if not isinstance(contexts, Sequence):
         raise InvalidInput(f"context is {shown(context)}; it must be text or token ids, or a list of these")
     if len(contexts) != len(continuation):
-        raise InvalidInput(f"context has {len(contexts)} entries, but continuation has {len(continuation)}; give one"
-                           " context for each continuation, or one for all")  # fmt: skip
+        raise InvalidInput(
+            f"context has {len(contexts)} entries, but continuation has {len(continuation)}; give one"
+            " context for each continuation, or one for all"
+        )
     return [_pair(one, other) for one, other in zip(contexts, continuation, strict=True)], False
 
 
@@ -47,8 +51,10 @@ def _pair(context: Any, continuation: Any) -> Pair:
         if not isinstance(value, Sequence) or isinstance(value, bytes):
             raise InvalidInput(f"a {name} is {shown(value)}; it must be text or a list of token ids")
     if isinstance(context, str) != isinstance(continuation, str):
-        raise InvalidInput(f"context is {shown(context)} and continuation is {shown(continuation)}; give both as text,"
-                           " or both as token ids")  # fmt: skip
+        raise InvalidInput(
+            f"context is {shown(context)} and continuation is {shown(continuation)}; give both as text,"
+            " or both as token ids"
+        )
     return context, continuation
 
 

@@ -39,8 +39,10 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     elif content is None and calls:
         fields.pop("content", None)
     elif not isinstance(content, str):
-        raise InvalidInput(f"{place}.content is {shown(content)}; it must be a string or an array of text parts"
-                           + (", or be null beside tool_calls" if content is None else ""))  # fmt: skip
+        raise InvalidInput(
+            f"{place}.content is {shown(content)}; it must be a string or an array of text parts"
+            + (", or be null beside tool_calls" if content is None else "")
+        )
     return fields
 
 
@@ -128,8 +130,10 @@ def token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] |
         Any error of the template.
     """
     if tools and _rendered(tokenizer, messages, tools) == _rendered(tokenizer, messages, None):
-        raise InvalidInput("tools are given, but the model's chat template does not use them; remove them, or take a"
-                           " model whose template does")  # fmt: skip
+        raise InvalidInput(
+            "tools are given, but the model's chat template does not use them; remove them, or take a"
+            " model whose template does"
+        )
     return tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
     )

@@ -48,8 +48,10 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
     if _is_input(path, input_path):
         raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another output")
     if target.suffix.lower() in _OTHER_FORMATS:
-        raise InvalidInput(f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
-                           f" name it {target.stem.partition('.')[0]}.jsonl")  # fmt: skip
+        raise InvalidInput(
+            f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
+            f" name it {target.stem.partition('.')[0]}.jsonl"
+        )
     if not os.access(target.parent, os.W_OK):
         raise InvalidInput(f"output {path}: {target.parent} is not writable; name another output")
 
@@ -87,8 +89,7 @@ def output_row(row: Row, result: Result) -> dict[str, Any]:
 
 
 def present_fields(value: Any) -> dict[str, Any]:
-    """Return the columns of a Result or the fields of a Completion, without `logprobs` and `samples` if they are None.
-    """
+    """Return the columns of a Result or the fields of a Completion, without those of _OPTIONAL that are None."""
     fields = value.columns() if isinstance(value, Result) else vars(value)
     return {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
 

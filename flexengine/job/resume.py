@@ -171,8 +171,10 @@ class PrintedJob(JobStore):
                           " plain file as output, whose job can be continued", self._name) from error  # fmt: skip
 
     def standing(self) -> str:
-        return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
-                " been stored")  # fmt: skip
+        return (
+            f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
+            " been stored"
+        )
 
 
 class JournalJob(JobStore):
@@ -260,11 +262,15 @@ class JournalJob(JobStore):
         if size is None:
             return
         if not journal.wrote and not journal.dropped.damaged:
-            raise InvalidInput(f"output {self._output} exists, but this job has not written it; rename it, and the same"
-                               " command writes the job's output")  # fmt: skip
+            raise InvalidInput(
+                f"output {self._output} exists, but this job has not written it; rename it, and the same"
+                " command writes the job's output"
+            )
         if journal.output and size != journal.output[1] and not self._is_cut_short(journal.output[0]):
-            raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
-                               " wrote; rename it, and the same command writes it again")  # fmt: skip
+            raise InvalidInput(
+                f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
+                " wrote; rename it, and the same command writes it again"
+            )
 
     def _check_longer(self, size: int | None) -> None:
         """Raise InvalidInput if the output file has more rows than this job will write.
@@ -299,9 +305,11 @@ class JournalJob(JobStore):
     def _compare_times(self, was: Manifest, now: Manifest) -> None:
         if names := rewritten(was, now):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.note = (f"model file {names[0]}{more} was written since the job began; its size and samples of its"
-                         " contents are the same, so the job continues; --verify (verify=True in Python) compares all"
-                         " contents")  # fmt: skip
+            self.note = (
+                f"model file {names[0]}{more} was written since the job began; its size and samples of its"
+                " contents are the same, so the job continues; --verify (verify=True in Python) compares all"
+                " contents"
+            )
 
     def take(self, result: Result) -> None:
         with self._explained():

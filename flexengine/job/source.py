@@ -215,8 +215,10 @@ class InputFile:
                 made = self.name.with_name(f"utf8-{self.name.name}")
                 command += f" {quote(str(self.name))} > {quote(str(made))}"
             first = "decompress it, and " if self._packing else ""
-            raise InvalidInput(f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
-                               f" must be UTF-8: {first}convert it with {command}")  # fmt: skip
+            raise InvalidInput(
+                f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
+                f" must be UTF-8: {first}convert it with {command}"
+            )
 
 
 class _Unpacked(io.RawIOBase):

@@ -7,7 +7,7 @@ KINDS = (CHOICE, GENERATION, PERPLEXITY)
 
 
 @dataclass(frozen=True)
-class Answer:
+class InstanceAnswer:
     """A model's answer, and the right one.
 
     Attributes:

@@ -12,15 +12,16 @@ from flexengine.apps.evaluate.figures import Draws, figures
 from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.report import RESULTS, Evaluation
 from flexengine.apps.evaluate.requests import answers_of, rows_of
-from flexengine.apps.evaluate.runs import Finished, Jobs, Run, job_files, run_job, stems_of
+from flexengine.apps.evaluate.runs import Finished, Run, job_files, run_job, stems_of
 from flexengine.apps.evaluate.throughput import COUNTS, Throughput, throughput
+from flexengine.apps.rows_job import RunsJobs
 from flexengine.config import read_object
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
 from flexengine.job.whole_file import write_whole
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"
-Open = Callable[[Run], AbstractContextManager[Jobs]]
+Open = Callable[[Run], AbstractContextManager[RunsJobs]]
 
 
 def evaluate(
@@ -81,7 +82,7 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
         for name in (*RESULTS, THROUGHPUT):
             (folder / name).unlink(missing_ok=True)
         for job in jobs:  # the journal last: with it alone, the job is continued; without it, results are refused
-            for path in (job.output, job.rows, job.journal):
+            for path in (job.results, job.rows, job.journal):
                 path.unlink(missing_ok=True)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.apps.evaluate.answers import Answer
+from flexengine.apps.evaluate.answers import InstanceAnswer
 from flexengine.apps.evaluate.bootstrap import Floats, interval
 from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.metrics import METRICS, Metric, measured, worst
@@ -56,7 +56,9 @@ class Figure:
     difference_high: float | None = None
 
 
-def figures(built: Built, runs: Sequence[str], answers: Sequence[Sequence[Answer]], draws: Draws) -> list[Figure]:
+def figures(
+    built: Built, runs: Sequence[str], answers: Sequence[Sequence[InstanceAnswer]], draws: Draws
+) -> list[Figure]:
     """Return the figures of a scenario: by metric, then by variant, then by run.
 
     Args:
@@ -80,7 +82,7 @@ class _Numbers:
 
 
 def _by_variant(
-    built: Built, metric: Metric, answers: Sequence[Sequence[Answer]]
+    built: Built, metric: Metric, answers: Sequence[Sequence[InstanceAnswer]]
 ) -> Iterator[tuple[str, list[_Numbers]]]:
     """Yield each variant with the numbers of all runs; the worst comes last."""
     places: dict[str, list[int]] = {}
@@ -94,7 +96,7 @@ def _by_variant(
         yield WORST, [_worst(metric, of_run) for of_run in zip(*of_variants, strict=True)]
 
 
-def _numbers(metric: Metric, answers: Sequence[Answer]) -> _Numbers:
+def _numbers(metric: Metric, answers: Sequence[InstanceAnswer]) -> _Numbers:
     return _Numbers(measured(metric, answers), np.array([each.error is not None for each in answers]))
 
 
@@ -115,7 +117,7 @@ def _figure(
 
 def _estimate(
     metric: Metric, values: Sequence[Floats], draws: Draws
-) -> tuple[float | None, float | None, float | None]:  # fmt: skip
+) -> tuple[float | None, float | None, float | None]:
     """Return a metric, or the difference of two, with the ends of its interval, over the instances that all have."""
     counted = ~np.isnan(np.concatenate(values, axis=-1)).any(axis=-1)
     if not counted.any():

@@ -9,7 +9,7 @@ from flexengine.apps.evaluate.answers import CHOICE, PERPLEXITY
 from flexengine.apps.evaluate.fewshot import draw
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
-from flexengine.apps.evaluate.tables import Table, read_table
+from flexengine.apps.evaluate.tables import ScenarioTable, read_table
 from flexengine.apps.evaluate.templates import columns_of, filled, text_of
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
@@ -84,7 +84,7 @@ def build(scenario: Scenario) -> Built:
     return Built(scenario, instances, tuple(row.number for row in shots), digests)
 
 
-def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> Table:
+def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> ScenarioTable:
     """Return the rows of a file. Raise InvalidInput if it cannot be read or lacks a column."""
     try:
         table = read_table(scenario.path(name))
@@ -108,7 +108,7 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     return table
 
 
-def _shots(scenario: Scenario, pool: Table) -> list[Instance]:
+def _shots(scenario: Scenario, pool: ScenarioTable) -> list[Instance]:
     """Return the rows that are shown, without what comes before their prompts."""
     if (few := scenario.few_shot) is None:
         return []
@@ -133,14 +133,16 @@ def _before(scenario: Scenario, shots: Iterable[Instance]) -> str:
     return "".join(part + prompt.separator for part in parts)
 
 
-def _variants(scenario: Scenario, table: Table, row: Row, columns: tuple[str, ...], before: str) -> list[Instance]:
+def _variants(
+    scenario: Scenario, table: ScenarioTable, row: Row, columns: tuple[str, ...], before: str
+) -> list[Instance]:
     copies = {ORIGINAL: row.fields}
     if scenario.perturbations is not None:
         copies |= scenario.perturbations.copies(row.fields, columns, row.index)
     return [replace(_instance(scenario, table, row, fields, before), variant=name) for name, fields in copies.items()]
 
 
-def _instance(scenario: Scenario, table: Table, row: Row, fields: dict[str, Any], before: str) -> Instance:
+def _instance(scenario: Scenario, table: ScenarioTable, row: Row, fields: dict[str, Any], before: str) -> Instance:
     """Return the instance of a row, with an error if a value is missing. Raise InvalidInput if the label is a list or
     none of the choices, as the whole column may be read wrongly then.
 
@@ -170,8 +172,10 @@ def _check_single(scenario: Scenario, row: dict[str, Any], place: str) -> None:
     """Raise InvalidInput if the label of a choice scenario is a list."""
     label = scenario.label
     if scenario.kind == CHOICE and label is not None and isinstance(value := row.get(label.column), list):
-        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
-                           " right answer: text or a number")  # fmt: skip
+        raise InvalidInput(
+            f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
+            " right answer: text or a number"
+        )
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
@@ -220,6 +224,8 @@ def _gold(label: Label, text: str, choices: tuple[str, ...], place: str) -> int:
         text = text.strip().upper()
     if text not in allowed:
         names = ", ".join(map(shown, allowed)) if label.form == TEXT else f"{allowed[0]} to {allowed[-1]}"
-        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(text)}; with label.form {label.form}"
-                           f" and {count} choices it must be one of {names}")  # fmt: skip
+        raise InvalidInput(
+            f"{place}: the label in column {label.column} is {shown(text)}; with label.form {label.form}"
+            f" and {count} choices it must be one of {names}"
+        )
     return allowed.index(text)

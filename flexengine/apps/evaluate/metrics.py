@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flexengine.apps.evaluate import texts
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, PERPLEXITY, Answer
+from flexengine.apps.evaluate.answers import CHOICE, GENERATION, PERPLEXITY, InstanceAnswer
 from flexengine.apps.evaluate.bootstrap import Aggregate, Floats
 
 WRONG, LEFT_OUT = "as 0", "left out"  # how answers with an error are counted
@@ -36,7 +36,7 @@ class Metric:
     """
 
     kind: str
-    measure: Callable[[Answer], tuple[float, ...]]
+    measure: Callable[[InstanceAnswer], tuple[float, ...]]
     numbers: int
     aggregate: Aggregate
     needs_label: bool = True
@@ -87,7 +87,7 @@ def _ratio(values: Floats) -> Floats:
         return np.asarray(sums[..., 0] / sums[..., 1])
 
 
-def scores(answer: Answer, normalization: str) -> Floats:
+def scores(answer: InstanceAnswer, normalization: str) -> Floats:
     """Return the score of each choice: its log probability; per token; per byte of the choice, without the delimiter
     before it; or less its log probability after the unconditional context."""
     logprobs: Floats = np.array(answer.logprobs, dtype=np.float64)
@@ -101,7 +101,7 @@ def scores(answer: Answer, normalization: str) -> Floats:
     return logprobs
 
 
-def probabilities(answer: Answer, normalization: str = "") -> Floats:
+def probabilities(answer: InstanceAnswer, normalization: str = "") -> Floats:
     """Return the softmax of the scores. Choices that share an infinite maximum are equally likely."""
     values = scores(answer, normalization)
     with np.errstate(invalid="ignore"):
@@ -109,35 +109,35 @@ def probabilities(answer: Answer, normalization: str = "") -> Floats:
     return np.asarray(powers / powers.sum())
 
 
-def _right(answer: Answer, normalization: str) -> tuple[float, ...]:
+def _right(answer: InstanceAnswer, normalization: str) -> tuple[float, ...]:
     """Return 1 if the choice with the highest score is right. Choices of equal score share the 1."""
     values = scores(answer, normalization)
     best = np.flatnonzero(values == values.max())
     return (float(answer.gold in best) / len(best),)
 
 
-def _confidence(answer: Answer, normalization: str = "") -> tuple[float, ...]:
+def _confidence(answer: InstanceAnswer, normalization: str = "") -> tuple[float, ...]:
     return (float(probabilities(answer, normalization).max()),)
 
 
-def _confidence_and_right(answer: Answer, normalization: str) -> tuple[float, ...]:
+def _confidence_and_right(answer: InstanceAnswer, normalization: str) -> tuple[float, ...]:
     return _confidence(answer, normalization) + _right(answer, normalization)
 
 
-def _gold_probability(answer: Answer) -> tuple[float, ...]:
+def _gold_probability(answer: InstanceAnswer) -> tuple[float, ...]:
     assert answer.gold is not None
     return (float(probabilities(answer)[answer.gold]),)
 
 
-def _best_match(compare: Callable[[str, str], float], answer: Answer) -> tuple[float, ...]:
+def _best_match(compare: Callable[[str, str], float], answer: InstanceAnswer) -> tuple[float, ...]:
     return (max(compare(answer.text, reference) for reference in answer.references),)
 
 
-def _nats_and_bytes(answer: Answer) -> tuple[float, ...]:
+def _nats_and_bytes(answer: InstanceAnswer) -> tuple[float, ...]:
     return -answer.logprobs[0], float(len(answer.choices[0].encode()))
 
 
-def _nats_and_words(answer: Answer) -> tuple[float, ...]:
+def _nats_and_words(answer: InstanceAnswer) -> tuple[float, ...]:
     return -answer.logprobs[0], float(len(answer.choices[0].split()))
 
 
@@ -179,7 +179,7 @@ DEFAULT: dict[tuple[str, bool], tuple[str, ...]] = {
 }
 
 
-def measured(metric: Metric, answers: Sequence[Answer]) -> Floats:
+def measured(metric: Metric, answers: Sequence[InstanceAnswer]) -> Floats:
     """Return the numbers of the answers, [answers, numbers]. Those of an answer with an error are 0, or NaN if such
     answers are left out."""
     empty = (math.nan if metric.errors == LEFT_OUT else 0.0,) * metric.numbers

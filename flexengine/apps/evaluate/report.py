@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, Answer
+from flexengine.apps.evaluate.answers import CHOICE, GENERATION, InstanceAnswer
 from flexengine.apps.evaluate.bootstrap import LEVEL
 from flexengine.apps.evaluate.figures import Draws, Figure
 from flexengine.apps.evaluate.instances import Built, Instance
@@ -37,7 +37,7 @@ class Evaluation:
     version: str
     runs: Sequence[Run]
     scenarios: Sequence[Built]
-    answers: Sequence[Sequence[Sequence[Answer]]]
+    answers: Sequence[Sequence[Sequence[InstanceAnswer]]]
     figures: Sequence[Figure]
     draws: Draws
 
@@ -52,8 +52,10 @@ def write_files(evaluation: Evaluation, folder: Path) -> None:
 def summary(evaluation: Evaluation) -> dict[str, Any]:
     """Return the results as JSON values."""
     draws = {"level": LEVEL, "resamples": evaluation.draws.resamples, "seed": evaluation.draws.seed}
-    runs = [{"name": run.name, "model": run.model, "lossy": run.lossy.enabled, "dtype": run.dtype}
-            for run in evaluation.runs]  # fmt: skip
+    runs = [
+        {"name": run.name, "model": run.model, "lossy": run.lossy.enabled, "dtype": run.dtype}
+        for run in evaluation.runs
+    ]
     return {"version": evaluation.version, "bootstrap": draws, "runs": runs,
             "scenarios": [_scenario(built) for built in evaluation.scenarios],
             "results": [asdict(figure) for figure in evaluation.figures]}  # fmt: skip
@@ -90,14 +92,14 @@ def _instances(evaluation: Evaluation) -> bytes:
     )
 
 
-def _line(built: Built, instance: Instance, answer: Answer) -> dict[str, Any]:
+def _line(built: Built, instance: Instance, answer: InstanceAnswer) -> dict[str, Any]:
     return {
         "row": instance.number, "line": instance.line, "variant": instance.variant, "context": instance.context,
         **dict(_answer(built.scenario.kind, answer)), "metrics": _metrics(built, answer), "error": answer.error,
     }  # fmt: skip
 
 
-def _answer(kind: str, answer: Answer) -> Iterator[tuple[str, Any]]:
+def _answer(kind: str, answer: InstanceAnswer) -> Iterator[tuple[str, Any]]:
     if answer.error is not None:
         return
     if kind == GENERATION:
@@ -110,7 +112,7 @@ def _answer(kind: str, answer: Answer) -> Iterator[tuple[str, Any]]:
     yield from {"logprobs": answer.logprobs, "tokens": answer.tokens}.items()
 
 
-def _metrics(built: Built, answer: Answer) -> dict[str, Any]:
+def _metrics(built: Built, answer: InstanceAnswer) -> dict[str, Any]:
     """Return the numbers from which each metric is computed."""
     if answer.error is not None:
         return {}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, Answer
+from flexengine.apps.evaluate.answers import CHOICE, GENERATION, InstanceAnswer
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import METRICS
 from flexengine.apps.evaluate.scenario import Scenario
@@ -44,7 +44,7 @@ def _continuations(scenario: Scenario, choices: Sequence[str]) -> list[str]:
     return [scenario.prompt.delimiter + choice for choice in choices]
 
 
-def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[Answer]]:
+def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[InstanceAnswer]]:
     """Return the answers to the instances of each scenario.
 
     Args:
@@ -54,29 +54,32 @@ def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[
     return [_answers(built, [next(left) for _ in _rows(built)]) for built in scenarios]
 
 
-def _answers(built: Built, results: Sequence[Row]) -> list[Answer]:
+def _answers(built: Built, results: Sequence[Row]) -> list[InstanceAnswer]:
     own = iter(row for row in results if "variant" in row)
     alone = {tuple(row["choices"]): row for row in results if "variant" not in row}
     return [
-        Answer(error=each.error) if each.error is not None else _answer(built.scenario, each, next(own), alone)
+        InstanceAnswer(error=each.error) if each.error is not None else _answer(built.scenario, each, next(own), alone)
         for each in built.instances
     ]
 
 
-def _answer(scenario: Scenario, instance: Instance, result: Row, alone: Mapping[tuple[str, ...], Row]) -> Answer:
+def _answer(
+    scenario: Scenario, instance: Instance, result: Row, alone: Mapping[tuple[str, ...], Row]
+) -> InstanceAnswer:
     after = alone.get(tuple(_continuations(scenario, instance.choices)))
     for row in (result, after):
         if row is not None and row["error"] is not None:
             # The engine names lines of the job's input, which the user did not write.
-            return Answer(error=f"line {instance.line}: {without_place(row['error'])}")
+            return InstanceAnswer(error=f"line {instance.line}: {without_place(row['error'])}")
     if scenario.kind == GENERATION:
-        return Answer(text=result["generated_text"], generated=result["completion_tokens"],
-                      references=instance.references)  # fmt: skip
+        return InstanceAnswer(
+            text=result["generated_text"], generated=result["completion_tokens"], references=instance.references
+        )
     scores = result["scores"]
-    return Answer(
+    return InstanceAnswer(
         choices=instance.choices or (instance.context,),
         logprobs=tuple(map(logprob_of, scores)),
         tokens=tuple(score["tokens"] for score in scores),
         unconditional=tuple(map(logprob_of, after["scores"])) if after is not None else (),
         gold=instance.gold,
-    )  # fmt: skip
+    )

@@ -1,16 +1,14 @@
 """Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import SamplingParams, meant, shown
 from flexengine.errors import InvalidInput
-from flexengine.job.results import encode_fields
-from flexengine.job.whole_file import write_whole
 from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "flash", "sparsify",
@@ -53,8 +51,10 @@ def parse_run(text: str) -> Run:
     if "=" in name:
         name, colon, rest = text, ":", text
     if not name.strip() or (not colon and name != PLAIN) or (colon and not rest):
-        raise InvalidInput(f"--run is {shown(text)}; it must be {PLAIN}, or NAME:OPTION=VALUE,... as in"
-                           f" 4bit:weights=int4, with options from {', '.join(OPTIONS)}")  # fmt: skip
+        raise InvalidInput(
+            f"--run is {shown(text)}; it must be {PLAIN}, or NAME:OPTION=VALUE,... as in"
+            f" 4bit:weights=int4, with options from {', '.join(OPTIONS)}"
+        )
     options = _options(name, rest)
     try:
         lossy = _lossy(options)
@@ -71,8 +71,9 @@ def _options(name: str, text: str) -> dict[str, str]:
         if option not in OPTIONS:
             known = meant(option, OPTIONS)
             question = f"did you mean {known}? Else " if known else ""
-            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; {question}choose from"
-                               f" {', '.join(OPTIONS)}")  # fmt: skip
+            raise InvalidInput(
+                f"--run {name}: there is no option {shown(option)}; {question}choose from {', '.join(OPTIONS)}"
+            )
         if not value or option in options:
             why = "has no value" if not value else "is given twice"
             raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")
@@ -115,11 +116,15 @@ def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
     seen: dict[str, Run] = {}
     for run in runs:
         if (size := len(run.stem.encode())) > _MOST_BYTES:
-            raise InvalidInput(f"the name of the run {shown(run.name)} has {size} bytes; it must have at most"
-                               f" {_MOST_BYTES}, as files are named by it; give a shorter name")  # fmt: skip
+            raise InvalidInput(
+                f"the name of the run {shown(run.name)} has {size} bytes; it must have at most"
+                f" {_MOST_BYTES}, as files are named by it; give a shorter name"
+            )
         if (first := seen.setdefault(run.stem, run)) is not run:
-            raise InvalidInput(f"two runs are named {first.name} and {run.name}; give --run names of their own, as in"
-                               " NAME:OPTION=VALUE")  # fmt: skip
+            raise InvalidInput(
+                f"two runs are named {first.name} and {run.name}; give --run names of their own, as in"
+                " NAME:OPTION=VALUE"
+            )
     return runs
 
 
@@ -127,30 +132,9 @@ def _name(spec: Run, model: str, several: bool) -> str:
     return f"{Path(model).name} {spec.name}" if several else spec.name
 
 
-class Jobs(Protocol):
-    """The part of an engine that a run needs."""
-
-    def run_job(self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool) -> Any:
-        """Run the rows of a file; see `Engine.run_job`."""
-
-
-class JobFiles(NamedTuple):
-    """The files of a run's job.
-
-    Attributes:
-        rows: its input.
-        output: its results.
-        journal: the journal beside the results.
-    """
-
-    rows: Path
-    output: Path
-    journal: Path
-
-
-def job_files(folder: Path, stem: str) -> JobFiles:
+def job_files(folder: Path, stem: str) -> RowsJob:
     """Return the files in a folder of jobs, by the `stem` of a run."""
-    return JobFiles(*(folder / f"{stem}{end}" for end in (".jsonl", ".results.jsonl", _JOURNAL)))
+    return RowsJob.named(folder / stem)
 
 
 def stems_of(folder: Path) -> set[str]:
@@ -172,27 +156,25 @@ class Finished:
     seconds: float | None
 
 
-def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path) -> Finished:
+def run_job(engine: RunsJobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path) -> Finished:
     """Run the rows as one job, whose files are in `folder`, and return its results. If the job was interrupted, it is
     continued; if it is finished, its results are read.
 
     Raises:
         InvalidInput: the folder holds a job of this name with other rows.
     """
-    files = job_files(folder, run.stem)
-    write_rows(files.rows, rows)
-    summary = engine.run_job(files.rows, files.output, SamplingParams(), score=True)
-    with files.output.open(encoding="utf-8") as file:
-        results = [row | json.loads(line) for row, line in zip(rows, file, strict=True)]
+    job = job_files(folder, run.stem)
+    write_rows(job, rows)
+    summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
     seconds = summary.load_seconds + summary.total_seconds
-    return Finished(results, seconds if summary.job.done_before == 0 else None)
+    return Finished(job.joined(rows), seconds if summary.job.done_before == 0 else None)
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_rows(job: RowsJob, rows: Sequence[dict[str, Any]]) -> None:
     """Write the input of a job, unless it is there. Raise InvalidInput if the file has other rows."""
-    data = b"".join(map(encode_fields, rows))
-    if not path.exists():
-        write_whole(path, data)
-    elif path.read_bytes() != data:
-        raise InvalidInput(f"{path} was written for other scenarios: they, or their data, have changed since; give"
-                           " --restart to start over, or another --output")  # fmt: skip
+    if job.has_other(rows):
+        raise InvalidInput(
+            f"{job.rows} was written for other scenarios: they, or their data, have changed since; give --restart to"
+            " start over, or another --output"
+        )
+    job.write(rows)

@@ -190,8 +190,9 @@ def _check_groups(scenario: Scenario) -> None:
     choices = scenario.choices
     ways = [name for name in ("values", "column", "columns") if getattr(choices, name)]
     if kind == CHOICE and len(ways) != 1:
-        raise origin.fault("choices", f"choices has {', '.join(ways) or 'none'} of values, column and columns; give"
-                           " exactly one")  # fmt: skip
+        raise origin.fault(
+            "choices", f"choices has {', '.join(ways) or 'none'} of values, column and columns; give exactly one"
+        )
     for name in ("values", "columns"):
         if ways == [name] and len(given := getattr(choices, name)) < 2:
             raise origin.fault(f"choices.{name}", f"choices.{name} has {len(given)} entry; give at least 2")
@@ -227,12 +228,16 @@ def _check_texts(scenario: Scenario) -> None:
     except InvalidInput as error:
         raise origin.fault("prompt.template", f"prompt.template: {error}") from error
     if not columns:
-        raise origin.fault("prompt.template", "prompt.template has no column in braces, so all rows would be alike; add"
-                           " one, such as {question}")  # fmt: skip
+        raise origin.fault(
+            "prompt.template",
+            "prompt.template has no column in braces, so all rows would be alike; add one, such as {question}",
+        )
     forms = (TEXT, INDEX, LETTER) if scenario.kind == CHOICE else (TEXT,)
     if label is not None and label.form not in forms:
-        raise origin.fault("label.form", f"label.form is {shown(label.form)}; in a scenario of kind {scenario.kind} it"
-                           f" must be {' or '.join(forms)}")  # fmt: skip
+        raise origin.fault(
+            "label.form",
+            f"label.form is {shown(label.form)}; in a scenario of kind {scenario.kind} it must be {' or '.join(forms)}",
+        )
 
 
 def _check_lists(scenario: Scenario) -> None:
@@ -247,8 +252,9 @@ def _check_metrics(scenario: Scenario, metrics: Sequence[str]) -> None:
     known = [name for name, metric in METRICS.items() if metric.kind == scenario.kind]
     for name in metrics:
         if name not in known:
-            raise scenario.origin.fault("metrics", f"metrics holds {shown(name)}; for the kind {scenario.kind} choose"
-                                        f" from {', '.join(known)}")  # fmt: skip
+            raise scenario.origin.fault(
+                "metrics", f"metrics holds {shown(name)}; for the kind {scenario.kind} choose from {', '.join(known)}"
+            )
         if METRICS[name].needs_label and scenario.label is None:
             free = [other for other in known if not METRICS[other].needs_label]
             raise scenario.origin.fault("metrics", f"the metric {name} needs labels; give label with the column that"

@@ -15,7 +15,7 @@ from flexengine.job.tables import DELIMITERS, TableRow
 
 
 @dataclass(frozen=True)
-class Table:
+class ScenarioTable:
     """All rows of a file. InputRows that cannot be read have an error.
 
     Attributes:
@@ -33,7 +33,7 @@ class Table:
     digest: str
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> ScenarioTable:
     """Return the rows of a file. A .txt file has one column, text, with a line in each row.
 
     Raises:
@@ -57,7 +57,7 @@ def read_table(path: Path) -> Table:
         source.close()
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
-    return Table(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
+    return ScenarioTable(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _csv(path: Path, source: InputFile) -> tuple[tuple[str, ...], list[Row]]:

@@ -25,8 +25,10 @@ def columns_of(template: str) -> tuple[str, ...]:
             continue
         if not name or form or conversion:
             what = f"{{{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
-            raise InvalidInput(f"{what} must be a column's name alone, as in {{question}}; write {{{{ and }}}} for"
-                               " braces that are text")  # fmt: skip
+            raise InvalidInput(
+                f"{what} must be a column's name alone, as in {{question}}; write {{{{ and }}}} for"
+                " braces that are text"
+            )
         names.append(name)
     return tuple(dict.fromkeys(names))
 

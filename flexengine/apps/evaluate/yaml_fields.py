@@ -68,8 +68,9 @@ def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> A
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise InvalidInput(f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are"
-                               f" {', '.join(_names(kind))}")  # fmt: skip
+            raise InvalidInput(
+                f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are {', '.join(_names(kind))}"
+            )
         name = str(key.value)
         full = f"{prefix}{name}"
         double = full in origin.lines

@@ -48,8 +48,10 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
         InvalidInput: there is no cluster at this address.
     """
     if address.startswith(_CLIENT):
-        raise InvalidInput(f"--ray is {address}, but a client of Ray cannot give shards to actors; run this command on"
-                           " a machine of the cluster, with --ray auto")  # fmt: skip
+        raise InvalidInput(
+            f"--ray is {address}, but a client of Ray cannot give shards to actors; run this command on"
+            " a machine of the cluster, with --ray auto"
+        )
     if address not in (LOCAL, AUTO):
         _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -59,9 +61,10 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
         ray.init(address, log_to_driver=verbose, logging_level=logging.WARNING if verbose else logging.ERROR, **more)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise InvalidInput(f"--ray is {address}, which cannot be joined: {reason[0]}; this machine must belong to the"
-                           " cluster: give auto for the Ray that runs here, or local to start one"
-                           ) from error  # fmt: skip
+        raise InvalidInput(
+            f"--ray is {address}, which cannot be joined: {reason[0]}; this machine must belong to the"
+            " cluster: give auto for the Ray that runs here, or local to start one"
+        ) from error
     finally:
         for number, handler in own.items():  # ray.init sets a handler of its own
             signal.signal(number, handler)
@@ -79,9 +82,10 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise InvalidInput(f"--ray is {address}, where nothing answers ({error.strerror or error}); give the address"
-                           " that `ray start` printed, auto for the Ray on this machine, or local to start one"
-                           ) from error  # fmt: skip
+        raise InvalidInput(
+            f"--ray is {address}, where nothing answers ({error.strerror or error}); give the address"
+            " that `ray start` printed, auto for the Ray on this machine, or local to start one"
+        ) from error
 
 
 def machines() -> list[FleetMachine]:
@@ -225,8 +229,10 @@ class StageGroup:
     def __init__(self, recipe: Recipe, space: Space) -> None:
         placement = own_placement(space)
         if not ray.wait([placement.ready()], timeout=PLACE_SECONDS)[0]:
-            raise MemberFailed(f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g}"
-                               " s; its processors or GPUs are used by others, or a machine is lost")  # fmt: skip
+            raise MemberFailed(
+                f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g}"
+                " s; its processors or GPUs are used by others, or a machine is lost"
+            )
         self._stages = [
             ray.remote(StageActor).options(
                 num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,

@@ -220,7 +220,9 @@ def _agree(engine: Engine, agreed: Agreed) -> None:
     settings, own = agreed.settings, engine_part(engine, dict(agreed.engine))
     known = dict(agreed.engine) | ({CACHE: settings[CACHE]} if settings.get(CACHE) else {})
     if different := differences(known, {name: value for name, value in own.items() if name in known}):
-        raise InvalidInput(f"this machine differs from the one that began the job: {'; '.join(different)}; give all"
-                           " machines of the fleet the same model, versions and kind of device")  # fmt: skip
+        raise InvalidInput(
+            f"this machine differs from the one that began the job: {'; '.join(different)}; give all"
+            " machines of the fleet the same model, versions and kind of device"
+        )
     take_over(engine, settings)
     engine.planner.keep_prefill(settings.get(PREFILL_TOKENS))

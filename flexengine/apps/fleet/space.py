@@ -100,8 +100,10 @@ def space_for(
         needs = f"{stages} {'processor and GPU' if gpus else 'processor'}{'s' if stages > 1 else ''}"
         each = f", each on one machine with at least {needs}," if per_unit > 1 else f" with at least {needs} each"
         have = ", ".join(f"{m.cpus} + {m.gpus}" if gpus else f"{m.cpus}" for m in machines) or "no machine"
-        raise InvalidInput(f"the cluster has no space for {actors} actors{each} (processors{' + GPUs' if gpus else ''}"
-                           f" of its machines: {have}); give fewer --actors or --stages, or add machines")  # fmt: skip
+        raise InvalidInput(
+            f"the cluster has no space for {actors} actors{each} (processors{' + GPUs' if gpus else ''}"
+            f" of its machines: {have}); give fewer --actors or --stages, or add machines"
+        )
     return Space(actors, stages, cpus, gpus, interface)
 
 

@@ -4,27 +4,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
+from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import SamplingParams, json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
-from flexengine.job.whole_file import write_whole
 
 Request = Mapping[str, Any]
 Row = dict[str, Any]
 PARAMS = SamplingParams(logprobs=0)  # the log probability of each token
-
-
-class Jobs(Protocol):
-    """The part of an engine that a batch needs."""
-
-    def run_job(
-        self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool, retry_errors: bool
-    ) -> Any:
-        """Run the rows of a file; see `Engine.run_job`."""
 
 
 def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
@@ -40,7 +31,7 @@ def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
     return rows
 
 
-def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
+def run_batch(engine: RunsJobs, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
     """Run rows as one job, and return the rows of its output by the digests of their requests.
 
     The job's files are in `folder`, named by a digest of rows and options: the same call continues the job, or reads
@@ -53,22 +44,20 @@ def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[
         InvalidInput: the model has changed since the job began.
         FlexError: as for `Engine.run_job`.
     """
-    data = b"".join(map(encode_fields, rows))
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode() + b"\n" + data).hexdigest()[:16]
-    path, output = folder / f"{digest}.jsonl", folder / f"{digest}.results.jsonl"
+    decisive = json.dumps(options, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(decisive + b"\n" + b"".join(map(encode_fields, rows))).hexdigest()[:16]
+    job = RowsJob.named(folder / digest)
     folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_bytes() != data:
-        write_whole(path, data)
+    job.write(rows)
     try:
-        engine.run_job(path, output, PARAMS, score=True, retry_errors=True)
+        engine.run_job(job.rows, job.results, PARAMS, score=True, retry_errors=True)
     except OtherJob as error:
         raise InvalidInput(f"{error}; to start over, delete the files {folder / digest}.*") from error
-    return read_output(output)
+    return read_output(job.results)
 
 
 def read_output(path: Path) -> dict[str, Row]:
-    """Return the rows of an output by the digests of their requests. Raise InvalidInput if the file is none of a batch.
-    """
+    """Return the rows of an output by the digests of their requests. Raise InvalidInput if it is no such output."""
     found: dict[str, Row] = {}
     try:
         with path.open(encoding="utf-8") as file:
@@ -77,8 +66,10 @@ def read_output(path: Path) -> dict[str, Row]:
                 if row is None:
                     continue
                 if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
-                    raise InvalidInput(f"{path}, line {number}: there is no field {ID} or error; name the output of"
-                                       " flexengine run with rows of flexengine helm export")  # fmt: skip
+                    raise InvalidInput(
+                        f"{path}, line {number}: there is no field {ID} or error; name the output of"
+                        " flexengine run with rows of flexengine helm export"
+                    )
                 found[row[ID]] = row
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error

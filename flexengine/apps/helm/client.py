@@ -48,8 +48,9 @@ class FlexClient(CachingClient):  # type: ignore[misc]
             return RequestResult(success=False, embedding=[], completions=[], cached=False, error=str(error),
                                  error_flags=ErrorFlags(is_retriable=False))  # fmt: skip
         found = helm_result(result_of(given, row | output, self._encoding))
-        return dataclasses.replace(found, cached=cached, request_time=output["request_time"],
-                                   request_datetime=output["request_datetime"])  # fmt: skip
+        return dataclasses.replace(
+            found, cached=cached, request_time=output["request_time"], request_datetime=output["request_datetime"]
+        )
 
     def _compute(self, row: dict[str, Any]) -> dict[str, Any]:
         engine = engine_of(self._args)

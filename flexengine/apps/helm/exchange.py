@@ -44,8 +44,9 @@ class States:
 def _files(name: Path) -> list[Path]:
     found = [name] if name.is_file() else sorted(name.rglob(STATE))
     if not found:
-        raise InvalidInput(f"there is no {STATE} in {name}; call helm-run with --dry-run first, and name the folder of"
-                           " its suite")  # fmt: skip
+        raise InvalidInput(
+            f"there is no {STATE} in {name}; call helm-run with --dry-run first, and name the folder of its suite"
+        )
     return found
 
 
@@ -57,8 +58,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from error
     states = state.get("request_states") if isinstance(state, dict) else None
-    if not isinstance(states, list) or not all(isinstance(each, dict) and isinstance(each.get("request"), dict)
-                                               for each in states):  # fmt: skip
+    if not isinstance(states, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("request"), dict) for each in states
+    ):
         raise InvalidInput(f"{path} is {json_kind(state)} without request_states; it must be a scenario state of HELM")
     return state
 
@@ -101,11 +103,13 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
 
 def _result(
     request: dict[str, Any], output: dict[str, Row], encoding: Encoding, path: Path, results: Path
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     row = output.get(digest_of(request))
     if row is None:
-        raise InvalidInput(f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in"
-                           f" {results}; export its suite again, and run the rows")  # fmt: skip
+        raise InvalidInput(
+            f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in"
+            f" {results}; export its suite again, and run the rows"
+        )
     try:
         if row["error"] is None:
             _check_row(row, row_of(request, encoding))
@@ -113,8 +117,10 @@ def _result(
     except InvalidInput as error:
         raise InvalidInput(f"{results}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # an edited row
-        raise InvalidInput(f"{results}: the row of the prompt {shown(request.get('prompt'))} is no output of flexengine"
-                           f" run ({type(error).__name__}: {error}); run the rows again") from error  # fmt: skip
+        raise InvalidInput(
+            f"{results}: the row of the prompt {shown(request.get('prompt'))} is no output of flexengine"
+            f" run ({type(error).__name__}: {error}); run the rows again"
+        ) from error
 
 
 def _check_row(row: Row, own: Row) -> None:
@@ -126,5 +132,7 @@ def _check_row(row: Row, own: Row) -> None:
     """
     for name, value in own.items():
         if row.get(name) != value:
-            raise InvalidInput(f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give"
-                               " import the model, the options and the files of the export")  # fmt: skip
+            raise InvalidInput(
+                f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give"
+                " import the model, the options and the files of the export"
+            )

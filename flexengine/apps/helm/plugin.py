@@ -67,8 +67,9 @@ def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
 
     skeleton, tokenizer = engine_of(args).core.skeleton, engine_of(args).tokenizer
     context = skeleton.context_length or tokenizer.model_max_length
-    return ModelDeployment(name, ClientSpec(CLIENT, dict(args)), name, name,
-                           max_sequence_length=context - encoding_of(args).added_tokens())  # fmt: skip
+    return ModelDeployment(
+        name, ClientSpec(CLIENT, dict(args)), name, name, max_sequence_length=context - encoding_of(args).added_tokens()
+    )
 
 
 def _tokenizer(name: str, args: Mapping[str, Any]) -> TokenizerConfig:

@@ -56,12 +56,16 @@ class Encoding:
             InvalidInput: there is no tokenizer, or no chat template though one is to be applied.
         """
         if tokenizer is None:
-            raise InvalidInput("the checkpoint has no tokenizer, and requests of HELM are text; add the tokenizer's"
-                               " files to the model's directory")  # fmt: skip
+            raise InvalidInput(
+                "the checkpoint has no tokenizer, and requests of HELM are text; add the tokenizer's"
+                " files to the model's directory"
+            )
         template = bool(getattr(tokenizer, "chat_template", None))
         if apply_chat_template and not template:
-            raise InvalidInput("apply_chat_template is true, but the model has no chat template; leave it out, or take"
-                               " an instruction-tuned model")  # fmt: skip
+            raise InvalidInput(
+                "apply_chat_template is true, but the model has no chat template; leave it out, or take"
+                " an instruction-tuned model"
+            )
         apply = template if apply_chat_template is None else apply_chat_template
         end = tokenizer.eos_token or "" if end_of_text is None else end_of_text
         return cls(tokenizer, apply, end, model_logprobs)
@@ -71,8 +75,10 @@ class Encoding:
         text = request.get("prompt") or ""
         if messages := request.get("messages"):
             if not self.apply_chat_template:
-                raise InvalidInput("the request has messages, but no chat template is applied; apply_chat_template must"
-                                   " be true for this scenario")  # fmt: skip
+                raise InvalidInput(
+                    "the request has messages, but no chat template is applied; apply_chat_template must"
+                    " be true for this scenario"
+                )
             text = self._templated(messages)
         elif self.apply_chat_template:
             text = self._templated([{"role": "user", "content": text}])
@@ -82,8 +88,7 @@ class Encoding:
         return ids
 
     def added_tokens(self) -> int:
-        """Return how many tokens a prompt has besides those that HELM counts: special tokens and the chat template's.
-        """
+        """Return how many tokens a prompt has beside those that HELM counts: special tokens and the chat template's."""
         text = "a"
         return len(self.prompt_ids({"prompt": text})) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -115,8 +120,10 @@ def row_of(request: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     ids = encoding.prompt_ids(request)
     if is_scored(request):
         if len(ids) < 2:
-            raise InvalidInput(f"the prompt {shown(request['prompt'])} has one token, and its probability is that of"
-                               " the others; it must have at least 2")  # fmt: skip
+            raise InvalidInput(
+                f"the prompt {shown(request['prompt'])} has one token, and its probability is that of"
+                " the others; it must have at least 2"
+            )
         return {**own, "context": ids[:1], "continuation": ids[1:]}
     stop, stop_ids = _stops(request.get("stop_sequences") or [], encoding.tokenizer)
     sampling = {
@@ -136,16 +143,19 @@ def _check(request: Mapping[str, Any]) -> None:
         if name in _REFUSED:
             raise InvalidInput(f"the request has {name}, which the engine does not have; it completes text only")
         if name not in (*_USED, *_UNUSED):
-            raise InvalidInput(f"the request has {name} {shown(request[name])}, which this version of flexengine does"
-                               " not know")  # fmt: skip
+            raise InvalidInput(
+                f"the request has {name} {shown(request[name])}, which this version of flexengine does not know"
+            )
     _check_kinds(given)
     if given.get("prompt") and given.get("messages"):
         raise InvalidInput("the request has both prompt and messages; it must have one of them")
     if request.get("max_tokens") is None:
         raise InvalidInput("the request has no max_tokens; it must be one of HELM 0.5")
     if request.get("max_tokens") == 0 and (not is_scored(request) or request.get("num_completions", 1) != 1):
-        raise InvalidInput("the request has max_tokens 0; this is allowed with echo_prompt and one completion only,"
-                           " which gives the log probabilities of the prompt")  # fmt: skip
+        raise InvalidInput(
+            "the request has max_tokens 0; this is allowed with echo_prompt and one completion only,"
+            " which gives the log probabilities of the prompt"
+        )
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:

@@ -58,14 +58,18 @@ def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: 
 def _logprobs(result: Mapping[str, Any]) -> list[float]:
     """Return the log probability of each token."""
     if not isinstance(entries := result.get("logprobs"), list):
-        raise InvalidInput("the results have no log probabilities; run the rows again with flexengine run --score"
-                           " --logprobs 0 --restart")  # fmt: skip
+        raise InvalidInput(
+            "the results have no log probabilities; run the rows again with flexengine run --score"
+            " --logprobs 0 --restart"
+        )
     return [logprob_of(entry) for entry in entries]
 
 
 def _tokens(ids: Sequence[int], logprobs: Sequence[float], encoding: Encoding) -> list[Token]:
-    return [{"text": encoding.tokenizer.decode([token]), "logprob": logprob}
-            for token, logprob in zip(ids, logprobs, strict=True)]  # fmt: skip
+    return [
+        {"text": encoding.tokenizer.decode([token]), "logprob": logprob}
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
 
 
 def truncated(text: str, tokens: list[Token], ends: Sequence[str]) -> dict[str, Any]:

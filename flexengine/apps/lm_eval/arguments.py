@@ -58,8 +58,10 @@ def engine_options(
     options = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
     if given.get("pretrained") is not None:
         if "model" in options:
-            raise InvalidInput(f"{place} has model {shown(options['model'])} and pretrained"
-                               f" {shown(given['pretrained'])}, which mean the same; leave one out")  # fmt: skip
+            raise InvalidInput(
+                f"{place} has model {shown(options['model'])} and pretrained"
+                f" {shown(given['pretrained'])}, which mean the same; leave one out"
+            )
         options["model"] = given["pretrained"]
     switches = {n: value for n, value in given.items() if n in _LOSSY and value is not None and value is not False}
     if switches and "lossy" in options:

@@ -35,9 +35,13 @@ def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[
     lossy = {"allow": sorted(allow)} if allow else engine.switches
     now = json.loads(json.dumps({**options, **model, LOSSY: lossy}))  # tuples become lists
     if was and (changed := differences(was, now)):
-        raise InvalidInput(f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}; name"
-                           " another file, or give the same model and options")  # fmt: skip
+        raise InvalidInput(
+            f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}; name"
+            " another file, or give the same model and options"
+        )
     if not was and len(stored):
-        message("the cache of --use_cache does not say which model gave its responses; they are taken as this model's",
-                logging.WARNING)  # fmt: skip
+        message(
+            "the cache of --use_cache does not say which model gave its responses; they are taken as this model's",
+            logging.WARNING,
+        )
     stored[RECORD] = now

@@ -23,7 +23,7 @@ from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
 from flexengine.apps.lm_eval.cache import check_cache
-from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, Generation, generation_of
+from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, GenerationWay, generation_of
 from flexengine.config import Result, shown
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput
@@ -68,16 +68,19 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         """
         super().__init__()
         if enable_thinking and think_end_token is None:
-            raise InvalidInput("enable_thinking is true without think_end_token, the text that ends the model's"
-                               " thinking; set both")  # fmt: skip
+            raise InvalidInput(
+                "enable_thinking is true without think_end_token, the text that ends the model's thinking; set both"
+            )
         given = options if model is None else {"model": model, **options}
         self.engine = engine = Engine(**engine_options(given, device))
         self._closing = weakref.finalize(self, engine.close)
         if (text := unused(batch_size, max_batch_size)) is not None:
             message(text, logging.WARNING)
         if engine.tokenizer is None:
-            raise InvalidInput("the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text; add the"
-                               " tokenizer's files to the model's directory")  # fmt: skip
+            raise InvalidInput(
+                "the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text; add the"
+                " tokenizer's files to the model's directory"
+            )
         self.tokenizer = engine.tokenizer
         self.max_length = self._length(max_length)
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -128,8 +131,10 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         tokens: tuple[int | None, ...] = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         first = next((token for token in tokens if token is not None), None)
         if first is None:
-            raise InvalidInput("the tokenizer has no token that begins or ends a sequence, which an empty context and"
-                               " rolling log likelihoods need")  # fmt: skip
+            raise InvalidInput(
+                "the tokenizer has no token that begins or ends a sequence, which an empty context and"
+                " rolling log likelihoods need"
+            )
         return first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -161,11 +166,14 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
         """Return the log probability of each continuation, and whether it is greedy."""
         if self._thinking.get("enable_thinking"):
-            raise InvalidInput("enable_thinking is true, but a task scores given answers; leave enable_thinking out, or"
-                               " run only tasks that generate")  # fmt: skip
+            raise InvalidInput(
+                "enable_thinking is true, but a task scores given answers; leave enable_thinking out, or"
+                " run only tasks that generate"
+            )
         if (empty := next((r.args for r in requests if not r.args[1]), None)) is not None:
-            raise InvalidInput(f"the continuation of the context {shown(empty[0])} is empty; it must have at least one"
-                               " token")  # fmt: skip
+            raise InvalidInput(
+                f"the continuation of the context {shown(empty[0])} is empty; it must have at least one token"
+            )
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return answers
 
@@ -180,8 +188,10 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         pairs = []
         for texts, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
-                raise InvalidInput(f"the continuation {shown(texts[1])} has {len(continuation)} tokens; it must have 1"
-                                   f" to {self.max_length}, which is max_length")  # fmt: skip
+                raise InvalidInput(
+                    f"the continuation {shown(texts[1])} has {len(continuation)} tokens; it must have 1"
+                    f" to {self.max_length}, which is max_length"
+                )
             whole = self._cut(context + continuation, self.max_length + 1)
             pairs.append((whole[: -len(continuation)], continuation))
         answers: list[Any] = [None] * len(pairs)
@@ -238,8 +248,10 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text that continues each context."""
         ways = [generation_of(request.args[1], self.eot_token_id) for request in requests]
-        rows = [{"prompt_token_ids": self._prompt(request.args[0], way)}
-                for request, way in zip(requests, ways, strict=True)]  # fmt: skip
+        rows = [
+            {"prompt_token_ids": self._prompt(request.args[0], way)}
+            for request, way in zip(requests, ways, strict=True)
+        ]
         texts: list[Any] = [None] * len(rows)
         failed: list[Result] = []
         with closing(self.engine.stream(rows, [way.params for way in ways])) as stream:
@@ -252,16 +264,18 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         _check(failed, len(rows))
         return texts
 
-    def _prompt(self, context: str, way: Generation) -> list[int]:
+    def _prompt(self, context: str, way: GenerationWay) -> list[int]:
         """Return the token ids of a context, the last ones if not all fit. An empty context is the prefix token."""
         room = self.max_length - way.params.max_tokens
         if room < 1:
-            raise InvalidInput(f"max_gen_toks is {way.params.max_tokens}; it must be below max_length"
-                               f" {self.max_length}; set --gen_kwargs max_gen_toks=N")  # fmt: skip
+            raise InvalidInput(
+                f"max_gen_toks is {way.params.max_tokens}; it must be below max_length"
+                f" {self.max_length}; set --gen_kwargs max_gen_toks=N"
+            )
         special = False if has_bos_prefix(context, self.tokenizer.bos_token) else None
         return self._cut(self._encoded(context, special), room) or [self.prefix_token_id]
 
-    def _answer(self, result: Result, way: Generation) -> str:
+    def _answer(self, result: Result, way: GenerationWay) -> str:
         """Return the generated text before the first of all end strings, without the model's thinking."""
         end = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
         text: str = postprocess_generated_text(result.generated_text or "", way.until + end, self._think_end_token)
@@ -286,8 +300,9 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             InvalidInput: the model has no chat template.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise InvalidInput("the model has no chat template; leave out --apply_chat_template, or take an"
-                               " instruction-tuned model")  # fmt: skip
+            raise InvalidInput(
+                "the model has no chat template; leave out --apply_chat_template, or take an instruction-tuned model"
+            )
         try:
             return self._rendered(chat_history, add_generation_prompt)
         except jinja2.TemplateError as error:
@@ -314,5 +329,6 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 def _check(failed: Sequence[Result], total: int) -> None:
     """Raise FlexError if requests failed. The others are in the harness's cache, if there is one."""
     if failed:
-        raise FlexError(f"{len(failed)} of {total} requests could not be computed; request {failed[0].index}:"
-                        f" {failed[0].error}")  # fmt: skip
+        raise FlexError(
+            f"{len(failed)} of {total} requests could not be computed; request {failed[0].index}: {failed[0].error}"
+        )

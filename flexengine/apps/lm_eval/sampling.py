@@ -16,7 +16,7 @@ ALLOWED = ("until", "do_sample", *_LENGTHS, *_SAMPLING)
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}  # accepted with this value only
 
 
-class Generation(NamedTuple):
+class GenerationWay(NamedTuple):
     """How a request is generated.
 
     Attributes:
@@ -28,7 +28,7 @@ class Generation(NamedTuple):
     until: list[str]
 
 
-def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation:
+def generation_of(given: Mapping[str, Any], end_token: int | None) -> GenerationWay:
     """Return how a request is generated.
 
     Args:
@@ -42,8 +42,9 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
     for name, value in some.items():
         if name not in ALLOWED and _NEUTRAL.get(name) != value:
             only = f"; {name} must be {shown(_NEUTRAL[name])}" if name in _NEUTRAL else ""
-            raise InvalidInput(f"gen_kwargs has {name} {shown(value)}, which is not supported{only}; it may have"
-                               f" {', '.join(ALLOWED)}")  # fmt: skip
+            raise InvalidInput(
+                f"gen_kwargs has {name} {shown(value)}, which is not supported{only}; it may have {', '.join(ALLOWED)}"
+            )
     try:
         normal: dict[str, Any] = dict(normalize_gen_kwargs(some, MAX_GEN_TOKS))
     except (TypeError, ValueError) as error:
@@ -52,13 +53,16 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
         raise InvalidInput(f"gen_kwargs has max_gen_toks {normal['max_gen_toks']}; at least 1 token must be generated")
     temperature = float(normal.get("temperature", 0.0))
     if normal["do_sample"] and temperature == 0:
-        raise InvalidInput("gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample"
-                           " false")  # fmt: skip
+        raise InvalidInput(
+            "gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample false"
+        )
     until = list(normal["until"])
     if wrong := [text for text in until if not isinstance(text, str) or not text]:
-        raise InvalidInput(f"gen_kwargs has until {shown(wrong[0])}; it must be text of at least one character, or a"
-                           " list of such texts")  # fmt: skip
+        raise InvalidInput(
+            f"gen_kwargs has until {shown(wrong[0])}; it must be text of at least one character, or a"
+            " list of such texts"
+        )
     sampling = {name: normal[name] for name in _SAMPLING if name in normal} | {"temperature": temperature}
     ends = () if end_token is None else (end_token,)
     params = SamplingParams(normal["max_gen_toks"], stop=tuple(until[:MAX_STOPS]), stop_token_ids=ends, **sampling)
-    return Generation(params, until)
+    return GenerationWay(params, until)

@@ -15,7 +15,7 @@ DIGITS = 6  # of a confidence after the point; float32 sums have no more
 _YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 
 
-class Answer(NamedTuple):
+class TableAnswer(NamedTuple):
     """The answer to one question.
 
     Attributes:
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     cut: bool = False
 
 
-def read_answers(path: Path, choices: Sequence[str]) -> Iterator[Answer]:
+def read_answers(path: Path, choices: Sequence[str]) -> Iterator[TableAnswer]:
     """Yield the answers in the results of a job, in the order of its rows.
 
     Args:
@@ -43,19 +43,19 @@ def read_answers(path: Path, choices: Sequence[str]) -> Iterator[Answer]:
             yield answer_of(json.loads(line), choices)
 
 
-def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> Answer:
+def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> TableAnswer:
     """Return the answer in an output row of a job."""
     if (error := result.get("error")) is not None:
-        return Answer(None, failure=without_place(str(error)))
+        return TableAnswer(None, failure=without_place(str(error)))
     if not choices:
         confidence = math.fsum(map(logprob_of, result["logprobs"]))
         cut = result["finish_reason"] == "length"
-        return Answer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
+        return TableAnswer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
     logprobs = [logprob_of(score) for score in result["scores"]]
     best = max(range(len(choices)), key=logprobs.__getitem__)
     if logprobs[best] == -math.inf:
-        return Answer(None, failure="no choice has a probability above 0, so none can be chosen")
-    return Answer(choices[best], round(logprobs[best], DIGITS))
+        return TableAnswer(None, failure="no choice has a probability above 0, so none can be chosen")
+    return TableAnswer(choices[best], round(logprobs[best], DIGITS))
 
 
 def yes_or_no(text: str) -> str | None:
@@ -65,7 +65,7 @@ def yes_or_no(text: str) -> str | None:
     return None if match is None else YES if match[1].lower() == "yes" else NO
 
 
-def plain(answers: Iterable[Answer]) -> Iterator[Answer]:
+def plain(answers: Iterable[TableAnswer]) -> Iterator[TableAnswer]:
     """Yield the answers to questions of Yes or No, with "Yes." and the like as Yes. Other texts stay."""
     for answer in answers:
         known = None if answer.text is None else yes_or_no(answer.text)

@@ -128,5 +128,7 @@ def _lost_words(metrics: Metrics) -> str:
     lost = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     if not yes_no:
         return f"{lost}: counted as wrong in each metric"
-    return (f"{lost}: counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1, precision"
-            " leaves them out, and accuracy counts them as wrong")  # fmt: skip
+    return (
+        f"{lost}: counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1, precision"
+        " leaves them out, and accuracy counts them as wrong"
+    )

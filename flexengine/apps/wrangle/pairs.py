@@ -6,7 +6,7 @@ from typing import Any
 from flexengine.apps.wrangle.serialise import serialise, text_of
 from flexengine.apps.wrangle.similar import Neighbour, nearest
 from flexengine.apps.wrangle.spec import Spec
-from flexengine.apps.wrangle.tables import Table
+from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
 from flexengine.job.tables import TableRow
 
@@ -26,23 +26,25 @@ def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: 
     """
     common = [column for column in left if column in right]
     if not common:
-        raise InvalidInput(f"{names} have no common column: the first has {', '.join(left) or 'none'}, the second has"
-                           f" {', '.join(right) or 'none'}; rename columns so that what is compared has one"
-                           " name")  # fmt: skip
+        raise InvalidInput(
+            f"{names} have no common column: the first has {', '.join(left) or 'none'}, the second has"
+            f" {', '.join(right) or 'none'}; rename columns so that what is compared has one"
+            " name"
+        )
     for column in show:
         if column not in common:
             raise InvalidInput(f"--show {column!r} is no common column of {names}; common are {', '.join(common)}")
     return list(show) or common
 
 
-def sides(table: Table) -> tuple[list[str], list[str]]:
+def sides(table: WrangleTable) -> tuple[list[str], list[str]]:
     """Return the columns of a table of pairs that begin with left_, and those that begin with right_, without these
     beginnings."""
     left, right = ([c.removeprefix(p) for c in table.columns if c.startswith(p) and c != p] for p in (LEFT, RIGHT))
     return left, right
 
 
-def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
+def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> WrangleTable:
     """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second.
 
     Only rows with a similarity above 0 are candidates. Columns are those of the first table with left_, those of the
@@ -62,8 +64,10 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
         for neighbour in _similar(found)
     ]
     if not pairs:
-        raise InvalidInput(f"no row of {left.name} is similar to a row of {right.name} in the columns"
-                           f" {', '.join(columns)}; compare other columns by --show")  # fmt: skip
+        raise InvalidInput(
+            f"no row of {left.name} is similar to a row of {right.name} in the columns"
+            f" {', '.join(columns)}; compare other columns by --show"
+        )
     return _joined(left, right, pairs)
 
 
@@ -76,23 +80,25 @@ def _similar(found: list[Neighbour]) -> Iterator[Neighbour]:
     return (neighbour for neighbour in found if neighbour.similarity > 0)
 
 
-def _joined(left: Table, right: Table, pairs: Sequence[_Pair]) -> Table:
+def _joined(left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair]) -> WrangleTable:
     columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
     faults = [(table, row) for table in (left, right) for row, record in enumerate(table.records) if record.fault]
     records = [_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1)]
     records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
     arrow = _joined_arrow(left, right, pairs, faults)
-    return Table(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
+    return WrangleTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
 
 
-def _record(number: int, left: Table, right: Table, pair: _Pair) -> TableRow:
+def _record(number: int, left: WrangleTable, right: WrangleTable, pair: _Pair) -> TableRow:
     mine, other = left.records[pair[0]].fields, right.records[pair[1]].fields
     cells = {LEFT + name: value for name, value in mine.items()}
     cells |= {RIGHT + name: value for name, value in other.items()}
     return TableRow(number, {**cells, SIMILARITY: pair[2]})
 
 
-def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Sequence[tuple[Table, int]]) -> Any:
+def _joined_arrow(
+    left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair], faults: Sequence[tuple[WrangleTable, int]]
+) -> Any:
     if left.arrow is None:
         return None
     import pyarrow as pa
@@ -110,7 +116,7 @@ def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Seq
 # Schemas.
 
 
-def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
+def schema_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> WrangleTable:
     """Return the pairs of a column of the first table and one of the second.
 
     The output's columns are left_column, left_values, right_column, right_values and, with --top, similarity.
@@ -128,22 +134,22 @@ def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
         for neighbour in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
-    table = Table(f"{left.name} x {right.name}", left.form, columns, records)
-    return table if left.arrow is None else Table(*_fields(table), _typed(table))
+    table = WrangleTable(f"{left.name} x {right.name}", left.form, columns, records)
+    return table if left.arrow is None else WrangleTable(*_fields(table), _typed(table))
 
 
-def _fields(table: Table) -> tuple[str, str, tuple[str, ...], tuple[TableRow, ...]]:
+def _fields(table: WrangleTable) -> tuple[str, str, tuple[str, ...], tuple[TableRow, ...]]:
     return table.name, table.form, table.columns, table.records
 
 
-def _typed(table: Table) -> Any:
+def _typed(table: WrangleTable) -> Any:
     import pyarrow as pa
 
     cells = {c: [record.fields[c] for record in table.records] for c in table.columns}
     return pa.table({c: pa.array(v, pa.float64() if c == SIMILARITY else pa.string()) for c, v in cells.items()})
 
 
-def _descriptions(table: Table, count: int) -> list[dict[str, str]]:
+def _descriptions(table: WrangleTable, count: int) -> list[dict[str, str]]:
     """Return name and first different values of each column."""
     made = []
     for column in table.columns:

@@ -7,18 +7,18 @@ from typing import Any
 
 from flexengine.apps.wrangle import prompts
 from flexengine.apps.wrangle.pairs import matching_pairs, schema_pairs
-from flexengine.apps.wrangle.questions import Asked, Question, choices_of, questions_of, without
+from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of, without
 from flexengine.apps.wrangle.shots import chosen, most_of_a_row, nearest_shots, shot_count
 from flexengine.apps.wrangle.similar import check_library
 from flexengine.apps.wrangle.spec import IMPUTE, MATCH, MAX_TOKENS, NEAREST, Spec
-from flexengine.apps.wrangle.tables import Table, read_table
+from flexengine.apps.wrangle.tables import WrangleTable, read_table
 from flexengine.errors import InvalidInput
 
 ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the output adds
 
 
 @dataclass(frozen=True)
-class Plan:
+class WranglePlan:
     """The questions of a run and their prompts.
 
     Attributes:
@@ -30,8 +30,8 @@ class Plan:
     """
 
     spec: Spec
-    asked: Asked
-    questions: tuple[Question, ...]
+    asked: TableQuestions
+    questions: tuple[CellQuestion, ...]
     prompts: tuple[str, ...]
     choices: tuple[str, ...]
 
@@ -53,7 +53,7 @@ class Plan:
                 yield {**about, "prompt": text, "max_tokens": most, "stop": ["\n"], "temperature": 0, "logprobs": 0}
 
 
-def make_plan(spec: Spec) -> Plan:
+def make_plan(spec: Spec) -> WranglePlan:
     """Read the tables and return the plan. Raise InvalidInput if they cannot be used with these options."""
     if len(spec.tables) == 2 or spec.picks == NEAREST:
         check_library()
@@ -71,10 +71,12 @@ def make_plan(spec: Spec) -> Plan:
     questions, texts = _with_shots(spec, questions, pool, classes, own=examples is None)
     if not questions:
         raise InvalidInput(f"{table.name} has no row to predict; {_nothing(spec)}")
-    plan = Plan(spec, asked, tuple(questions), tuple(texts), choices)
+    plan = WranglePlan(spec, asked, tuple(questions), tuple(texts), choices)
     if (spec.label or spec.evaluate) and not plan.labelled and not examples:
-        raise InvalidInput(f"no predicted row of {table.name} has a label in {spec.label!r}; metrics need labels: fill"
-                           " the column, or leave --label out")  # fmt: skip
+        raise InvalidInput(
+            f"no predicted row of {table.name} has a label in {spec.label!r}; metrics need labels: fill"
+            " the column, or leave --label out"
+        )
     return plan
 
 
@@ -84,23 +86,27 @@ def _nothing(spec: Spec) -> str:
     return "give more rows, or lower --shots"
 
 
-def _table(spec: Spec) -> Table:
+def _table(spec: Spec) -> WrangleTable:
     tables = [read_table(name, limit=spec.limit) for name in spec.tables]
     if len(tables) == 1:
         return tables[0]
     if spec.label and not spec.examples:
-        raise InvalidInput(f"--label {spec.label!r} names labels of pairs, but two tables are given; give a table of"
-                           " pairs, or --examples with labelled pairs")  # fmt: skip
+        raise InvalidInput(
+            f"--label {spec.label!r} names labels of pairs, but two tables are given; give a table of"
+            " pairs, or --examples with labelled pairs"
+        )
     return (matching_pairs if spec.task == MATCH else schema_pairs)(tables[0], tables[1], spec)
 
 
-def _check_names(table: Table, asked: Asked) -> None:
+def _check_names(table: WrangleTable, asked: TableQuestions) -> None:
     for name in (f"{target}_{end}" for target in asked.targets for end in ENDS):
         if name in table.columns:
             raise InvalidInput(f"{table.name} has a column {name!r}, which the output adds; rename it")
 
 
-def _predicted(spec: Spec, asked: Asked, examples: Asked | None) -> tuple[list[Question], list[Question]]:
+def _predicted(
+    spec: Spec, asked: TableQuestions, examples: TableQuestions | None
+) -> tuple[list[CellQuestion], list[CellQuestion]]:
     """Return the questions to predict, and the examples for shots."""
     everything = asked.questions
     labelled = [q for q in everything if q.answer is not None]
@@ -116,22 +122,22 @@ def _predicted(spec: Spec, asked: Asked, examples: Asked | None) -> tuple[list[Q
     return questions, pool if examples is None else examples.questions
 
 
-def _check_groups(questions: Sequence[Question], pool: Sequence[Question]) -> None:
+def _check_groups(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion]) -> None:
     missing = {q.group for q in questions} - {q.group for q in pool}
     if missing:
         raise InvalidInput(f"group {sorted(missing)[0]!r} has no example; add rows of this group to --examples")
 
 
 def _with_shots(
-    spec: Spec, questions: list[Question], pool: list[Question], classes: Sequence[str], own: bool
-) -> tuple[list[Question], list[str]]:
+    spec: Spec, questions: list[CellQuestion], pool: list[CellQuestion], classes: Sequence[str], own: bool
+) -> tuple[list[CellQuestion], list[str]]:
     """Return the questions without those that became shots, and their prompts.
 
     Args:
         classes: answers among which BALANCED shots are distributed.
         own: the examples are rows of the table.
     """
-    made: dict[Question, str] = {}
+    made: dict[CellQuestion, str] = {}
     for group in dict.fromkeys(q.group for q in questions):
         mine, examples = ([q for q in some if q.group == group] for some in (questions, pool))
         count = shot_count(spec, len(examples), most_of_a_row(mine, examples) if own else 0)
@@ -146,6 +152,6 @@ def _with_shots(
     return left, [made[question] for question in left]
 
 
-def _prompt(spec: Spec, shots: Sequence[Question], question: Question) -> str:
+def _prompt(spec: Spec, shots: Sequence[CellQuestion], question: CellQuestion) -> str:
     pairs = [(shot.text, shot.answer or "") for shot in shots]
     return prompts.prompt(spec.instruction, pairs, question.text)

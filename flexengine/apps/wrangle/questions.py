@@ -8,7 +8,7 @@ from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text
 from flexengine.apps.wrangle.prompts import NO, YES
 from flexengine.apps.wrangle.serialise import serialise, text_of
 from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
-from flexengine.apps.wrangle.tables import Table
+from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
 from flexengine.job.tables import TableRow
 from flexengine.plan.formatting import count
@@ -19,7 +19,7 @@ MAX_CHOICES = 1000  # values of a column that --closed accepts
 
 
 @dataclass(frozen=True)
-class Question:
+class CellQuestion:
     """One question to the model.
 
     Attributes:
@@ -40,7 +40,7 @@ class Question:
 
 
 @dataclass
-class Asked:
+class TableQuestions:
     """The questions of a table.
 
     Attributes:
@@ -50,13 +50,13 @@ class Asked:
         faults: reason by row for rows that cannot be read.
     """
 
-    table: Table
+    table: WrangleTable
     targets: list[str]
-    questions: list[Question] = field(default_factory=list)
+    questions: list[CellQuestion] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
 
 
-def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
+def questions_of(table: WrangleTable, spec: Spec, examples: bool = False) -> TableQuestions:
     """Return the questions of a table.
 
     Args:
@@ -66,7 +66,7 @@ def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
         InvalidInput: a column is missing, a label is not allowed, or an example has no answer or cannot be read.
     """
     targets, build = _BUILDERS[spec.task](table, spec, examples)
-    asked = Asked(table, targets)
+    asked = TableQuestions(table, targets)
     for row, record in enumerate(table.records):
         if record.fault:
             asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
@@ -77,17 +77,19 @@ def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
     return asked
 
 
-def _check_examples(asked: Asked) -> None:
+def _check_examples(asked: TableQuestions) -> None:
     table = asked.table
     if asked.faults:
         raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
     for question in asked.questions:
         if question.answer is None:
-            raise InvalidInput(f"--examples {table.place(question.row)}: there is no answer for {question.target};"
-                               " give it, or leave the row out")  # fmt: skip
+            raise InvalidInput(
+                f"--examples {table.place(question.row)}: there is no answer for {question.target};"
+                " give it, or leave the row out"
+            )
 
 
-def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
+def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ...]:
     """Return the answers that are scored, () if answers are generated.
 
     Args:
@@ -103,53 +105,59 @@ def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
     known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}; it must"
-                           f" have 2 to {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+        raise InvalidInput(
+            f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}; it must"
+            f" have 2 to {MAX_CHOICES}; leave --closed out to generate answers"
+        )
     more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
         for question in asked.questions:
             if question.answer is not None and question.answer not in choices:
-                raise InvalidInput(f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
-                                   f" {', '.join(choices)}; correct it, or {more}")  # fmt: skip
+                raise InvalidInput(
+                    f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
+                    f" {', '.join(choices)}; correct it, or {more}"
+                )
     return choices
 
 
 # One function per task. Each returns the targets and a function that returns the questions of a row.
 
-_Build = Callable[[int, TableRow], list[Question]]
+_Build = Callable[[int, TableRow], list[CellQuestion]]
 
 
-def _match(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _match(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
     label = _label(table, spec, spec.label, examples)
 
-    def build(row: int, record: TableRow) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[CellQuestion]:
         left, right = (side_text(record, side, columns, spec.missing) for side in (LEFT, RIGHT))
-        return [Question(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))]
+        return [CellQuestion(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))]
 
     return [MATCH], build
 
 
-def _schema(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _schema(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     columns = sides(table)
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
-        raise InvalidInput(f"{table.name} has no descriptions of attributes: it must have the columns left and right,"
-                           f" or columns that begin with left_ and right_; its columns are"
-                           f" {', '.join(table.columns)}")  # fmt: skip
+        raise InvalidInput(
+            f"{table.name} has no descriptions of attributes: it must have the columns left and right,"
+            f" or columns that begin with left_ and right_; its columns are"
+            f" {', '.join(table.columns)}"
+        )
     label = _label(table, spec, spec.label, examples)
 
-    def build(row: int, record: TableRow) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[CellQuestion]:
         if plain:
             texts = [text_of(record.fields[side]) or spec.missing for side in ("left", "right")]
         else:
             texts = [side_text(record, side, c, spec.missing) for side, c in zip((LEFT, RIGHT), columns, strict=True)]
-        return [Question(row, SCHEMA, prompts.schema_question(*texts), label(row))]
+        return [CellQuestion(row, SCHEMA, prompts.schema_question(*texts), label(row))]
 
     return [SCHEMA], build
 
 
-def _impute(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _impute(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     (column,) = spec.column
     table.check_has([column], "--column")
     shown = _shown(table, spec, {column, spec.label})
@@ -157,43 +165,43 @@ def _impute(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
     if truth is not None:
         table.check_has([truth], "--label")
 
-    def build(row: int, record: TableRow) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[CellQuestion]:
         text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
         cell = text_of(record.fields[column])
         cell = cell and cell.strip()
         true = None if truth is None else text_of(record.fields[truth])
-        return [Question(row, column, text, cell if true is None else true.strip(), cell)]
+        return [CellQuestion(row, column, text, cell if true is None else true.strip(), cell)]
 
     return [column], build
 
 
-def _detect(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _detect(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     table.check_has(spec.column, "--column")
     if not spec.column:
         shown = _shown(table, spec, {spec.label})
         label = _label(table, spec, spec.label, examples)
 
-        def whole(row: int, record: TableRow) -> list[Question]:
+        def whole(row: int, record: TableRow) -> list[CellQuestion]:
             text = prompts.row_question(serialise(record.fields, shown, spec.missing), spec.error)
-            return [Question(row, "error", text, label(row))]
+            return [CellQuestion(row, "error", text, label(row))]
 
         return ["error"], whole
     names = {c: f"{c}_{spec.label}" if spec.label else None for c in spec.column}
     labels = {c: _label(table, spec, name, examples) for c, name in names.items()}
     shown = [] if spec.alone else _shown(table, spec, set(names.values()))
 
-    def cells(row: int, record: TableRow) -> list[Question]:
+    def cells(row: int, record: TableRow) -> list[CellQuestion]:
         text = None if spec.alone else serialise(record.fields, shown, spec.missing)
         value = {c: text_of(record.fields[c]) or spec.missing for c in spec.column}
         return [
-            Question(row, f"{c}_error", prompts.cell_question(text, c, value[c], spec.error), labels[c](row))
+            CellQuestion(row, f"{c}_error", prompts.cell_question(text, c, value[c], spec.error), labels[c](row))
             for c in spec.column
         ]
 
     return [f"{c}_error" for c in spec.column], cells
 
 
-def _transform(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _transform(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     (target,) = spec.column
     column, answer = ("input", "output") if examples else (target, spec.label)
     options = {"--column": column, "--label": answer, "--group": spec.group}
@@ -201,23 +209,23 @@ def _transform(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Bu
         if name is not None:
             table.check_has([name], "--examples: column" if examples else option)
 
-    def build(row: int, record: TableRow) -> list[Question]:
+    def build(row: int, record: TableRow) -> list[CellQuestion]:
         cell = text_of(record.fields[column])
         if cell is None and not examples:
             return []  # an empty cell stays empty
         group = "" if spec.group is None else text_of(record.fields[spec.group]) or ""
         true = text_of(record.fields[answer]) if answer else None
-        return [Question(row, target, prompts.transform_question(cell or ""), true and true.strip(), group=group)]
+        return [CellQuestion(row, target, prompts.transform_question(cell or ""), true and true.strip(), group=group)]
 
     return [target], build
 
 
-_BUILDERS: dict[str, Callable[[Table, Spec, bool], tuple[list[str], _Build]]] = {
+_BUILDERS: dict[str, Callable[[WrangleTable, Spec, bool], tuple[list[str], _Build]]] = {
     MATCH: _match, IMPUTE: _impute, DETECT: _detect, SCHEMA: _schema, TRANSFORM: _transform,
 }  # fmt: skip
 
 
-def _shown(table: Table, spec: Spec, hidden: set[str | None]) -> list[str]:
+def _shown(table: WrangleTable, spec: Spec, hidden: set[str | None]) -> list[str]:
     """Return the columns that a prompt shows. Raise InvalidInput if there is none, or --show names a hidden one."""
     table.check_has(spec.show, "--show")
     for column in spec.show:
@@ -225,11 +233,12 @@ def _shown(table: Table, spec: Spec, hidden: set[str | None]) -> list[str]:
             raise InvalidInput(f"--show {column!r} is the answer; leave it out")
     if shown := list(spec.show) or [c for c in table.columns if c not in hidden]:
         return shown
-    raise InvalidInput(f"{table.name} has no column beside {', '.join(c for c in hidden if c)}; a prompt must show at"
-                       " least one")  # fmt: skip
+    raise InvalidInput(
+        f"{table.name} has no column beside {', '.join(c for c in hidden if c)}; a prompt must show at least one"
+    )
 
 
-def _label(table: Table, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
+def _label(table: WrangleTable, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
     """Return a function that returns the label of a row, Yes, No or None.
 
     Args:
@@ -247,16 +256,17 @@ def _label(table: Table, spec: Spec, name: str | None, examples: bool) -> Callab
     return labels.__getitem__
 
 
-def _yes_no(table: Table, row: int, record: TableRow, name: str) -> str | None:
+def _yes_no(table: WrangleTable, row: int, record: TableRow, name: str) -> str | None:
     if record.fault or (text := text_of(record.fields[name])) is None:
         return None
     if (label := _LABELS.get(text.strip().lower())) is None:
-        raise InvalidInput(f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is"
-                           " unknown")  # fmt: skip
+        raise InvalidInput(
+            f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is unknown"
+        )
     return label
 
 
-def without(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
+def without(questions: Sequence[CellQuestion], used: Sequence[CellQuestion]) -> list[CellQuestion]:
     """Return the questions that are not among `used`."""
     left_out = set(used)
     return [question for question in questions if question not in left_out]

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.wrangle.answers import Answer, plain, read_answers
+from flexengine.apps.rows_job import RowsJob
+from flexengine.apps.wrangle.answers import TableAnswer, plain, read_answers
 from flexengine.apps.wrangle.metrics import Judged, Metrics, transform_metrics, value_metrics, yes_no_metrics
-from flexengine.apps.wrangle.plan import Plan
+from flexengine.apps.wrangle.plan import WranglePlan
 from flexengine.apps.wrangle.spec import TRANSFORM
 from flexengine.apps.wrangle.tables import Added, check_output, holds_table, write_table
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
-from flexengine.job.results import encode_fields, files_beside, journal_path
-from flexengine.job.whole_file import part_path, write_whole
+from flexengine.job.results import files_beside
+from flexengine.job.whole_file import part_path
 
 
 @dataclass(frozen=True)
@@ -41,29 +42,34 @@ class Report:
     metrics: Metrics | None
 
 
+def job_of(output: str) -> RowsJob:
+    """Return the files of the run's job, beside the output."""
+    return RowsJob.named(Path(output).resolve(), ".rows.jsonl")
+
+
 def rows_path(output: str) -> Path:
     """Return the path of the file with the job's rows, beside the output."""
-    target = Path(output).resolve()
-    return target.with_name(target.name + ".rows.jsonl")
+    return job_of(output).rows
 
 
 def results_path(output: str) -> Path:
     """Return the path of the file with the job's results, beside the output."""
-    target = Path(output).resolve()
-    return target.with_name(target.name + ".results.jsonl")
+    return job_of(output).results
 
 
 def work_files(output: str) -> dict[str, Path]:
     """Return the files that a run writes beside its output, by the names that messages use."""
     rows, results = rows_path(output), results_path(output)
     return {
-        "the rows of --output": rows, "the unfinished rows of --output": part_path(rows),
-        "the results of --output": results, **files_beside(results, "the results of --output"),
+        "the rows of --output": rows,
+        "the unfinished rows of --output": part_path(rows),
+        "the results of --output": results,
+        **files_beside(results, "the results of --output"),
         "the unfinished part of --output": part_path(output),
-    }  # fmt: skip
+    }
 
 
-def check(plan: Plan, output: str, restart: bool = False) -> None:
+def check(plan: WranglePlan, output: str, restart: bool = False) -> None:
     """Check that the run can begin, or continue an earlier run. Called before a model is opened.
 
     Args:
@@ -77,19 +83,24 @@ def check(plan: Plan, output: str, restart: bool = False) -> None:
     check_output(output, plan.asked.table.form)
     if restart:
         return
-    rows, exists = rows_path(output), os.path.exists(output)
-    if exists and not _began(output):
-        raise InvalidInput(f"--output {output} exists and would be replaced; name another output, or give --restart to"
-                           " replace it")  # fmt: skip
-    if _began(output) and rows.read_bytes() != _rows(plan):
-        raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
-                           " name another output, or give --restart to start over")  # fmt: skip
+    job, exists = job_of(output), os.path.exists(output)
+    if exists and not job.began:
+        raise InvalidInput(
+            f"--output {output} exists and would be replaced; name another output, or give --restart to replace it"
+        )
+    if job.began and job.has_other(plan.requests()):
+        raise InvalidInput(
+            f"--output {output} has rows of a run with another table or other options, in {job.rows};"
+            " name another output, or give --restart to start over"
+        )
     if exists and not _is_written(plan, output):
-        raise InvalidInput(f"--output {output} is not the table that {results_path(output).name} gives, so one of them"
-                           " was changed; rename the output, and the same command writes it again")  # fmt: skip
+        raise InvalidInput(
+            f"--output {output} is not the table that {results_path(output).name} gives, so one of them"
+            " was changed; rename the output, and the same command writes it again"
+        )
 
 
-def prepare(plan: Plan, output: str, restart: bool = False, retry_errors: bool = False) -> None:
+def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors: bool = False) -> None:
     """Write the rows of the job, unless an earlier run has begun it. Called after `check`, when the model is open.
 
     An output that the job will replace is removed, so that an interrupted run can be continued without these options.
@@ -104,32 +115,17 @@ def prepare(plan: Plan, output: str, restart: bool = False, retry_errors: bool =
     """
     target = Path(output).resolve()
     if restart:
-        with Journal(_journal(output)) as journal:
+        with Journal(job_of(output).journal) as journal:
             target.unlink(missing_ok=True)
             results_path(output).unlink(missing_ok=True)
             journal.restart()  # at the end of the block an empty journal is deleted
     elif retry_errors:
         target.unlink(missing_ok=True)
-    if not _began(output):
-        write_whole(rows_path(output), _rows(plan))
+    if not (job := job_of(output)).began:
+        job.write(plan.requests())
 
 
-def _journal(output: str) -> Path:
-    path = journal_path(results_path(output))
-    assert path is not None  # the output is a file, as its suffix names a format
-    return path
-
-
-def _began(output: str) -> bool:
-    """Return whether a run has begun the job."""
-    return rows_path(output).exists() and _journal(output).exists()
-
-
-def _rows(plan: Plan) -> bytes:
-    return b"".join(map(encode_fields, plan.requests()))
-
-
-def _is_written(plan: Plan, output: str) -> bool:
+def _is_written(plan: WranglePlan, output: str) -> bool:
     """Return whether the output is the table with predictions from the results of an earlier run."""
     try:
         columns = _columns(plan, _answers(plan, output))
@@ -138,7 +134,7 @@ def _is_written(plan: Plan, output: str) -> bool:
     return holds_table(output, plan.asked.table, columns)
 
 
-def finish(plan: Plan, output: str) -> Report:
+def finish(plan: WranglePlan, output: str) -> Report:
     """Write the table with predictions from the results of the job, and return the report.
 
     Raises:
@@ -149,8 +145,10 @@ def finish(plan: Plan, output: str) -> Report:
     if not os.path.exists(output):
         write_table(output, plan.asked.table, columns)
     elif not holds_table(output, plan.asked.table, columns):
-        raise InvalidInput(f"--output {output} was written by another program while the job ran; rename it, and the"
-                           " same command without --restart writes the output from the results")  # fmt: skip
+        raise InvalidInput(
+            f"--output {output} was written by another program while the job ran; rename it, and the"
+            " same command without --restart writes the output from the results"
+        )
     failed = sum(answer.failure is not None for answer in answers)
     judged = [
         Judged(question.answer, answer.text, question.group)
@@ -165,7 +163,7 @@ def finish(plan: Plan, output: str) -> Report:
     )  # fmt: skip
 
 
-def _first_failure(plan: Plan, answers: Sequence[Answer]) -> str | None:
+def _first_failure(plan: WranglePlan, answers: Sequence[TableAnswer]) -> str | None:
     """Return why the first row of the table that failed has no answer; None if no row failed."""
     failures = dict(plan.asked.faults)
     table = plan.asked.table
@@ -175,18 +173,18 @@ def _first_failure(plan: Plan, answers: Sequence[Answer]) -> str | None:
     return failures[min(failures)] if failures else None
 
 
-def _answers(plan: Plan, output: str) -> list[Answer]:
+def _answers(plan: WranglePlan, output: str) -> list[TableAnswer]:
     answers = read_answers(results_path(output), plan.choices)
     return list(plain(answers) if plan.spec.yes_no else answers)
 
 
-def _metrics(plan: Plan, judged: Sequence[Judged]) -> Metrics:
+def _metrics(plan: WranglePlan, judged: Sequence[Judged]) -> Metrics:
     if plan.spec.yes_no:
         return yes_no_metrics(judged)
     return (transform_metrics if plan.spec.task == TRANSFORM else value_metrics)(judged)
 
 
-def _columns(plan: Plan, answers: Sequence[Answer]) -> list[Added]:
+def _columns(plan: WranglePlan, answers: Sequence[TableAnswer]) -> list[Added]:
     """Return the columns of predictions, confidences and failures of each target."""
     table, columns = plan.asked.table, list[Added]()
     by_cell = {(q.row, q.target): answer for q, answer in zip(plan.questions, answers, strict=True)}
@@ -201,7 +199,7 @@ def _columns(plan: Plan, answers: Sequence[Answer]) -> list[Added]:
     return columns
 
 
-def as_json(plan: Plan, report: Report, output: str) -> dict[str, Any]:
+def as_json(plan: WranglePlan, report: Report, output: str) -> dict[str, Any]:
     """Return the report as JSON values."""
     spec = plan.spec
     return {

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from flexengine.apps.wrangle.questions import Question
+from flexengine.apps.wrangle.questions import CellQuestion
 from flexengine.apps.wrangle.similar import nearest
 from flexengine.apps.wrangle.spec import BALANCED, DEFAULT_SHOTS, GIVEN, NEAREST, TRANSFORM, TRANSFORMATIONS, Spec
 from flexengine.errors import InvalidInput
@@ -25,27 +25,31 @@ def shot_count(spec: Spec, available: int, left_out: int) -> int:
     if spec.shots is None:
         count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
         if count == 0 and (spec.pick or spec.examples):
-            raise InvalidInput(f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
-                               " answers, or --shots 0")  # fmt: skip
+            raise InvalidInput(
+                f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
+                " answers, or --shots 0"
+            )
         if count == 0 and spec.task == TRANSFORM and not spec.instruction:
             raise InvalidInput(f"transform has no example to show; {TRANSFORMATIONS}")
         return count
     most = available - left_out if spec.picks == NEAREST else available
     if spec.shots > most:
         other = " in other rows" if most < available else ""
-        raise InvalidInput(f"--shots is {spec.shots}, but there are {most} examples{other}; give at most so many, or"
-                           " more rows with answers by --examples or in the table")  # fmt: skip
+        raise InvalidInput(
+            f"--shots is {spec.shots}, but there are {most} examples{other}; give at most so many, or"
+            " more rows with answers by --examples or in the table"
+        )
     return spec.shots
 
 
-def most_of_a_row(questions: Sequence[Question], pool: Sequence[Question]) -> int:
+def most_of_a_row(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion]) -> int:
     """Return the largest number of examples in the row of one question. There are several if a row has several checked
     cells."""
     counts = Counter(q.row for q in pool)
     return max((counts[q.row] for q in questions), default=0)
 
 
-def chosen(spec: Spec, pool: Sequence[Question], count: int, choices: Sequence[str]) -> list[Question]:
+def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequence[str]) -> list[CellQuestion]:
     """Return the examples that all questions share: the first ones, or drawn with the seed.
 
     Args:
@@ -61,21 +65,23 @@ def chosen(spec: Spec, pool: Sequence[Question], count: int, choices: Sequence[s
     rng = random.Random(spec.seed)
     if spec.picks != BALANCED:
         return rng.sample(list(pool), count)
-    shots: list[Question] = []
+    shots: list[CellQuestion] = []
     for place, choice in enumerate(choices):
         wanted = count // len(choices) + (place < count % len(choices))
         own = [q for q in pool if q.answer == choice]
         if wanted > len(own):
-            raise InvalidInput(f"--pick balanced needs {wanted} examples with the answer {choice}, but there are"
-                               f" {len(own)}; lower --shots, or pick random")  # fmt: skip
+            raise InvalidInput(
+                f"--pick balanced needs {wanted} examples with the answer {choice}, but there are"
+                f" {len(own)}; lower --shots, or pick random"
+            )
         shots += rng.sample(own, wanted)
     rng.shuffle(shots)
     return shots
 
 
 def nearest_shots(
-    spec: Spec, questions: Sequence[Question], pool: Sequence[Question], count: int, own: bool
-) -> Iterator[list[Question]]:
+    spec: Spec, questions: Sequence[CellQuestion], pool: Sequence[CellQuestion], count: int, own: bool
+) -> Iterator[list[CellQuestion]]:
     """Yield the most similar examples of each question, the most similar last, where it stands beside the question.
 
     Args:

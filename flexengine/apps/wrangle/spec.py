@@ -12,8 +12,10 @@ CHARACTER, TOKEN = SIMILARITIES = ("character", "token")
 YES_NO = (MATCH, DETECT, SCHEMA)  # tasks whose answer is Yes or No
 MAX_TOKENS = {MATCH: 3, DETECT: 3, SCHEMA: 3, IMPUTE: 10, TRANSFORM: 32}  # tokens of a generated answer
 DEFAULT_SHOTS = 10
-TRANSFORMATIONS = ("give --examples FILE with the columns input and output, --label COLUMN with at least two known"
-                   " results, or --instruction TEXT")  # fmt: skip
+TRANSFORMATIONS = (
+    "give --examples FILE with the columns input and output, --label COLUMN with at least two known"
+    " results, or --instruction TEXT"
+)
 _TAKEN_BY = {
     "column": (IMPUTE, DETECT, TRANSFORM), "show": (MATCH, IMPUTE, DETECT), "top": (MATCH, SCHEMA),
     "values": (SCHEMA,), "noun": (MATCH,),
@@ -120,8 +122,9 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
         raise TypeError(f"unknown options {sorted(unknown)}")
     for name, value in used.items():
         if task not in (takers := _TAKEN_BY.get(name, TASKS)):
-            raise InvalidInput(f"{_option(name)} has no effect on {task}; it is for {' and '.join(takers)}; leave it"
-                               " out")  # fmt: skip
+            raise InvalidInput(
+                f"{_option(name)} has no effect on {task}; it is for {' and '.join(takers)}; leave it out"
+            )
         if name in _LEAST and value < _LEAST[name]:
             raise InvalidInput(f"{_option(name)} is {value}; it must be at least {_LEAST[name]}")
     spec = Spec(task, tables, **used)
@@ -153,8 +156,9 @@ def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
 def _check_columns(spec: Spec) -> None:
     most = len(spec.column) if spec.task == DETECT else 1
     if len(spec.column) > most:
-        raise InvalidInput(f"--column is given {len(spec.column)} times; {spec.task} takes one column; leave out the"
-                           " others")  # fmt: skip
+        raise InvalidInput(
+            f"--column is given {len(spec.column)} times; {spec.task} takes one column; leave out the others"
+        )
     if spec.task in (IMPUTE, TRANSFORM) and not spec.column:
         raise InvalidInput(f"no column is given; name the column to {spec.task} by --column NAME")
     for option, names in (("--column", spec.column), ("--show", spec.show)):
@@ -170,16 +174,22 @@ def _check_answers(spec: Spec) -> None:
     if spec.choice and spec.closed:
         raise InvalidInput("--choice lists the answers, and --closed takes them from the column; leave out one of them")
     if len(set(spec.choice)) != len(spec.choice) or any(not choice.strip() for choice in spec.choice):
-        raise InvalidInput(f"--choice is given as {', '.join(map(repr, spec.choice))}; each choice must be given once,"
-                           " and must not be empty")  # fmt: skip
+        raise InvalidInput(
+            f"--choice is given as {', '.join(map(repr, spec.choice))}; each choice must be given once,"
+            " and must not be empty"
+        )
     if len(spec.choice) == 1:
         raise InvalidInput(f"--choice {spec.choice[0]!r} is the only one; give at least two")
     if spec.max_tokens is not None and spec.scored:
-        raise InvalidInput("--max-tokens has no effect, as the known answers are scored; leave it out"
-                           + (", or give --generate" if spec.yes_no else ""))  # fmt: skip
+        raise InvalidInput(
+            "--max-tokens has no effect, as the known answers are scored; leave it out"
+            + (", or give --generate" if spec.yes_no else "")
+        )
     if spec.test is not None and not (spec.label or spec.evaluate):
-        raise InvalidInput("--test draws rows with known answers; give --label COLUMN"
-                           + (" or --evaluate" if spec.task == IMPUTE else ""))  # fmt: skip
+        raise InvalidInput(
+            "--test draws rows with known answers; give --label COLUMN"
+            + (" or --evaluate" if spec.task == IMPUTE else "")
+        )
 
 
 def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class Added(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class WrangleTable:
     """A table in memory.
 
     Attributes:
@@ -68,8 +68,10 @@ class Table:
         for column in columns:
             if column not in self.columns:
                 seems = other_separator(self.columns, self.form)
-                raise InvalidInput(f"{option} {column!r} is no column of {self.name}; its columns are"
-                                   f" {', '.join(self.columns)}{seems and f': {seems}'}")  # fmt: skip
+                raise InvalidInput(
+                    f"{option} {column!r} is no column of {self.name}; its columns are"
+                    f" {', '.join(self.columns)}{seems and f': {seems}'}"
+                )
 
     def as_arrow(self) -> Any:
         """Return the table as a pyarrow.Table. Cells of text tables become strings."""
@@ -95,7 +97,7 @@ def form_of(name: str, what: str) -> str:
     return form
 
 
-def read_table(name: str, what: str = "table", limit: int | None = None) -> Table:
+def read_table(name: str, what: str = "table", limit: int | None = None) -> WrangleTable:
     """Return the table in a file.
 
     Args:
@@ -121,18 +123,18 @@ def _check_columns(columns: Sequence[str], source: InputFile, what: str) -> None
         raise InvalidInput(f"{what} {source.name} has a column without a name, number {columns.index('') + 1}; name it")
 
 
-def _read_text(source: InputFile, limit: int | None, what: str) -> Table:
+def _read_text(source: InputFile, limit: int | None, what: str) -> WrangleTable:
     with source.open() as file:
         columns, records = csv_table(file, source.name, source.form)
         _check_columns(columns, source, what)
-        return Table(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
+        return WrangleTable(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
 
 
-def _read_arrow(source: InputFile, limit: int | None, what: str) -> Table:
+def _read_arrow(source: InputFile, limit: int | None, what: str) -> WrangleTable:
     columns = arrow_columns(source.file, source.name, source.form)
     _check_columns(columns, source, what)
     rows = tuple(islice(arrow_records(source.file, source.name, source.form, None), limit))
-    return Table(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
+    return WrangleTable(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
 
 
 def _whole(source: InputFile) -> Any:
@@ -163,11 +165,12 @@ def check_output(name: str, form: str) -> None:
     suffix = Path(name).suffix.lower()
     if suffix != ".jsonl" and _FORMS.get(suffix) != form:
         same = " or ".join(s for s, f in _FORMS.items() if f == form)
-        raise InvalidInput(f"--output {name} has suffix {suffix!r}; the output has the format of the table, {same}, or"
-                           " is .jsonl")  # fmt: skip
+        raise InvalidInput(
+            f"--output {name} has suffix {suffix!r}; the output has the format of the table, {same}, or is .jsonl"
+        )
 
 
-def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
+def write_table(name: str, table: WrangleTable, added: Sequence[Added]) -> None:
     """Write a table with further columns. The file appears complete or not at all.
 
     Args:
@@ -178,14 +181,14 @@ def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
         _write(file, name, table, added)
 
 
-def holds_table(name: str, table: Table, added: Sequence[Added]) -> bool:
+def holds_table(name: str, table: WrangleTable, added: Sequence[Added]) -> bool:
     """Return whether a file has the contents that `write_table` would write."""
     made = io.BytesIO()
     _write(made, name, table, added)
     return Path(name).read_bytes() == made.getvalue()
 
 
-def _write(file: Any, name: str, table: Table, added: Sequence[Added]) -> None:
+def _write(file: Any, name: str, table: WrangleTable, added: Sequence[Added]) -> None:
     if Path(name).suffix.lower() == ".jsonl":
         file.writelines(_json_lines(table, added))
     elif table.form in DELIMITERS:
@@ -194,12 +197,12 @@ def _write(file: Any, name: str, table: Table, added: Sequence[Added]) -> None:
         _write_arrow(file, table, added)
 
 
-def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
+def _json_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
     for i, record in enumerate(table.records):
         yield encode_fields({**record.fields, **{column.name: column.values[i] for column in added}})
 
 
-def _text_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
+def _text_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
@@ -215,7 +218,7 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else text_of(value) or ""
 
 
-def _write_arrow(file: Any, table: Table, added: Sequence[Added]) -> None:
+def _write_arrow(file: Any, table: WrangleTable, added: Sequence[Added]) -> None:
     import pyarrow as pa
 
     made = table.as_arrow()

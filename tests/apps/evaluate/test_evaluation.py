@@ -17,6 +17,7 @@ from flexengine.apps.evaluate.report import Evaluation, write_files
 from flexengine.apps.evaluate.requests import answers_of, rows_of
 from flexengine.apps.evaluate.runs import Run, write_rows
 from flexengine.apps.evaluate.scenario import load
+from flexengine.apps.rows_job import RowsJob
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
@@ -66,8 +67,9 @@ class Fake:
         if "text" in row:
             return {"scores": [score_of(row["text"], 0)], "prompt_tokens": 1, "error": None}
         capital = 2.0 if row["context"].isupper() else 0.0
-        scores = [score_of(choice.strip(), number * (capital + self.shift))
-                  for number, choice in enumerate(row["choices"])]  # fmt: skip
+        scores = [
+            score_of(choice.strip(), number * (capital + self.shift)) for number, choice in enumerate(row["choices"])
+        ]
         return {"scores": scores, "prompt_tokens": len(row["context"]), "error": None}
 
 
@@ -92,8 +94,9 @@ RUNS = [Run("exact"), Run("other")]
 
 
 def evaluated(scenarios: list[Built], folder: Path, make: Callable[[Run], Fake] | None = None) -> Evaluation:
-    return evaluate(scenarios, RUNS, folder, make or (lambda run: Fake(-9.0 if run.name == "other" else 0.0)),
-                    Draws(50, 0))  # fmt: skip
+    return evaluate(
+        scenarios, RUNS, folder, make or (lambda run: Fake(-9.0 if run.name == "other" else 0.0)), Draws(50, 0)
+    )
 
 
 def test_rows_of_the_job(scenarios: list[Built]) -> None:
@@ -103,8 +106,10 @@ def test_rows_of_the_job(scenarios: list[Built]) -> None:
     assert "variant" not in rows[4]
     assert rows[5] == {"scenario": "g", "row": 0, "variant": "original", "prompt": "D", "max_tokens": 5,
                        "stop": [".", ";"]}  # fmt: skip
-    assert rows[8:] == [{"scenario": "p", "row": number, "variant": "original", "text": text}
-                        for number, text in enumerate(("abcd", "efgh"))]  # fmt: skip
+    assert rows[8:] == [
+        {"scenario": "p", "row": number, "variant": "original", "text": text}
+        for number, text in enumerate(("abcd", "efgh"))
+    ]
 
 
 def test_figures(scenarios: list[Built], tmp_path: Path) -> None:
@@ -158,8 +163,9 @@ def test_files(scenarios: list[Built], tmp_path: Path) -> None:
 
 
 def test_the_worst_of_a_row_with_an_error_in_one_variant(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text(SCENARIOS["g"][0].replace("g.jsonl", "s.jsonl")
-                                     + "perturbations: {lower_case: true}\n")  # fmt: skip
+    (tmp_path / "s.yaml").write_text(
+        SCENARIOS["g"][0].replace("g.jsonl", "s.jsonl") + "perturbations: {lower_case: true}\n"
+    )
     (tmp_path / "s.jsonl").write_text('{"q": "LONG", "a": "long"}\n{"q": "B", "a": "b"}\n')
     done = evaluated([build(load([str(tmp_path / "s.yaml")])[0])], tmp_path / "out")
     matches = {f.variant: (f.value, f.errors) for f in done.figures if (f.metric, f.run) == ("exact_match", "exact")}
@@ -243,16 +249,18 @@ def test_a_restart_beside_another_process_deletes_nothing(scenarios: list[Built]
 
 
 def test_rows_that_are_there_are_not_written_again(tmp_path: Path) -> None:
-    write_rows(path := tmp_path / "rows.jsonl", [{"text": "a"}])
-    before = path.stat()
-    write_rows(path, [{"text": "a"}])
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    write_rows(job := RowsJob.named(tmp_path / "rows"), [{"text": "a"}])
+    before = job.rows.stat()
+    write_rows(job, [{"text": "a"}])
+    assert (job.rows.stat().st_ino, job.rows.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_places_of_errors_and_impossible_choices(scenarios: list[Built]) -> None:
     rows = rows_of(scenarios[:1])
-    results = [{**row, "error": None, "scores": [{"logprob": None, "tokens": 1}, {"logprob": -2.0, "tokens": 1}]}
-               for row in rows]  # fmt: skip
+    results = [
+        {**row, "error": None, "scores": [{"logprob": None, "tokens": 1}, {"logprob": -2.0, "tokens": 1}]}
+        for row in rows
+    ]
     results[2]["error"] = "row 2 (line 3): line 3: memory ran out"
     (answers,) = answers_of(scenarios[:1], results)
     assert answers[2].error == "line 2: memory ran out"

@@ -7,11 +7,11 @@ import pytest
 from scipy.special import softmax
 
 from flexengine.apps.evaluate import metrics, texts
-from flexengine.apps.evaluate.answers import Answer
+from flexengine.apps.evaluate.answers import InstanceAnswer
 from flexengine.apps.evaluate.metrics import METRICS, measured, worst
 
 # The raw score prefers choice 0, that per token choice 1, that per byte choice 2, the unconditional one choice 1.
-CHOICES = Answer(choices=("no", "perhaps", "it depends on"), logprobs=(-2.0, -3.0, -4.0), tokens=(1, 3, 3),
+CHOICES = InstanceAnswer(choices=("no", "perhaps", "it depends on"), logprobs=(-2.0, -3.0, -4.0), tokens=(1, 3, 3),
                  unconditional=(-2.5, -6.0, -4.5), gold=1)  # fmt: skip
 
 
@@ -26,17 +26,17 @@ def test_scores_and_accuracy_by_normalization() -> None:
 
 
 def test_bytes_are_those_of_utf_8() -> None:
-    answer = Answer(choices=("é", "ab"), logprobs=(-2.0, -2.0), tokens=(1, 1), gold=0)
+    answer = InstanceAnswer(choices=("é", "ab"), logprobs=(-2.0, -2.0), tokens=(1, 1), gold=0)
     assert metrics.scores(answer, "per_byte") == pytest.approx([-1, -1])
 
 
 def test_equal_scores_share_the_point() -> None:
-    answer = Answer(choices=("a", "b", "c"), logprobs=(-1.0, -1.0, -2.0), tokens=(1, 1, 1), gold=1)
+    answer = InstanceAnswer(choices=("a", "b", "c"), logprobs=(-1.0, -1.0, -2.0), tokens=(1, 1, 1), gold=1)
     assert METRICS["accuracy"].measure(answer) == (0.5,)
 
 
 def test_probabilities_far_below_the_smallest_float() -> None:
-    answer = Answer(choices=("a", "b"), logprobs=(-2000.0, -2001.0), tokens=(9, 9), gold=1)
+    answer = InstanceAnswer(choices=("a", "b"), logprobs=(-2000.0, -2001.0), tokens=(9, 9), gold=1)
     assert METRICS["gold_probability"].measure(answer) == pytest.approx((1 / (1 + math.e),))
     assert METRICS["confidence"].measure(answer) == pytest.approx((math.e / (1 + math.e),))
 
@@ -60,19 +60,22 @@ def test_probabilities_far_below_the_smallest_float() -> None:
         ("the end", "the", 0, 0, 0, 0),
         ("Theatre", "atre", 0, 0, 0, 0),  # no article inside a word
     ],
-)  # fmt: skip
+)
 def test_texts(text: str, right: str, exact: float, quasi: float, f1: float, set_f1: float) -> None:
     assert (texts.exact_match(text, right), texts.quasi_exact_match(text, right)) == (exact, quasi)
     assert (texts.f1(text, right), texts.set_f1(text, right)) == pytest.approx((f1, set_f1))
 
 
 def test_the_best_of_several_right_answers_counts() -> None:
-    answer = Answer(text="New York City", references=("NYC", "New York"))
+    answer = InstanceAnswer(text="New York City", references=("NYC", "New York"))
     assert METRICS["f1"].measure(answer) == pytest.approx((2 * 2 / (3 + 2),))
 
 
 def test_perplexities_are_those_of_all_texts_together() -> None:
-    answers = [Answer(choices=("ab cd",), logprobs=(-6.0,), tokens=(3,)), Answer(choices=("é",), logprobs=(-3.0,))]
+    answers = [
+        InstanceAnswer(choices=("ab cd",), logprobs=(-6.0,), tokens=(3,)),
+        InstanceAnswer(choices=("é",), logprobs=(-3.0,)),
+    ]
     bits, words = (METRICS[name] for name in ("bits_per_byte", "word_perplexity"))
     assert bits.aggregate(measured(bits, answers)) == pytest.approx(9 / 7 / math.log(2))
     assert words.aggregate(measured(words, answers)) == pytest.approx(math.exp(9 / 3))
@@ -110,7 +113,7 @@ def test_calibration_error_of_several_draws_at_once() -> None:
 
 
 def test_errors_count_as_zero_or_are_left_out() -> None:
-    answers = [CHOICES, Answer(error="bad")]
+    answers = [CHOICES, InstanceAnswer(error="bad")]
     assert measured(METRICS["accuracy_per_token"], answers).tolist() == [[1.0], [0.0]]
     assert np.isnan(measured(METRICS["ece"], answers)[1]).all()
     assert {name for name, metric in METRICS.items() if metric.errors == metrics.WRONG} == {
@@ -129,14 +132,17 @@ def test_the_worst_variant_of_each_instance() -> None:
 
 
 def test_impossible_choices() -> None:
-    some = Answer(choices=("a", "b"), logprobs=(-math.inf, -5.0), tokens=(1, 1), unconditional=(-math.inf, -1.0))
-    all_of_them = Answer(choices=("a", "b"), logprobs=(-math.inf,) * 2, tokens=(1, 2), unconditional=(-1.0,) * 2,
-                         gold=1)  # fmt: skip
+    some = InstanceAnswer(
+        choices=("a", "b"), logprobs=(-math.inf, -5.0), tokens=(1, 1), unconditional=(-math.inf, -1.0)
+    )
+    all_of_them = InstanceAnswer(
+        choices=("a", "b"), logprobs=(-math.inf,) * 2, tokens=(1, 2), unconditional=(-1.0,) * 2, gold=1
+    )
     for normalization in metrics.NORMALIZATIONS:
         assert metrics.probabilities(some, normalization).tolist() == [0, 1]
         assert metrics.probabilities(all_of_them, normalization).tolist() == [0.5, 0.5]
         assert METRICS[f"accuracy_{normalization}".rstrip("_")].measure(all_of_them) == (0.5,)
-    text = Answer(choices=("ab",), logprobs=(-math.inf,), tokens=(1,))
+    text = InstanceAnswer(choices=("ab",), logprobs=(-math.inf,), tokens=(1,))
     bits = METRICS["bits_per_byte"]
     numbers = measured(bits, [text])
     assert bits.aggregate(numbers) == math.inf

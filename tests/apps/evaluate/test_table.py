@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flexengine.apps.evaluate.answers import Answer
+from flexengine.apps.evaluate.answers import InstanceAnswer
 from flexengine.apps.evaluate.figures import Draws, Figure
 from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.report import Evaluation
@@ -27,7 +27,7 @@ def test_table() -> None:
 
 def test_errors_are_named() -> None:
     built = [Built(Scenario("choice", Data("f"), Prompt("{q}"), name=name), (), (), {}) for name in ("s", "t")]
-    good, bad = Answer(text="x"), Answer(error="line 4: column q is null")
+    good, bad = InstanceAnswer(text="x"), InstanceAnswer(error="line 4: column q is null")
     answers = [[[good, bad, bad], [good]], [[good] * 3, [bad]]]
     done = Evaluation("1", [Run("exact"), Run("4bit")], built, answers, [], Draws())
     assert failures(done) == [

@@ -6,7 +6,7 @@ import random
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
 
-from flexengine.apps.wrangle.answers import Answer, answer_of, plain, yes_or_no
+from flexengine.apps.wrangle.answers import TableAnswer, answer_of, plain, yes_or_no
 from flexengine.apps.wrangle.metrics import (
     Judged,
     described,
@@ -59,8 +59,8 @@ def test_a_ratio_without_a_denominator_is_undefined() -> None:
 ])  # fmt: skip
 def test_yes_or_no(text: str, word: str | None) -> None:
     assert yes_or_no(text) == word
-    (answer,) = plain([Answer(text, -1.0)])
-    assert answer == Answer(word or text, -1.0)
+    (answer,) = plain([TableAnswer(text, -1.0)])
+    assert answer == TableAnswer(word or text, -1.0)
 
 
 @pytest.mark.parametrize(("text", "same"), [
@@ -93,11 +93,11 @@ def test_a_transformation_counts_if_all_its_rows_are_right() -> None:
 
 def test_answers() -> None:
     scores = [{"logprob": -3.0, "tokens": 1, "is_greedy": False}, {"logprob": -1.5, "tokens": 2, "is_greedy": True}]
-    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == Answer("No", -1.5)
-    assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == Answer("Yes", -3.0)
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer("No", -1.5)
+    assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == TableAnswer("Yes", -3.0)
     made = {"generated_text": " a b ", "finish_reason": "length", "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]}
-    assert answer_of(made | {"error": None}, ()) == Answer("a b", -0.75, cut=True)
-    assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == Answer(None, failure="too long")
+    assert answer_of(made | {"error": None}, ()) == TableAnswer("a b", -0.75, cut=True)
+    assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == TableAnswer(None, failure="too long")
 
 
 def test_an_answer_without_text_is_not_right() -> None:
@@ -109,16 +109,16 @@ def test_an_answer_without_text_is_not_right() -> None:
 def test_infinite_log_probabilities() -> None:
     """The results of a job hold null for -inf."""
     scores = [{"logprob": None}, {"logprob": -1.5}]
-    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == Answer("No", -1.5)
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == TableAnswer("No", -1.5)
     failed = answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No"))
     assert (failed.text, failed.confidence) == (None, None)
     assert failed.failure is not None
     assert "probability above 0" in failed.failure
     made = {"generated_text": "a", "finish_reason": "stop", "logprobs": [{"logprob": None}, {"logprob": -1.0}]}
-    assert answer_of(made, ()) == Answer("a", -math.inf)
+    assert answer_of(made, ()) == TableAnswer("a", -math.inf)
 
 
 @pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): ", "row 2 (line 3): line 3: "])
 def test_a_failure_names_no_line_of_the_rows(place: str) -> None:
     error = f"{place}too long, as line 1 says"
-    assert answer_of({"error": error}, ()) == Answer(None, failure="too long, as line 1 says")
+    assert answer_of({"error": error}, ()) == TableAnswer(None, failure="too long, as line 1 says")

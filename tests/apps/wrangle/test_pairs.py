@@ -13,7 +13,7 @@ import pytest
 from flexengine.apps.wrangle.pairs import common_columns, matching_pairs, schema_pairs
 from flexengine.apps.wrangle.similar import check_library, nearest
 from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
-from flexengine.apps.wrangle.tables import Table, read_table
+from flexengine.apps.wrangle.tables import WrangleTable, read_table
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import written
 from tests.helpers.inputs import arrow_file
@@ -68,7 +68,7 @@ def test_no_text_at_all() -> None:
         list(nearest([""], ["", " "], 1, TOKEN))
 
 
-def two(tmp_path: Path) -> tuple[Table, Table]:
+def two(tmp_path: Path) -> tuple[WrangleTable, WrangleTable]:
     return read_table(written(tmp_path, "a.csv", LEFT)), read_table(written(tmp_path, "b.csv", RIGHT))
 
 
@@ -79,8 +79,9 @@ def test_candidates(tmp_path: Path) -> None:
                              "similarity")  # fmt: skip
     cells = [record.fields for record in table.records]
     assert [(c["left_name"], c["right_name"]) for c in cells] == [
-        ("arts deli", "art's delicatessen"), ("fenix", "fenix at the argyle"),
-    ]  # fmt: skip
+        ("arts deli", "art's delicatessen"),
+        ("fenix", "fenix at the argyle"),
+    ]
     assert cells[0]["left_phone"] == "1"
     assert cells[0]["right_stars"] == "4"
     left = ["arts deli studio city", "fenix hollywood", "zzz qqq"]
@@ -91,8 +92,9 @@ def test_candidates(tmp_path: Path) -> None:
 def test_candidates_by_one_column(tmp_path: Path) -> None:
     table = matching_pairs(*two(tmp_path), Spec("match", ("a", "b"), top=2, show=("city",), similarity=TOKEN))
     assert [(r.fields["left_city"], r.fields["right_city"]) for r in table.records] == [
-        ("studio city", "studio city"), ("hollywood", "w. hollywood"),
-    ]  # fmt: skip
+        ("studio city", "studio city"),
+        ("hollywood", "w. hollywood"),
+    ]
 
 
 def test_joined_columns_keep_their_types(tmp_path: Path) -> None:
@@ -126,9 +128,11 @@ def test_schema_pairs(tmp_path: Path) -> None:
     right = read_table(written(tmp_path, "b.csv", "city,count\nrome,7\nbern,8\n"))
     table = schema_pairs(left, right, Spec("schema", ("a", "b"), values=2))
     assert [tuple(r.fields.values()) for r in table.records] == [
-        ("town", "rome, paris", "city", "rome, bern"), ("town", "rome, paris", "count", "7, 8"),
-        ("n", "1, 2", "city", "rome, bern"), ("n", "1, 2", "count", "7, 8"),
-    ]  # fmt: skip
+        ("town", "rome, paris", "city", "rome, bern"),
+        ("town", "rome, paris", "count", "7, 8"),
+        ("n", "1, 2", "city", "rome, bern"),
+        ("n", "1, 2", "count", "7, 8"),
+    ]
     best = schema_pairs(left, right, Spec("schema", ("a", "b"), top=1, similarity=TOKEN))
     assert (best.records[0].fields["right_column"], best.columns[-1]) == ("city", "similarity")
     bare = schema_pairs(left, right, Spec("schema", ("a", "b"), values=0))

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.wrangle.plan import Plan, make_plan
+from flexengine.apps.wrangle.plan import WranglePlan, make_plan
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import CITIES, PAIRS, written
 
 
-def plan_of(tmp_path: Path, task: str, text: str, more: str | None = None, **given: Any) -> Plan:
+def plan_of(tmp_path: Path, task: str, text: str, more: str | None = None, **given: Any) -> WranglePlan:
     tables = [written(tmp_path, "t.csv", text)]
     if more is not None and "examples" in given:
         written(tmp_path, "e.csv", more)
@@ -21,10 +21,14 @@ def plan_of(tmp_path: Path, task: str, text: str, more: str | None = None, **giv
     return make_plan(make_spec(task, tuple(tables), given))
 
 
-DELI = ("Product A is name: arts deli. city: studio city. Product B is name: art's delicatessen. city: studio city. Are"
-        " Product A and Product B the same?")  # fmt: skip
-SPAGO = ("Product A is name: spago. city: hollywood. Product B is name: nan. city: bel air. Are Product A and Product B"
-         " the same?")  # fmt: skip
+DELI = (
+    "Product A is name: arts deli. city: studio city. Product B is name: art's delicatessen. city: studio city. Are"
+    " Product A and Product B the same?"
+)
+SPAGO = (
+    "Product A is name: spago. city: hollywood. Product B is name: nan. city: bel air. Are Product A and Product B"
+    " the same?"
+)
 
 
 def test_match(tmp_path: Path) -> None:
@@ -49,8 +53,9 @@ def test_match_with_examples(tmp_path: Path) -> None:
 
 def test_match_of_two_tables(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "match", "name,x\narts deli,1\n", "name,y\nzzz,2\narts delicatessen,3\n", top=1)
-    assert plan.prompts == ("Product A is name: arts deli. Product B is name: arts delicatessen. Are Product A and"
-                            " Product B the same?",)  # fmt: skip
+    assert plan.prompts == (
+        "Product A is name: arts deli. Product B is name: arts delicatessen. Are Product A and Product B the same?",
+    )
 
 
 def test_impute(tmp_path: Path) -> None:
@@ -86,10 +91,14 @@ def test_impute_a_test_split(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "impute", CITIES, column=["city"], evaluate=True, test=1, shots=2)
     (question,) = plan.questions
     assert question.answer
-    assert all(f"{name}." not in plan.prompts[0].rpartition("\n\n")[0] for name in
-               [["arts deli", "campanile", "patina"][question.row], "spago", "citrus"])  # fmt: skip
-    seeds = {plan_of(tmp_path, "impute", CITIES, column=["city"], evaluate=True, test=1, seed=seed).questions[0].row
-             for seed in range(12)}  # fmt: skip
+    assert all(
+        f"{name}." not in plan.prompts[0].rpartition("\n\n")[0]
+        for name in [["arts deli", "campanile", "patina"][question.row], "spago", "citrus"]
+    )
+    seeds = {
+        plan_of(tmp_path, "impute", CITIES, column=["city"], evaluate=True, test=1, seed=seed).questions[0].row
+        for seed in range(12)
+    }
     assert seeds == {0, 1, 2}
 
 
@@ -117,8 +126,9 @@ def test_the_truth_replaces_a_filled_cell(tmp_path: Path) -> None:
     assert [q.answer for q in plan.questions] == ["rome", "bern", "oslo"]
     plan = plan_of(tmp_path, "impute", text, column=["city"], label="truth", shots=2)
     assert sorted(plan.prompts[0].split("\n\n")[:2]) == [
-        "name: x. What is the city? rome", "name: y. What is the city? bern",
-    ]  # fmt: skip
+        "name: x. What is the city? rome",
+        "name: y. What is the city? bern",
+    ]
     message = "line 2: the answer is 'rome'; allowed are bern, rom; correct it, or list the answers by --choice instead"
     with pytest.raises(InvalidInput, match=message):
         plan_of(tmp_path, "impute", text, column=["city"], label="truth", closed=True)
@@ -148,8 +158,9 @@ def test_detect_cells(tmp_path: Path) -> None:
         "name: campanile. city: lxs angeles. city_bad: yes\n\nIs there an error in name: campanile?",
     )
     assert plan.asked.targets == ["city_error", "name_error"]
-    alone = plan_of(tmp_path, "detect", text, column=["city"], label="bad", alone=True, error="a x spelling error",
-                    shots=1)  # fmt: skip
+    alone = plan_of(
+        tmp_path, "detect", text, column=["city"], label="bad", alone=True, error="a x spelling error", shots=1
+    )
     asked = ["Is there a x spelling error in city: lxs angeles?", "Is there a x spelling error in city: nan?"]
     assert alone.prompts[0] in (f"{asked[0]} Yes\n\n{asked[1]}", f"{asked[1]} No\n\n{asked[0]}")
 
@@ -172,8 +183,9 @@ def test_schema(tmp_path: Path, text: str, left: str) -> None:
 
 def test_schema_of_two_tables(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "schema", "town\nrome\n", "city\nbern\n")
-    assert plan.prompts == ("A is column: town. values: rome. B is column: city. values: bern. Are A and B the same?"
-                            " Yes or No?",)  # fmt: skip
+    assert plan.prompts == (
+        "A is column: town. values: rome. B is column: city. values: bern. Are A and B the same? Yes or No?",
+    )
 
 
 def test_transform(tmp_path: Path) -> None:
@@ -189,8 +201,9 @@ def test_transform_by_group(tmp_path: Path) -> None:
     examples = "input,output,kind\nx,X,upper\nx,xx,double\ny,Y,upper\n"
     plan = plan_of(tmp_path, "transform", table, examples, column=["text"], examples="", group="kind")
     assert plan.prompts == (
-        "input:x\noutput:X\n\ninput:y\noutput:Y\n\ninput:ab\noutput:", "input:x\noutput:xx\n\ninput:ab\noutput:",
-    )  # fmt: skip
+        "input:x\noutput:X\n\ninput:y\noutput:Y\n\ninput:ab\noutput:",
+        "input:x\noutput:xx\n\ninput:ab\noutput:",
+    )
 
 
 def test_bad_rows_are_no_questions(tmp_path: Path) -> None:
@@ -236,9 +249,7 @@ REFUSED: list[tuple[str, str, str | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("task", "text", "more", "given", "message"), REFUSED)
-def test_refused(
-    task: str, text: str, more: str | None, given: dict[str, Any], message: str, tmp_path: Path
-) -> None:  # fmt: skip
+def test_refused(task: str, text: str, more: str | None, given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput) as error:
         plan_of(tmp_path, task, text, more, **given)
     assert message in str(error.value)

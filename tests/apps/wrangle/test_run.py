@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from flexengine.apps.wrangle.plan import Plan, make_plan
+from flexengine.apps.wrangle.plan import WranglePlan, make_plan
 from flexengine.apps.wrangle.run import Report, as_json, check, finish, prepare, results_path, rows_path, work_files
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
@@ -21,7 +21,7 @@ from tests.helpers.inputs import arrow_file
 Give = Callable[[Mapping[str, Any]], Any]
 
 
-def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[Plan, Report]:
+def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[WranglePlan, Report]:
     plan = make_plan(make_spec(task, (table,), given))
     check(plan, str(output))
     prepare(plan, str(output))
@@ -54,7 +54,7 @@ def test_scored(tmp_path: Path) -> None:
 
 
 def test_generated_yes_no(tmp_path: Path) -> None:
-    """"Yes." counts as Yes; other texts stay as they are."""
+    """ "Yes." counts as Yes; other texts stay as they are."""
     texts = ["Yes.", " no", "perhaps", "NO", "yes, the same"]
     _, report = run(tmp_path / "o.csv", lambda row: texts[row["row"]], "match", written(tmp_path, "t.csv", PAIRS),
                     label="same", shots=0, generate=True)  # fmt: skip

@@ -2,12 +2,12 @@
 
 import pytest
 
-from flexengine.apps.wrangle.questions import Question
+from flexengine.apps.wrangle.questions import CellQuestion
 from flexengine.apps.wrangle.shots import chosen, nearest_shots, shot_count
 from flexengine.apps.wrangle.spec import Spec
 from flexengine.errors import InvalidInput
 
-POOL = [Question(i, "match", f"text {'abcdefgh'[i] * 4}", "Yes" if i % 4 == 0 else "No") for i in range(8)]
+POOL = [CellQuestion(i, "match", f"text {'abcdefgh'[i] * 4}", "Yes" if i % 4 == 0 else "No") for i in range(8)]
 CHOICES = ("Yes", "No")
 
 
@@ -43,7 +43,7 @@ def test_balanced_needs_enough_of_each() -> None:
 
 
 def test_nearest_stands_last() -> None:
-    questions = [Question(0, "match", "cccc and bbbb cccc"), Question(1, "match", "hhhh")]
+    questions = [CellQuestion(0, "match", "cccc and bbbb cccc"), CellQuestion(1, "match", "hhhh")]
     first, second = nearest_shots(spec(), questions, POOL, 2, own=False)
     assert [q.row for q in first] == [1, 2]
     assert second[-1].row == 7
@@ -51,7 +51,7 @@ def test_nearest_stands_last() -> None:
 
 def test_nearest_leaves_its_own_row_out() -> None:
     """All examples of the row: a row may have several checked cells."""
-    pool = [*POOL, Question(2, "other", "text cccc", "No")]
+    pool = [*POOL, CellQuestion(2, "other", "text cccc", "No")]
     ((*_, shot),) = nearest_shots(spec(), [pool[2]], pool, 1, own=False)
     assert shot.row == 2
     (shots,) = nearest_shots(spec(), [pool[2]], pool, 7, own=True)

@@ -1,0 +1,65 @@
+"""Rows that an app makes, as the input of one resumable job, and the rows of its output."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+from flexengine.config import SamplingParams
+from flexengine.job.results import encode_fields, journal_path
+from flexengine.job.whole_file import write_whole
+
+
+class RunsJobs(Protocol):
+    """The part of an engine that runs jobs of files."""
+
+    def run_job(self, input: Path, output: Path, params: SamplingParams | None = None, **options: Any) -> Any:
+        """Run the rows of a file; see `Engine.run_job`."""
+
+
+class RowsJob(NamedTuple):
+    """The files of a job.
+
+    Attributes:
+        rows: its input.
+        results: its output.
+    """
+
+    rows: Path
+    results: Path
+
+    @classmethod
+    def named(cls, stem: Path, rows_end: str = ".jsonl") -> Self:
+        """Return the files beside each other whose names begin as `stem`."""
+        return cls(*(stem.with_name(f"{stem.name}{end}") for end in (rows_end, ".results.jsonl")))
+
+    @property
+    def journal(self) -> Path:
+        """Return the journal beside the results."""
+        path = journal_path(self.results)
+        assert path is not None  # the results are a plain file
+        return path
+
+    @property
+    def began(self) -> bool:
+        """Return whether a run has begun the job."""
+        return self.rows.exists() and self.journal.exists()
+
+    def has_other(self, rows: Iterable[Mapping[str, Any]]) -> bool:
+        """Return whether the input is there and has other rows."""
+        return self.rows.exists() and self.rows.read_bytes() != _encoded(rows)
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the input, unless it has these rows."""
+        rows = list(rows)
+        if not self.rows.exists() or self.has_other(rows):
+            write_whole(self.rows, _encoded(rows))
+
+    def joined(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with the fields of the output."""
+        with self.results.open(encoding="utf-8") as file:
+            return [{**row, **json.loads(line)} for row, line in zip(rows, file, strict=True)]
+
+
+def _encoded(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(encode_fields(dict(row)) for row in rows)
