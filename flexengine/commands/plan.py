@@ -98,8 +98,9 @@ def parser() -> Parser:
     output.add_argument("--json", action="store_true", help="print the numbers as JSON")
     output.add_argument("--save", type=file_name, metavar="FILE.json",
                         help="write the policy, for run --policy; with --cluster the strategy")  # fmt: skip
-    output.add_argument("--save-lp", type=file_name, metavar="FILE.lp",
-                        help="write the linear program of the policy's block shape")  # fmt: skip
+    output.add_argument(
+        "--save-lp", type=file_name, metavar="FILE.lp", help="write the linear program of the policy's block shape"
+    )
     return p
 
 
@@ -308,9 +309,7 @@ def _choose(
     return best
 
 
-def _measured(
-    args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None
-) -> Hardware:  # fmt: skip
+def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload, policy: Policy | None) -> Hardware:
     """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
     InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine.rates import RateStore

@@ -47,14 +47,16 @@ def add_cluster(group: Group) -> None:
     group.add_argument("--harm", metavar="FILE.json",
                        help="harm of each format to quality, by layer (default: assumed from parameters and"
                             " bits)")  # fmt: skip
-    group.add_argument("--group", type=int, metavar="N",
-                       help=f"decide about N neighbouring layers together (default: {GROUP})")  # fmt: skip
+    group.add_argument(
+        "--group", type=int, metavar="N", help=f"decide about N neighbouring layers together (default: {GROUP})"
+    )
     group.add_argument("--method", choices=METHODS,
                        help=f"mixed-integer programs, or the bit-transfer heuristic (default: {AUTO_METHOD}, by"
                             " size)")  # fmt: skip
     group.add_argument("--batch", type=int, metavar="N", help="sequences alive at once (default: the fastest number)")
-    group.add_argument("--search-seconds", type=float, metavar="SECONDS",
-                       help=f"most seconds of the search (default: {SECONDS:g})")  # fmt: skip
+    group.add_argument(
+        "--search-seconds", type=float, metavar="SECONDS", help=f"most seconds of the search (default: {SECONDS:g})"
+    )
 
 
 def check_without(args: argparse.Namespace) -> None:
@@ -115,11 +117,13 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
     """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer."""
     if args.weights is not None:
         if args.weights not in FORMATS:
-            raise InvalidInput(f"--weights is {args.weights}; layers of a pipeline may be in"
-                               f" {', '.join(filter(None, FORMATS))}")  # fmt: skip
+            raise InvalidInput(
+                f"--weights is {args.weights}; layers of a pipeline may be in {', '.join(filter(None, FORMATS))}"
+            )
         if args.allow is not None or args.quality != "exact":
-            raise InvalidInput("--weights fixes the format, but --quality and --allow let the planner choose; leave out"
-                               " one of them")  # fmt: skip
+            raise InvalidInput(
+                "--weights fixes the format, but --quality and --allow let the planner choose; leave out one of them"
+            )
         return (args.weights,)
     known = {f"{form}-weights": form for form in FORMATS if form}
     given = args.allow.split(",") if args.allow is not None else []
@@ -132,7 +136,7 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
 
 def _models(
     args: argparse.Namespace, cluster: Cluster, formats: Sequence[Format]
-) -> "tuple[dict[str, Model], OpenModel]":  # fmt: skip
+) -> "tuple[dict[str, Model], OpenModel]":
     """Return the model as each kind of device holds it, and the opened model. No weights are loaded."""
     models: dict[str, Model] = {}
     for kind in dict.fromkeys(device.kind for device in cluster.devices):

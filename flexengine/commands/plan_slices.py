@@ -114,8 +114,10 @@ def _totals(found: "Slices", opened: "OpenModel") -> Iterator[str]:
     facts, count = opened.facts, len(found.cuts)
     padded = (facts.sent + facts.fetched) * count
     if padded != sent + fetched:
-        yield (f"  flexengine pads {facts.heads} heads and {facts.kv_heads} KV heads of every layer to"
-               f" {facts.head_dim} elements, and moves {padded:,} bytes")  # fmt: skip
+        yield (
+            f"  flexengine pads {facts.heads} heads and {facts.kv_heads} KV heads of every layer to"
+            f" {facts.head_dim} elements, and moves {padded:,} bytes"
+        )
     kept = max(cut.kept_bytes for cut in found.cuts)
     yield f"Kept while attention runs: at most {kept:,} bytes per token"
     if tables := Counter((part.name, part.nbytes) for part in found.tables):

@@ -93,14 +93,18 @@ def _check_importances(engine: "Session", began: str | None) -> None:
     them again gave other numbers."""
     if began is None or (current := engine.calibrator.importances) is None or current.digest == began:
         return
-    raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
-                       f" importances, and calibrating again, with other memory or libraries, gave"
-                       f" {current.digest}; {_AGAIN}")  # fmt: skip
+    raise InvalidInput(
+        f"this job began with weights calibrated to {began}, but the cache no longer has these"
+        f" importances, and calibrating again, with other memory or libraries, gave"
+        f" {current.digest}; {_AGAIN}"
+    )
 
 
 def _check_thresholds(engine: "Session", began: list[float] | None) -> None:
     """Raise InvalidInput if the job began with other thresholds of sparsified activations, as for importances."""
     if began is not None and began != engine.calibrator.thresholds:
-        raise InvalidInput("this job began with other thresholds of sparsified activations than the cache has now: they"
-                           " were removed from it, and measuring them again, with other memory or libraries, gave other"
-                           f" numbers; {_AGAIN}")  # fmt: skip
+        raise InvalidInput(
+            "this job began with other thresholds of sparsified activations than the cache has now: they"
+            " were removed from it, and measuring them again, with other memory or libraries, gave other"
+            f" numbers; {_AGAIN}"
+        )

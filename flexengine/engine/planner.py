@@ -140,8 +140,10 @@ class Planner:
             return found[lossy]
 
         self.use(best := least_lossy(among, seconds))
-        message(f"predicted seconds of the job: {', '.join(f'{x:.3g} {lossy}' for lossy, x in found.items())}",
-                logging.INFO if any(lossy.flash for lossy in found) else logging.DEBUG)  # fmt: skip
+        message(
+            f"predicted seconds of the job: {', '.join(f'{x:.3g} {lossy}' for lossy, x in found.items())}",
+            logging.INFO if any(lossy.flash for lossy in found) else logging.DEBUG,
+        )
         return best
 
     def plan(self, workload: Workload, resident: Policy | None = None) -> Plan:
@@ -164,8 +166,9 @@ class Planner:
 
     def check(self, workload: Workload) -> None:
         """Raise OutOfMemory if `plan` would, without a search for a policy."""
-        least = partial(check_least, self.opened.facts, capacity=self.machine.capacity,
-                        prefill_tokens=self.prefill_tokens)  # fmt: skip
+        least = partial(
+            check_least, self.opened.facts, capacity=self.machine.capacity, prefill_tokens=self.prefill_tokens
+        )
         fitting(workload, least if self.policy is None else self.layout)
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:

@@ -117,12 +117,16 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind or has
     another number of disks."""
     if hardware.kind != machine.kind:
-        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
-                           " give hardware of that kind, or another device")  # fmt: skip
+        raise InvalidInput(
+            f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
+            " give hardware of that kind, or another device"
+        )
     disks = len(hardware.more_disks) + 1
     if disks != len(machine.disks):
-        raise InvalidInput(f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
-                           " directories; give --offload-dir as often as the hardware has disks")  # fmt: skip
+        raise InvalidInput(
+            f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
+            " directories; give --offload-dir as often as the hardware has disks"
+        )
     return hardware.with_capacity(machine.capacity)
 
 

@@ -62,9 +62,11 @@ class Bits:
         self.rest = min(rest for _, rest in found.values())
         least = self.rest + sum(min(sizes.values()) for sizes in self.layers)
         if self.budget < (min(least, self.exact) if None in found else least):
-            raise BudgetTooSmall(f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
-                                 f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
-                                 " projection in int8; raise the budget")  # fmt: skip
+            raise BudgetTooSmall(
+                f"the budget is {self.budget:,} bytes, but the weights of {core.source.name} take"
+                f" at least {least:,}, with all layers in {FORMATS[-1]}, and embedding and output"
+                " projection in int8; raise the budget"
+            )
 
     def _usable(self) -> list[Format]:
         """Return the formats that the model can have in all layers with the other switches."""
@@ -108,8 +110,9 @@ class Bits:
         key = {"harms": VERSION, "importances": importances.digest, "format": PROBE, "dtype": str(core.dtype)}
         path = prepared(core.source.directory, core.opened.given, build, json.dumps(key), core.verifier, "harms") / FILE
         if len(found := _read(path)) != core.skeleton.total:
-            raise BadCheckpoint(f"{path} does not hold the harms of {core.skeleton.total} layers; remove its directory"
-                                " to measure again")  # fmt: skip
+            raise BadCheckpoint(
+                f"{path} does not hold the harms of {core.skeleton.total} layers; remove its directory to measure again"
+            )
         return found
 
     def _measure(self, rows: Sequence[tuple[int, ...]], importances: Importances, file: Path) -> None:
@@ -121,8 +124,10 @@ class Bits:
         plain: tuple[Format, ...] = (None,) * total
         tokens = sum(map(len, rows))
         text = f"measuring the harm of {PROBE} to {total} layers, once for this model and text: {tokens:,} tokens each"
-        with activity("measuring", text, total, "layers", logging.INFO) as work, \
-                self.calibrator.exact_engine(lambda _: tick()) as engine:  # fmt: skip
+        with (
+            activity("measuring", text, total, "layers", logging.INFO) as work,
+            self.calibrator.exact_engine(lambda _: tick()) as engine,
+        ):
             engine.planner.prefill_tokens = PIECE
 
             def scores(formats: tuple[Format, ...]) -> list[float]:

@@ -74,8 +74,10 @@ def unused(tried: Iterable[Prediction], best: Prediction) -> str:
     """
     seconds = min((p.total_seconds for p in tried if p.policy.works), default=None)
     with_them = "and no less with them" if seconds is None else f"and {clock(seconds)} with them"
-    return f"attention workers are not used: the job is predicted to take {clock(best.total_seconds)} without them," \
-           f" {with_them}"
+    return (
+        f"attention workers are not used: the job is predicted to take {clock(best.total_seconds)} without them,"
+        f" {with_them}"
+    )
 
 
 def _shapes(placement: Placement, block: int, factor: float) -> list[Policy]:

@@ -16,11 +16,14 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
     policy, shared = prediction.policy, cost.hardware.shared
     sizes = kind_bytes(cost.model, cost.workload, prediction)
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
-    parts = [f"{kind} {size(sizes[kind])} ({_places(prediction, KINDS[kind], shared)})"
-             for kind in ("weights", "KV cache")]  # fmt: skip
+    parts = [
+        f"{kind} {size(sizes[kind])} ({_places(prediction, KINDS[kind], shared)})" for kind in ("weights", "KV cache")
+    ]
     block = count(batches * policy.gpu_batch_size, "sequence", "sequences")
-    parts += [f"block of {block} ({count(batches, 'gpu_batch', 'gpu_batches')})",
-              f"bottleneck: {waits_for(prediction.bottleneck, shared)}"]  # fmt: skip
+    parts += [
+        f"block of {block} ({count(batches, 'gpu_batch', 'gpu_batches')})",
+        f"bottleneck: {waits_for(prediction.bottleneck, shared)}",
+    ]
     if cost.hardware.measured:
         rate = prediction.tokens / prediction.total_seconds
         parts.append(f"predicted: at most {clock(prediction.total_seconds)}, {digits(rate)} tok/s")

@@ -51,17 +51,22 @@ class Capacity:
         merged = {**self.limits, **limits}
         more = tuple(merged[place] for place in self.places if is_disk(place) and place != DISK)
         workers = tuple(merged[place] for place in workers_of(self.places))
-        return replace(self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more,
-                       workers=workers)  # fmt: skip
+        return replace(
+            self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more, workers=workers
+        )
 
 
 def check_places(policy: Policy, capacity: Capacity) -> None:
     """Raise InvalidInput if the policy names a place that the machine does not have."""
     if policy.works and not capacity.workers:
-        raise InvalidInput(f"the policy has a share of the KV cache on {WORKERS}, but there are no attention workers;"
-                           " start some with flexengine run --attention-workers, or list their memory as workers in"
-                           " the hardware file of a plan")  # fmt: skip
+        raise InvalidInput(
+            f"the policy has a share of the KV cache on {WORKERS}, but there are no attention workers;"
+            " start some with flexengine run --attention-workers, or list their memory as workers in"
+            " the hardware file of a plan"
+        )
     if unknown := [place for place in policy.places if place not in (*capacity.places, WORKERS)]:
-        raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
-                           " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"
-                           " and its rates to links")  # fmt: skip
+        raise InvalidInput(
+            f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
+            " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"
+            " and its rates to links"
+        )

@@ -45,9 +45,10 @@ class PromptBatches:
         sample = rng.choice(len(sizes), min(SAMPLE_PROMPTS, workload.count), p=counts / counts.sum())
         spared = [int(workload.spared.get(sizes[k][0], 0.0)) for k in sample]
         pieces = [
-            p for i, (k, shared) in enumerate(zip(sample, spared, strict=True))
+            p
+            for i, (k, shared) in enumerate(zip(sample, spared, strict=True))
             for p in split_prompt(i, shared, sizes[k][0][0] - shared, max_tokens)
-        ]  # fmt: skip
+        ]
         batches = form_batches(pieces, policy.gpu_batch_size, max_tokens)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
@@ -58,7 +59,7 @@ class PromptBatches:
 
 def parts(
     rates: Rates, policy: Policy, sweeps: Profile, prompts: PromptBatches, split: Mapping[str, float], chunks: int
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, Array]:
     """Return the seconds of the device lane by kind of work and sweep.
 
     Args:

@@ -167,8 +167,9 @@ class Cost:
         shares = {"": 1.0, **fractions}
         work = {
             lane: np.asarray(sum(shares.get(name, 0.0) * seconds for name, seconds in by.items()))
-            for lane, by in lanes.items() if by
-        }  # fmt: skip
+            for lane, by in lanes.items()
+            if by
+        }
         used = {lane: seconds for lane, seconds in work.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
         if not self.overlaps(policy):  # a streamed layer is slower after the idle device has waited for it

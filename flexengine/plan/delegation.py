@@ -39,20 +39,26 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     layout.book("device", "paused forwards", suspended(model, layout.policy, layout.places))
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
     if policy.works and not any(map(is_worker, rows)):
-        raise InvalidInput(f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
-                           f" {policy.block_size}; raise the share, or leave it out")  # fmt: skip
+        raise InvalidInput(
+            f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
+            f" {policy.block_size}; raise the share, or leave it out"
+        )
     if policy.delegate and capacity.shared:
-        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device, and attention"
-                           " always runs there; set delegate to false")  # fmt: skip
+        raise InvalidInput(
+            "policy delegate is true, but on device 'cpu' RAM is the device, and attention"
+            " always runs there; set delegate to false"
+        )
     for place in rows:
         if (members := len(policy.team(place, layout.places))) > 1:
             layout.desks[place] = aligned(rows[place] * (model.sent + model.fetched + 4 * model.heads))
             layout.book("device" if capacity.shared else "host", DESKS, members * layout.desks[place])
     by_cpu = [n for place, n in rows.items() if not is_worker(place)]
     if policy.delegate and not by_cpu:
-        raise InvalidInput(f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
-                           f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
-                           " to false")  # fmt: skip
+        raise InvalidInput(
+            f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
+            f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
+            " to false"
+        )
     layout.delegation = {place: aligned(n * model.sent) for place, n in rows.items()}
     for tier in ("device",) if capacity.shared else ("device", "host"):
         layout.book(tier, DELEGATION, sum(layout.delegation.values()))
@@ -65,18 +71,26 @@ def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) ->
     """Raise InvalidInput if attention of the model cannot be divided as the policy says. places: of the machine."""
     workers = len(workers_in_memory(places))
     if policy.partition == HEADS and model.kv_heads % workers:
-        raise InvalidInput(f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
-                           f" evenly among {workers} attention workers; start a number of workers that divides them, or"
-                           f" set partition to {REQUESTS} or {TOKENS}")  # fmt: skip
+        raise InvalidInput(
+            f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
+            f" evenly among {workers} attention workers; start a number of workers that divides them, or"
+            f" set partition to {REQUESTS} or {TOKENS}"
+        )
     if policy.partition == TOKENS and model.topk is not None:
-        raise InvalidInput(f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
-                           f" of other workers are larger; set partition to {REQUESTS} or {HEADS}")  # fmt: skip
+        raise InvalidInput(
+            f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
+            f" of other workers are larger; set partition to {REQUESTS} or {HEADS}"
+        )
     if policy.queries_first and model.topk is not None:
-        raise InvalidInput("policy queries_first is true, but with sparse attention the new token decides which values"
-                           " are read; set queries_first to false")  # fmt: skip
+        raise InvalidInput(
+            "policy queries_first is true, but with sparse attention the new token decides which values"
+            " are read; set queries_first to false"
+        )
     if policy.queries_first and not model.queries_apart:
-        raise InvalidInput("policy queries_first is true, but the model's layers compute queries together with keys and"
-                           " values; set queries_first to false")  # fmt: skip
+        raise InvalidInput(
+            "policy queries_first is true, but the model's layers compute queries together with keys and"
+            " values; set queries_first to false"
+        )
 
 
 def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
@@ -178,7 +192,8 @@ def keys_share(model: ModelFacts, layer: int) -> float:
 def projection_share(model: ModelFacts, layer: int) -> float:
     """Return the share of a layer's FLOP in q, k and v projections, which precede attention."""
     active = model.active or 1
-    products = sum(t.elements * min(1.0, active / t.experts) if t.experts else t.elements
-                   for t in model.layers[layer] if t.matrix)  # fmt: skip
+    products = sum(
+        t.elements * min(1.0, active / t.experts) if t.experts else t.elements for t in model.layers[layer] if t.matrix
+    )
     before = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
     return min(1.0, before / products) if products else 0.5

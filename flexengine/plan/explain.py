@@ -59,13 +59,21 @@ def report(
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
         [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
-        policy_words(prediction.policy), topk_words(model, prediction), [""],
-        placement(model, workload, prediction, hardware.shared), [""],
-        memory(prediction, hardware, verbose), neuron_words(model, prediction), [""],
-        lanes_table(prediction, hardware), [""],
-        bottleneck(model, hardware, workload, prediction), [""],
+        policy_words(prediction.policy),
+        topk_words(model, prediction),
+        [""],
+        placement(model, workload, prediction, hardware.shared),
+        [""],
+        memory(prediction, hardware, verbose),
+        neuron_words(model, prediction),
+        [""],
+        lanes_table(prediction, hardware),
+        [""],
+        bottleneck(model, hardware, workload, prediction),
+        [""],
         *([words, sharing_words(model, hardware, prediction), [""]] if words else []),
-        totals(prediction), price_words(model, hardware, workload, prediction),
+        totals(prediction),
+        price_words(model, hardware, workload, prediction),
         [] if helps is None else ["", *help_lines(helps)],
     ]
     return "\n".join(line.rstrip() for part in parts for line in part)
@@ -147,8 +155,10 @@ def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[st
     account, capacity = prediction.layout.account, hardware.capacity
     if not hardware.shared:
         return [(place, account[place], capacity.limits[place]) for place in hardware.places]
-    ram = {what: account["device"].get(what, 0) + account["host"].get(what, 0)
-           for what in dict.fromkeys([*account["device"], *account["host"]])}  # fmt: skip
+    ram = {
+        what: account["device"].get(what, 0) + account["host"].get(what, 0)
+        for what in dict.fromkeys([*account["device"], *account["host"]])
+    }
     others = [(place, account[place], capacity.limits[place]) for place in filter(is_staged, hardware.places)]
     return [("RAM", ram, capacity.device), *others]
 
@@ -193,9 +203,11 @@ def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     used, read = neurons.used(model, rows), neurons.reads(model, policy, rows)
     what = "experts" if all(block.experts for block in blocks) else "neurons"
     guessed = "" if all(block.experts or len(block.reuse) > 1 for block in blocks) else " (assumed)"
-    return [f"  {what}  {100 * policy.neurons:.1f} % of {size(total)} in memory; a token of"
-            f" {count(round(rows), 'row', 'rows')} uses {100 * used:.1f} %{guessed} and reads"
-            f" {100 * read / total:.2f} %: {size(read)}"]  # fmt: skip
+    return [
+        f"  {what}  {100 * policy.neurons:.1f} % of {size(total)} in memory; a token of"
+        f" {count(round(rows), 'row', 'rows')} uses {100 * used:.1f} %{guessed} and reads"
+        f" {100 * read / total:.2f} %: {size(read)}"
+    ]
 
 
 def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
@@ -207,8 +219,9 @@ def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
     for kind, by in prediction.lanes.items():
         if prediction.counts[kind] > 0:
             cells = "".join(f"{_seconds(by.get(lane, 0.0)):>{w}}" for lane, w in zip(used, widths, strict=True))
-            lines.append(f"  {kind:<10}{_many(prediction.counts[kind]):>8}"
-                         f"{_seconds(prediction.sweep_seconds[kind]):>11}{cells}")  # fmt: skip
+            lines.append(
+                f"  {kind:<10}{_many(prediction.counts[kind]):>8}{_seconds(prediction.sweep_seconds[kind]):>11}{cells}"
+            )
     return lines
 
 
@@ -303,8 +316,10 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
     lines = [f"rank  {'policy':<{width}}{'tok/s':>10}{'job':>12}{'prefill sweep':>15}{'decode sweep':>14}  bottleneck"]
     for rank, (name, p) in enumerate(fitting, 1):
         sweeps = [_seconds(p.sweep_seconds[kind]) for kind in ("prefill", "decode")]
-        lines.append(f"{rank:>4}  {name:<{width}}{digits(p.tok_s):>10}{clock(p.seconds):>12}{sweeps[0]:>15}"
-                     f"{sweeps[1]:>14}  {lane_name(p.bottleneck, hardware.shared)}")  # fmt: skip
+        lines.append(
+            f"{rank:>4}  {name:<{width}}{digits(p.tok_s):>10}{clock(p.seconds):>12}{sweeps[0]:>15}"
+            f"{sweeps[1]:>14}  {lane_name(p.bottleneck, hardware.shared)}"
+        )
     for name, error in entries:
         if isinstance(error, FlexError):
             lines.append(f"   -  {name:<{width}}  {misfit(error)}")

@@ -127,8 +127,10 @@ class SweepMonitor:
         prompts = [piece for batch in batches for piece in batch.pieces if not piece.decodes]
         ends = [piece.start + 1 for batch in batches for piece in batch.pieces if piece.decodes]
         windows = self.cost.windows
-        pairs, late = ({w: float(sum(p.pairs(w) for p in some)) for w in (None, *windows)}
-                       for some in (prompts, [p for p in prompts if p.start]))  # fmt: skip
+        pairs, late = (
+            {w: float(sum(p.pairs(w) for p in some)) for w in (None, *windows)}
+            for some in (prompts, [p for p in prompts if p.start])
+        )
         off_device = [piece for batch in batches if batch.cache_home != "device" for piece in batch.pieces]
         loaded, stored = self._moved(off_device)
         prompt_loaded, prompt_stored = self._moved([piece for piece in off_device if not piece.decodes])

@@ -69,7 +69,8 @@ def worker_lane(lane: str) -> str:
     """Return the work of an attention worker's lane."""
     worker, _, way = lane.partition("_")
     return {"send": "questions to", "fetch": "answers of", "write": "pages to", "read": "pages of"}.get(
-        way, "attention of") + f" {worker}"  # fmt: skip
+        way, "attention of"
+    ) + f" {worker}"
 
 
 def place_name(place: str, shared: bool) -> str:

@@ -155,8 +155,9 @@ def lay_out(
     """
     placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
-    layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, delegation={}, desks={},
-                     account=account)  # fmt: skip
+    layout = replace(
+        placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, delegation={}, desks={}, account=account
+    )
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
     _ports(layout, model, workload, capacity)

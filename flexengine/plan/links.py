@@ -150,9 +150,7 @@ def _question_seconds(model: ModelFacts, hardware: Hardware, policy: Policy, wor
     return float(sum(hardware.link_seconds(lane, nbytes, nbytes) for nbytes in each))
 
 
-def worker_words(
-    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
-) -> list[str]:  # fmt: skip
+def worker_words(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
     """Return lines on the attention workers of a plan; [] if there are none."""
     links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
     if links is None:
@@ -178,9 +176,7 @@ def as_json(model: ModelFacts, hardware: Hardware, workload: Workload, predictio
     return {"workers": asdict(links) | more}
 
 
-def price_words(
-    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
-) -> list[str]:  # fmt: skip
+def price_words(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
     """Return a line on tokens per second and unit of price; [] if the hardware has no prices."""
     if not hardware.prices:
         return []
@@ -218,21 +214,26 @@ def _counted(links: WorkerLinks) -> str:
 def _verdict(links: WorkerLinks) -> str:
     """Return whether the link hides, and the longest work."""
     if links.hides:
-        return (f"the link hides: {links.longest} take longest, and attention of a gpu_batch is back after"
-                f" {duration(links.away)} of {duration(links.meanwhile)} until the device needs it")  # fmt: skip
+        return (
+            f"the link hides: {links.longest} take longest, and attention of a gpu_batch is back after"
+            f" {duration(links.away)} of {duration(links.meanwhile)} until the device needs it"
+        )
     if links.longest == "transfers":
         return "the link does not hide: its transfers take longest"
     if links.longest == "attention":
         return "the device waits for workers: their attention takes longest"
-    return (f"the device waits for workers: {links.longest} take longest, but attention of a gpu_batch is back after"
-            f" {duration(links.away)}, and the device needs it after {duration(links.meanwhile)}; more gpu_batches"
-            " help")  # fmt: skip
+    return (
+        f"the device waits for workers: {links.longest} take longest, but attention of a gpu_batch is back after"
+        f" {duration(links.away)}, and the device needs it after {duration(links.meanwhile)}; more gpu_batches"
+        " help"
+    )
 
 
 def _crossing(found: Sequence[PromptRange]) -> str:
     """Return the contexts at which workers pay, in words."""
     if not found:
         return "by predicted seconds, this job is faster with its KV cache near, for prompts of any length"
-    shown = [f"from {s.first:,} tokens on" if s.last is None else f"from {s.first:,} to {s.last:,} tokens"
-             for s in found]  # fmt: skip
+    shown = [
+        f"from {s.first:,} tokens on" if s.last is None else f"from {s.first:,} to {s.last:,} tokens" for s in found
+    ]
     return f"by predicted seconds, this job is faster than with its KV cache near for prompts {', and '.join(shown)}"

@@ -86,9 +86,7 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
     raise _too_little(model, [policy], workload, capacity)
 
 
-def _too_little(
-    model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity
-) -> TooLittle:
+def _too_little(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> TooLittle:
     """Return the error for policies that do not fit.
 
     If more memory of a single tier is enough, the error names the tier that lacks the fewest bytes. Else it names all
@@ -110,13 +108,12 @@ def _too_little(
     enough = capacity.limited(needs)
     layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
     parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
-    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts,
-                     capacity.engines)
+    return TooLittle(
+        _reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts, capacity.engines
+    )
 
 
-def _reason(
-    model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str
-) -> str:
+def _reason(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str) -> str:
     """Return the purpose of the bytes that do not fit. It begins with ONE_SEQUENCE if short sequences fit."""
     if len(policies) > 1 and any(_fits(model, policy, SHORTEST, capacity) for policy in policies):
         return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
@@ -140,8 +137,7 @@ def _fits(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capac
 def _least(
     model: ModelFacts, policies: Iterable[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> int | None:
-    """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does.
-    """
+    """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does."""
     fewest: int | None = None
     for policy in policies:
         fits = partial(_fits_in, model, policy, workload, capacity, tier)
@@ -156,7 +152,5 @@ def _least(
     return fewest
 
 
-def _fits_in(
-    model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int
-) -> bool:
+def _fits_in(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int) -> bool:
     return _fits(model, policy, workload, capacity.limited({tier: nbytes}))

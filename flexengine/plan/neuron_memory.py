@@ -30,8 +30,10 @@ def book(layout: Layout, model: ModelFacts, shared: bool) -> None:
         InvalidInput: the policy has a share of neurons in memory, but none are read on demand.
     """
     if layout.policy.neurons and not any(model.blocks):
-        raise InvalidInput(f"policy neurons is {layout.policy.neurons}, but no neurons are read on demand; set flash"
-                           " (--flash), or leave neurons out of the policy")  # fmt: skip
+        raise InvalidInput(
+            f"policy neurons is {layout.policy.neurons}, but no neurons are read on demand; set flash"
+            " (--flash), or leave neurons out of the policy"
+        )
     place = "device" if shared else "host"
     layout.rooms = rooms(model.blocks, layout.policy.neurons)
     blocks = [block for block in model.blocks if block is not None]

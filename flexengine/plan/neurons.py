@@ -143,8 +143,10 @@ def rooms(blocks: tuple[NeuronFacts | None, ...], share: float) -> tuple[int, ..
         return (0,) * len(blocks)
     budget = share * sum(layers * block.neurons * block.record for block, layers in kinds.items())
     # By block: neurons of the last 0, 1, 2, ... tokens, and at last all neurons.
-    rising = {block: np.append(np.clip(np.ceil(_curve(block) * block.neurons), block.least, block.neurons),
-                               block.neurons) for block in kinds}  # fmt: skip
+    rising = {
+        block: np.append(np.clip(np.ceil(_curve(block) * block.neurons), block.least, block.neurons), block.neurons)
+        for block in kinds
+    }
     totals = np.sum([kinds[block] * block.record * rising[block] for block in kinds], axis=0)
     k = min(max(0, int(np.searchsorted(totals, budget, side="right")) - 1), len(totals) - 2)
     part = float(np.clip((budget - totals[k]) / max(1.0, totals[k + 1] - totals[k]), 0.0, 1.0))
@@ -176,9 +178,7 @@ def _decoding(block: NeuronFacts, room: float, hardware: Hardware, policy: Polic
     return np.asarray(np.where(batches > 0, batches * (read + computed + block.guess / hardware.elementwise), 0.0))
 
 
-def _passes(
-    block: NeuronFacts, room: float, hardware: Hardware, sweeps: Profile, prompt: float
-) -> tuple[Array, Array]:
+def _passes(block: NeuronFacts, room: float, hardware: Hardware, sweeps: Profile, prompt: float) -> tuple[Array, Array]:
     """Return the seconds by sweep of one layer's block for prompts: with reads, and as if all records were in memory.
     If all have room, the first gpu_batch reads each record before it is computed, and later ones read none. Other
     arguments as in `_decoding` and `terms`."""
@@ -210,9 +210,11 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
     computing = tuple((rows, flops / (element * rows)) for rows, flops in matrix)
     smaller = block.read_bytes / block.record
     assumed: dict[str, Table] = {
-        "read": ((1.0, one),), "some": ((1.0, memory),), "all": computing,
+        "read": ((1.0, one),),
+        "some": ((1.0, memory),),
+        "all": computing,
         "all_read": tuple((rows, min(many, smaller * rate)) for rows, rate in computing),
-    }  # fmt: skip
+    }
     return {**assumed, **hardware.blocks.get(block.signature, {})}
 
 

@@ -46,11 +46,13 @@ def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
     return tuple(
         LayerPages(
             len(group.layers) / len(model.layers),
-            *(Pool(0, page_tokens(model, tier, longest, group.window), None, group.window)
-              for tier in ("device", "host")),
+            *(
+                Pool(0, page_tokens(model, tier, longest, group.window), None, group.window)
+                for tier in ("device", "host")
+            ),
         )
         for group in model.cache_groups(longest)
-    )  # fmt: skip
+    )
 
 
 def moved_pages(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:

@@ -80,8 +80,10 @@ def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
     wholes = [limit or sum(account.values()) or 1 for _, account, limit in memories]
     ends = [0.0] * len(memories)
     for column, purpose in enumerate(purposes):
-        parts = [sum(n for what, n in account.items() if purpose == (what if what in purposes else OTHER))
-                 for _, account, _ in memories]  # fmt: skip
+        parts = [
+            sum(n for what, n in account.items() if purpose == (what if what in purposes else OTHER))
+            for _, account, _ in memories
+        ]
         widths = [100 * part / whole for part, whole in zip(parts, wholes, strict=True)]
         bars = axes.barh(range(len(memories)), widths, left=ends, label=purpose, height=0.6)
         for row, (bar, part) in enumerate(zip(bars, parts, strict=True)):

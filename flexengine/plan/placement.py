@@ -212,10 +212,12 @@ class Placement:
         """Return the layout, without memory limits, with all data that may move on one tier."""
         split: Split = tuple(float(t == tier) for t in self.places)
         policy = replace(
-            shape, weights=split, cache=split if choice.cache else choice.attended or ON_DEVICE,
+            shape,
+            weights=split,
+            cache=split if choice.cache else choice.attended or ON_DEVICE,
             activations=split if choice.hidden else ON_DEVICE,
             delegate=choice.delegate and (tier == "host" or choice.attended is not None),
-        )  # fmt: skip
+        )
         if policy not in self._corners:
             unlimited = self.tried.capacity.limited(dict.fromkeys(self.tried.capacity.places))
             self._corners[policy] = self.tried.laid_out(policy, unlimited)
@@ -235,8 +237,9 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
     cache = choice.attended or split(CACHE)
-    return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN),
-                   delegate=choice.delegate and cache[1] > 0)  # fmt: skip
+    return replace(
+        shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN), delegate=choice.delegate and cache[1] > 0
+    )
 
 
 def _solved(problem: Problem) -> Solution | None:

@@ -167,9 +167,10 @@ def unit(workload: Workload, prefill_tokens: int, paging: ModelPages, windows: f
     shared = spared * users / max(1.0, users - 1)
     again = 1 - 1 / min(paging.batch, users)  # share of the reads of shared pages that find the page loaded
     prompt_loaded = mean(
-        lambda pool: moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(shared)
-        - again * pool.num_shared(shared)
-    )  # fmt: skip
+        lambda pool: (
+            moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(shared) - again * pool.num_shared(shared)
+        )
+    )
     prompt_stored = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[1])
     decode_loaded = mean(lambda pool: pool.num_read(p + age - 1) - again * pool.num_shared(shared))
     loaded = np.where(age > 0, decode_loaded, prompt_loaded / stride)

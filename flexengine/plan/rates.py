@@ -173,8 +173,10 @@ def _products(hardware: Hardware, t: TensorFact) -> Table:
             return hardware.products[name]
     plain = [(w, hardware.products[name]) for w in (2, 4) for name in _DTYPES[w] if name in hardware.products]
     if not plain:
-        raise InvalidInput(f"hardware {hardware.name} has products of {', '.join(hardware.products)} only; add a table"
-                           f" for {t.form or f'{t.held}-byte numbers'}, float16 or float32")  # fmt: skip
+        raise InvalidInput(
+            f"hardware {hardware.name} has products of {', '.join(hardware.products)} only; add a table"
+            f" for {t.form or f'{t.held}-byte numbers'}, float16 or float32"
+        )
     width, table = max(plain, key=lambda entry: max(rate for _, rate in entry[1]))
     return derived(table, width, t.held_bytes / t.elements, bool(t.encoded), hardware.vector_flops)
 

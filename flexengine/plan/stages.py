@@ -18,8 +18,17 @@ from flexengine.policy import Policy
 from flexengine.strategy import Strategy
 
 # Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
-SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate",
-          "partition", "queries_first")
+SHARED = (
+    "gpu_batch_size",
+    "num_gpu_batches",
+    "cache",
+    "activations",
+    "schedule",
+    "prefill_tokens",
+    "delegate",
+    "partition",
+    "queries_first",
+)
 _STEPS = 20  # of the shares of weights that are tried
 
 
@@ -31,16 +40,19 @@ def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
         layers: layers of the whole model; None if `facts` are those of the whole model.
     """
     heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
-    return (f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of"
-            f" {facts.head_dim}, vocabulary {facts.vocabulary}")  # fmt: skip
+    return (
+        f"{facts.kind or 'model'}, {layers or len(facts.layers)} layers of {facts.hidden}, {heads} heads of"
+        f" {facts.head_dim}, vocabulary {facts.vocabulary}"
+    )
 
 
 def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
     """Return the first layer, and the last layer + 1, of each stage. The first stages get one layer more if the layers
     cannot be divided evenly (FlexGen 1.8). Raise InvalidInput if there are fewer layers than stages."""
     if stages > layers:
-        raise InvalidInput(f"there are {stages} stages, but the model has {layers} layers; give at most {layers}"
-                           " stages")  # fmt: skip
+        raise InvalidInput(
+            f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages"
+        )
     ends = [0]
     for stage in range(stages):
         ends.append(ends[-1] + layers // stages + (stage < layers % stages))
@@ -60,11 +72,15 @@ def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None)
     if strategy is None:
         return even_split(layers, stages)[rank]
     if len(strategy.stages) != stages:
-        raise InvalidInput(f"the strategy has {len(strategy.stages)} stages, but {stages} processes run; start as many"
-                           " processes as it has stages, or make a strategy for this number")  # fmt: skip
+        raise InvalidInput(
+            f"the strategy has {len(strategy.stages)} stages, but {stages} processes run; start as many"
+            " processes as it has stages, or make a strategy for this number"
+        )
     if strategy.num_layers != layers:
-        raise InvalidInput(f"the strategy is for {strategy.num_layers} layers, but the model has {layers}; make one for"
-                           " this model with flexengine plan --cluster")  # fmt: skip
+        raise InvalidInput(
+            f"the strategy is for {strategy.num_layers} layers, but the model has {layers}; make one for"
+            " this model with flexengine plan --cluster"
+        )
     return strategy.stages[rank].layers
 
 

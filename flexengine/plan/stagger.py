@@ -184,7 +184,7 @@ def _enough(links: WorkerLinks, pace: Pace) -> int:
 
 def _bargain(
     hardware: Hardware, links: WorkerLinks, paces: Mapping[int, Pace], room: float, layers: int
-) -> Bargain | None:  # fmt: skip
+) -> Bargain | None:
     """Return the best numbers for the money; None without prices. room: engines whose KV cache one worker holds."""
     engine, total = hardware.price(False), hardware.price(True)
     if not total:
@@ -192,8 +192,10 @@ def _bargain(
     worker = (total - engine) / len(hardware.workers)
 
     def numbers(engines: int, workers: int) -> tuple[float, float]:
-        return (engines * links.sequences / (layers * paces[workers].period(engines)),
-                engines * engine + workers * worker)  # fmt: skip
+        return (
+            engines * links.sequences / (layers * paces[workers].period(engines)),
+            engines * engine + workers * worker,
+        )
 
     engines, workers = best(paces, room, (engine, worker))
     (tok_s, price), (before, paid) = numbers(engines, workers), numbers(1, links.workers)
@@ -209,14 +211,18 @@ def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction)
 
 
 def _lines(s: EngineSharing) -> Iterator[str]:
-    yield (f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
-           f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
-           f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}")  # fmt: skip
+    yield (
+        f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
+        f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
+        f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}"
+    )
     yield f"{_engines(s)}; {_fewest(s)}"
     if (b := s.bargain) is not None:
         engines, workers = count(b.engines, "engine", "engines"), count(b.workers, "worker", "workers")
-        yield (f"best for the money: {engines} and {workers} decode {digits(b.tok_s)} tok/s at a price of"
-               f" {digits(b.price)}, {digits(b.gain)}x the tok/s per unit of price")  # fmt: skip
+        yield (
+            f"best for the money: {engines} and {workers} decode {digits(b.tok_s)} tok/s at a price of"
+            f" {digits(b.price)}, {digits(b.gain)}x the tok/s per unit of price"
+        )
 
 
 def _batches(number: float) -> str:
@@ -239,8 +245,7 @@ def _fewest(s: EngineSharing) -> str:
     if s.fewest is None:
         return "with no number of workers is its device always busy"
     workers = count(s.fewest, "worker", "workers")
-    return f"with {workers} its device is always busy" if s.fewest > s.workers else (
-        f"this engine needs {workers}")  # fmt: skip
+    return f"with {workers} its device is always busy" if s.fewest > s.workers else (f"this engine needs {workers}")
 
 
 def as_json(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:

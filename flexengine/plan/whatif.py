@@ -124,8 +124,9 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
     if not hardware.shared:
         links = _twice_as_fast(hardware, "h2d", "d2h")
         result.append(Change("link between host and device twice as fast", model, links))
-    result.append(Change("CPU twice as fast" if hardware.shared else "device twice as fast", model,
-                         faster_device(hardware)))  # fmt: skip
+    result.append(
+        Change("CPU twice as fast" if hardware.shared else "device twice as fast", model, faster_device(hardware))
+    )
     if (narrow := four_bits(model)) is not None:
         result.append(Change("4-bit weights (--weights int4)", narrow, as_fast(hardware, model, narrow)))
     return result
@@ -172,8 +173,9 @@ def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
 def _faster_disk(hardware: Hardware) -> Hardware:
     """Return hardware on which the offload directories and the model's files are twice as fast."""
     faster = _twice_as_fast(hardware, *filter(is_disk, hardware.links))
-    return replace(faster, checkpoint_read=_twice(hardware.checkpoint_read),
-                   blocks=_faster_blocks(hardware, "read", "stream"))  # fmt: skip
+    return replace(
+        faster, checkpoint_read=_twice(hardware.checkpoint_read), blocks=_faster_blocks(hardware, "read", "stream")
+    )
 
 
 def faster_device(hardware: Hardware) -> Hardware:
@@ -194,8 +196,10 @@ def faster_device(hardware: Hardware) -> Hardware:
 
 def _faster_blocks(hardware: Hardware, *names: str) -> dict[str, dict[str, Table]]:
     """Return the tables of `Hardware.blocks`, with twice the rates in those of these names."""
-    return {key: {name: _twice(table) if name in names else table for name, table in tables.items()}
-            for key, tables in hardware.blocks.items()}  # fmt: skip
+    return {
+        key: {name: _twice(table) if name in names else table for name, table in tables.items()}
+        for key, tables in hardware.blocks.items()
+    }
 
 
 def four_bits(model: ModelFacts) -> ModelFacts | None:
@@ -242,10 +246,12 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
-        hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
+        hardware,
+        layers={**hardware.layers, **layers},
+        heads={**hardware.heads, **heads},
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
-    )  # fmt: skip
+    )
 
 
 def _one_of_each(names: list[str]) -> list[int]:

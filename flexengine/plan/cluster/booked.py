@@ -29,9 +29,7 @@ def cohort_policy(rows: int, tokens: int) -> Policy:
     return Policy(gpu_batch_size=rows, num_gpu_batches=1, prefill_tokens=tokens)
 
 
-def fixed_bytes(
-    facts: ModelFacts, workload: Workload, policy: Policy, shared: bool, ends: tuple[bool, bool]
-) -> int:  # fmt: skip
+def fixed_bytes(facts: ModelFacts, workload: Workload, policy: Policy, shared: bool, ends: tuple[bool, bool]) -> int:
     """Return the device bytes of a stage besides weights and KV cache of its layers.
 
     Args:

@@ -144,8 +144,10 @@ def price(numbers: CaseCosts, stage_of: Sequence[int], choice_of: Sequence[int])
     decode = np.maximum(total(numbers.decode) + numbers.fixed_decode, load)[rows]
     slots = np.where(count > 0, numbers.slots, 0.0).max(axis=(1, 2))
     memory, host = (total(numbers.memory) + slots + numbers.fixed_memory)[rows], total(numbers.host)[rows]
-    fits = bool(np.all(memory <= numbers.capacity[rows] * (1 + SLACK))
-                and np.all(host <= numbers.host_capacity[rows] * (1 + SLACK)))  # fmt: skip
+    fits = bool(
+        np.all(memory <= numbers.capacity[rows] * (1 + SLACK))
+        and np.all(host <= numbers.host_capacity[rows] * (1 + SLACK))
+    )
     hops = list(itertools.pairwise(used))
     hop_prefill = tuple(float(numbers.hop_prefill[a, b]) for a, b in hops)
     hop_decode = tuple(float(numbers.hop_decode[a, b]) for a, b in hops)

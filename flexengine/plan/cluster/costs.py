@@ -112,8 +112,9 @@ class Costs:
                     if choice.host and fits:
                         load[j, k, c] = sum(weights) / device.host_link
                         host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)
-        harm = np.array([[task.harm[list(unit), task.formats.index(c.form)].sum() for c in task.choices]
-                         for unit in task.groups])  # fmt: skip
+        harm = np.array(
+            [[task.harm[list(unit), task.formats.index(c.form)].sum() for c in task.choices] for unit in task.groups]
+        )
         return CaseCosts(
             choices=task.choices, classes=task.classes, prefill=prefill, decode=decode, load=load, memory=memory,
             host=host, slots=slots,
@@ -234,5 +235,7 @@ def check(task: ClusterTask) -> None:
         seconds = costs.numbers((device,), shape).decode
         if not np.any(np.isfinite(seconds)):
             names = ", ".join(form or "exact" for form in task.formats)
-            raise InvalidInput(f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
-                               " or allow other formats")  # fmt: skip
+            raise InvalidInput(
+                f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
+                " or allow other formats"
+            )

@@ -73,8 +73,10 @@ class HandRates:
     def head(self, model: Model, rows: int) -> float:
         """Return the seconds of the logits of some sequences."""
         form = None if None in self.flops else next(iter(self.flops))
-        return max(2 * model.head_elements * rows / self.flops[form],
-                   (model.head_bytes + 4 * model.vocabulary * rows) / self.bandwidth[form])  # fmt: skip
+        return max(
+            2 * model.head_elements * rows / self.flops[form],
+            (model.head_bytes + 4 * model.vocabulary * rows) / self.bandwidth[form],
+        )
 
     def fixed(self, rows: int) -> float:
         """Return 0: the rates have no such part."""

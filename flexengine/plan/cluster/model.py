@@ -121,7 +121,7 @@ def _active(t: TensorFact, experts: int) -> float:
 
 def decoder(
     name: str, layers: int, hidden: int, width: int, vocabulary: int, kv_share: float = 1.0, itemsize: int = 2
-) -> Model:  # fmt: skip
+) -> Model:
     """Return a decoder described by hand, with a plain FFN of two matrices and an untied head.
 
     Args:

@@ -65,8 +65,9 @@ class ClusterPlan:
     @cached_property
     def choices(self) -> tuple[UnitChoice, ...]:
         """Return the choice of every layer."""
-        return tuple(self.numbers.choices[c] for c, unit in zip(self.choice_of, self.task.groups, strict=True)
-                     for _ in unit)  # fmt: skip
+        return tuple(
+            self.numbers.choices[c] for c, unit in zip(self.choice_of, self.task.groups, strict=True) for _ in unit
+        )
 
     @property
     def formats(self) -> tuple[Format, ...]:

@@ -37,9 +37,11 @@ from flexengine.plan.lp import NoSolver, SolverFailed
 GB = 1e9
 Expression: TypeAlias = pulp.LpAffineExpression
 Terms = list[tuple[pulp.LpVariable, float]]
-_EXTREME = ("HiGHS found no stages of the pipeline, and {}; if seconds of layers, head and links, and theta times"
-            " harm, differ by too many powers of ten, bring extreme rates of the cluster file, or --theta, nearer to"
-            " the others")  # fmt: skip
+_EXTREME = (
+    "HiGHS found no stages of the pipeline, and {}; if seconds of layers, head and links, and theta times"
+    " harm, differ by too many powers of ten, bring extreme rates of the cluster file, or --theta, nearer to"
+    " the others"
+)
 
 
 @dataclass(frozen=True)
@@ -323,9 +325,7 @@ def _stage_of(program: _StagesProgram) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def spread(
-    numbers: CaseCosts, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]
-) -> tuple[int, ...]:  # fmt: skip
+def spread(numbers: CaseCosts, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]) -> tuple[int, ...]:
     """Return the choice of each unit with the least harm.
 
     Args:
@@ -337,8 +337,9 @@ def spread(
     kinds = np.array(numbers.classes)
     for j, k in sorted({(j, k) for (j, k, _), count in counts.items() if count}):
         units = np.flatnonzero((stages == j) & (kinds == k))
-        places = [c for (stage, kind, c), count in sorted(counts.items()) if (stage, kind) == (j, k)
-                  for _ in range(count)]  # fmt: skip
+        places = [
+            c for (stage, kind, c), count in sorted(counts.items()) if (stage, kind) == (j, k) for _ in range(count)
+        ]
         rows, columns = linear_sum_assignment(numbers.harm[units][:, places])
         for row, column in zip(rows, columns, strict=True):
             choice_of[units[row]] = places[column]

@@ -63,8 +63,10 @@ def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Regression:
         InvalidInput: there are fewer points than coefficients.
     """
     if len(points) < LEAST[phase]:
-        raise InvalidInput(f"a {phase} profile has {len(points)} points, but the regression has {LEAST[phase]}"
-                           " coefficients; measure as many points or more")  # fmt: skip
+        raise InvalidInput(
+            f"a {phase} profile has {len(points)} points, but the regression has {LEAST[phase]}"
+            " coefficients; measure as many points or more"
+        )
     norm, line = _fit(phase, points, math.inf)
     if phase == "decode" and len(points) >= WITH_KNEE:
         knees = sorted({v for v, _, _ in points})[1:-1]

@@ -80,9 +80,11 @@ def stages(plan: ClusterPlan) -> list[str]:
     busy = busy_shares(plan)
     width = max(len("stage"), *(len(d.name) for d in plan.devices))
     kind = max(len("type"), *(len(d.type) for d in plan.devices))
-    lines = [f"Stages      milliseconds of a micro-batch, and busy shares in a round\n  {'stage':<{width}}  "
-             f"{'type':<{kind}}  layers  {'prefill':>9}  {'decode':>9}  {'busy prefill':>12}  {'busy decode':>11}"
-             f"  {'link':>7}  formats"]  # fmt: skip
+    lines = [
+        f"Stages      milliseconds of a micro-batch, and busy shares in a round\n  {'stage':<{width}}  "
+        f"{'type':<{kind}}  layers  {'prefill':>9}  {'decode':>9}  {'busy prefill':>12}  {'busy decode':>11}"
+        f"  {'link':>7}  formats"
+    ]
     for k, (device, (first, end)) in enumerate(zip(plan.devices, plan.layers, strict=True)):
         link = digits(1e3 * priced.hop_decode[k]) if k < len(priced.hop_decode) else "-"
         lines.append(
@@ -101,8 +103,10 @@ def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
     priced, numbers = plan.priced, plan.numbers
     slow = max(*priced.prefill, *priced.hop_prefill, 0.0)
     first = (numbers.prefills - 1) * slow + sum(priced.prefill) + sum(priced.hop_prefill)
-    step = max(numbers.cohorts * max(*priced.decode, *priced.hop_decode, 0.0),
-               sum(priced.decode) + sum(priced.hop_decode) + priced.back)  # fmt: skip
+    step = max(
+        numbers.cohorts * max(*priced.decode, *priced.hop_decode, 0.0),
+        sum(priced.decode) + sum(priced.hop_decode) + priced.back,
+    )
     return {
         PREFILL: [numbers.prefills * s / first if first else 0.0 for s in priced.prefill],
         DECODE: [numbers.cohorts * s / step if step else 0.0 for s in priced.decode],
@@ -121,8 +125,10 @@ def memory(plan: ClusterPlan) -> list[str]:
         used, host = plan.priced.memory[k], plan.priced.host[k]
         bar = ("#" * round(BAR_CHARACTERS * used / device.memory)).ljust(BAR_CHARACTERS)
         also = f"  host {size(host)} of {size(device.host_memory)}" if host else ""
-        lines.append(f"  {device.name:<{width}} {size(used):>8} of {size(device.memory):<8} [{bar}]"
-                     f" {percent(used / device.memory)}{also}")  # fmt: skip
+        lines.append(
+            f"  {device.name:<{width}} {size(used):>8} of {size(device.memory):<8} [{bar}]"
+            f" {percent(used / device.memory)}{also}"
+        )
     return lines
 
 

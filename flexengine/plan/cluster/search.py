@@ -183,7 +183,7 @@ class _Search:
             f" {len(devices)} devices have {have:,} bytes, their hosts {hosts:,}, and each must hold whole layers with"
             " their KV cache; raise memory in the cluster file, add devices or host_memory, lower --batch, or allow"
             " fewer bits with --allow int8-weights,int4-weights,int3-weights",
-        )  # fmt: skip
+        )
         return error
 
 
