@@ -191,9 +191,6 @@ def keys_share(model: ModelFacts, layer: int) -> float:
 
 def projection_share(model: ModelFacts, layer: int) -> float:
     """Return the share of a layer's FLOP in q, k and v projections, which precede attention."""
-    active = model.active or 1
-    products = sum(
-        t.elements * min(1.0, active / t.experts) if t.experts else t.elements for t in model.layers[layer] if t.matrix
-    )
+    products = sum(t.used(model.active or 1) for t in model.layers[layer] if t.matrix)
     before = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
     return min(1.0, before / products) if products else 0.5

@@ -81,16 +81,6 @@ def unused(model: ModelFacts, tokens: Array) -> Array:
     return np.where(tokens <= most_tokens(model), total * unchosen, 0.0)
 
 
-def expert_share(model: ModelFacts, layer: int) -> float:
-    """Return the experts' share of a layer's FLOP in matrix products."""
-
-    def products(tensors: list[TensorFact]) -> float:
-        return sum(t.elements * (model.active / t.experts if t.experts else 1) for t in tensors if t.matrix)
-
-    experts = products([t for t in model.layers[layer] if t.experts])
-    return experts / max(1.0, products(list(model.layers[layer])))
-
-
 def _fewest_experts(model: ModelFacts) -> int:
     """Return the number of experts of the layer that has the fewest; 0 if none has any."""
     return min((t.experts for t in model.experts), default=0)

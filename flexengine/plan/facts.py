@@ -52,6 +52,10 @@ class TensorFact:
         """Return the bytes on the device."""
         return self.encoded or self.elements * self.held
 
+    def used(self, active: int) -> float:
+        """Return the elements that one token uses. active: number of experts that it uses."""
+        return self.elements * (min(1.0, active / self.experts) if self.experts else 1.0)
+
 
 @dataclass(frozen=True)
 class NeuronFacts:

@@ -14,7 +14,8 @@ from flexengine.places import is_disk, is_worker
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import Crossing, keys_share, projection_share
-from flexengine.plan.experts import expert_share, share
+from flexengine.plan.experts import share
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
@@ -255,6 +256,16 @@ class Clock:
             prompted = attention.prompt(pairs - late, length) + attention.continued(late, past)
             by_window[window] = float(work + prompted) + attention.call + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
+
+
+def expert_share(model: ModelFacts, layer: int) -> float:
+    """Return the experts' share of a layer's FLOP in matrix products."""
+
+    def products(tensors: list[TensorFact]) -> float:
+        return sum(t.used(model.active) for t in tensors if t.matrix)
+
+    experts = products([t for t in model.layers[layer] if t.experts])
+    return experts / max(1.0, products(list(model.layers[layer])))
 
 
 def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:

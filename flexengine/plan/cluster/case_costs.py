@@ -86,6 +86,23 @@ class CaseCosts:
         """Return the number of units."""
         return len(self.classes)
 
+    def round_seconds(self, slowest: tuple[float, float], through: tuple[float, float]) -> float:
+        """Return the seconds of one round, by the objective.
+
+        EXACT: a micro-batch's next token cannot start before its last token has left the last stage, so a decode step
+        of all cohorts takes the longer of cohorts * slowest and the way through the pipeline. PAPER leaves this limit
+        out (LLM-PQ, equation 4).
+
+        Args:
+            slowest: seconds of the slowest stage or link, in prefill and in decode.
+            through: seconds of the way of a micro-batch through the pipeline, in prefill and in decode.
+        """
+        if self.form == PAPER:
+            decoding = (self.cohorts - 1) * self.steps * slowest[1] + through[1]
+        else:
+            decoding = self.steps * max(self.cohorts * slowest[1], through[1])
+        return (self.prefills - 1) * slowest[0] + through[0] + decoding
+
 
 @dataclass(frozen=True)
 class Priced:
@@ -163,16 +180,9 @@ def round_seconds(
     numbers: CaseCosts, prefill: Array, decode: Array, hop_prefill: Sequence[float], hop_decode: Sequence[float],
     back: float,
 ) -> float:  # fmt: skip
-    """Return the seconds of one round, by the objective.
-
-    EXACT: a micro-batch's next token cannot start before its last token has left the last stage, so a decode step of
-    all cohorts takes the longer of cohorts * slowest and the way through the pipeline. PAPER leaves this limit out, and
-    hops count only if one is the slowest part (LLM-PQ, equation 4).
-    """
-    slow_prefill = float(max(*prefill, *hop_prefill, 0.0))
-    slow_decode = float(max(*decode, *hop_decode, 0.0))
-    if numbers.form == PAPER:
-        decoding = (numbers.cohorts - 1) * numbers.steps * slow_decode + float(sum(decode))
-        return (numbers.prefills - 1) * slow_prefill + float(sum(prefill)) + decoding
-    step = max(numbers.cohorts * slow_decode, float(sum(decode)) + sum(hop_decode) + back)
-    return (numbers.prefills - 1) * slow_prefill + float(sum(prefill) + sum(hop_prefill)) + numbers.steps * step
+    """Return the seconds of one round. In form PAPER, hops count only if one is the slowest part."""
+    slowest = float(max(*prefill, *hop_prefill, 0.0)), float(max(*decode, *hop_decode, 0.0))
+    through = float(sum(prefill)), float(sum(decode))
+    if numbers.form == EXACT:
+        through = through[0] + sum(hop_prefill), through[1] + sum(hop_decode) + back
+    return numbers.round_seconds(slowest, through)

@@ -1,7 +1,7 @@
 """Devices of a cluster and the links between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flexengine.plan.cluster.latency import Latency
 
@@ -83,8 +83,3 @@ class Cluster:
     def of_type(self, name: str) -> tuple[Device, ...]:
         """Return the devices of a type, in the order of the file."""
         return tuple(device for device in self.devices if device.type == name)
-
-    def with_device(self, device: Device) -> "Cluster":
-        """Return the cluster with a device replaced by this one of the same name."""
-        devices = tuple(device if old.name == device.name else old for old in self.devices)
-        return replace(self, devices=devices)

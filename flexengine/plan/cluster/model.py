@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.sizes import aligned
 from flexengine.plan.stages import shape_name
 from flexengine.strategy import BITS
@@ -105,7 +105,7 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     layers = []
     for j, tensors in enumerate(exact.layers):
         nbytes = {form: sum(aligned(t.held_bytes) for t in made.layers[j]) for form, made in facts.items()}
-        active = sum(_active(t, exact.active) for t in tensors if t.matrix)
+        active = sum(t.used(exact.active) for t in tensors if t.matrix)
         layers.append(LayerSizes(nbytes, active, 4.0 * exact.heads * exact.head_dim, exact.kv_token))
     embedding = exact.embedding.held_bytes if exact.embedding else 0
     others = sum(t.held_bytes for t in exact.others)
@@ -113,10 +113,6 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     return Model(shape_name(exact), tuple(layers), exact.hidden, exact.width, exact.itemsize, exact.vocabulary,
                  embedding + others, output.held_bytes if output else 0, output.elements if output else 0,
                  exact.head is None, dict(facts))  # fmt: skip
-
-
-def _active(t: TensorFact, experts: int) -> float:
-    return t.elements * (min(1.0, experts / t.experts) if t.experts else 1.0)
 
 
 def decoder(

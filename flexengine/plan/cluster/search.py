@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.cluster.case_costs import PAPER, CaseCosts
+from flexengine.plan.cluster.case_costs import CaseCosts
 from flexengine.plan.cluster.costs import ClusterTask, Costs, Order, check, orders
 from flexengine.plan.cluster.job import Shape, batches, shapes
 from flexengine.plan.cluster.plan import ClusterPlan
@@ -213,11 +213,7 @@ def quick_bound(numbers: CaseCosts) -> float:
         through.append(float(least @ units))
         with np.errstate(divide="ignore"):  # a layer without seconds
             slow.append(max(float(n / np.sum(1 / fastest[:, k])) for k, n in enumerate(units)))
-    if numbers.form == PAPER:
-        decoding = (numbers.cohorts - 1) * numbers.steps * slow[1] + through[1]
-    else:
-        decoding = numbers.steps * max(numbers.cohorts * slow[1], through[1])
-    seconds = (numbers.prefills - 1) * slow[0] + through[0] + decoding
+    seconds = numbers.round_seconds((slow[0], slow[1]), (through[0], through[1]))
     return numbers.rounds * seconds + numbers.theta * float(numbers.harm.min(axis=1).sum())
 
 
