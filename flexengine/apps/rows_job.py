@@ -1,11 +1,10 @@
 """Rows that an app makes, as the input of one resumable job, and the rows of its output."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
-from flexengine.config import SamplingParams
 from flexengine.job.results import encode_fields, journal_path
 from flexengine.job.whole_file import write_whole
 
@@ -13,8 +12,9 @@ from flexengine.job.whole_file import write_whole
 class RunsJobs(Protocol):
     """The part of an engine that runs jobs of files."""
 
-    def run_job(self, input: Path, output: Path, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Run the rows of a file; see `Engine.run_job`."""
+    @property
+    def run_job(self) -> Callable[..., Any]:
+        """Return a function that runs the rows of a file; see `Engine.run_job`."""
 
 
 class RowsJob(NamedTuple):

@@ -4,7 +4,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
-from types import TracebackType
 from typing import Any, Self
 
 from flexengine.activity import Listener, reported, reporting
@@ -84,9 +83,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from flexengine.activity import advance
@@ -100,9 +99,7 @@ class InputRows:
     def __enter__(self) -> "InputRows":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 from flexengine.activity import activity
@@ -72,9 +71,7 @@ class JobStore(ABC):
         return self
 
     @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     @abstractmethod
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
@@ -146,11 +143,9 @@ class PrintedJob(JobStore):
         self._writer.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._writer.__exit__(kind, error, trace)
+            self._writer.__exit__(kind)
         except OSError:
             if kind is None:
                 raise  # else the first error is the one to report
@@ -220,9 +215,7 @@ class JournalJob(JobStore):
     def failed(self) -> int:
         return self.journal.count(FAILED, self.total)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             with self._explained():
                 self.journal.close()
