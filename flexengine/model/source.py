@@ -1,13 +1,11 @@
 """Resolution of the user's model argument into a directory of config.json, safetensors and tokenizer files."""
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from flexengine.activity import activity
 from flexengine.errors import ModelNotFound
 from flexengine.model.demo import demo_file
 from flexengine.model.files import set_links
@@ -18,10 +16,8 @@ if TYPE_CHECKING:
 # Checkpoints other than safetensors, by the suffix of their files: the function that returns the converted model, as
 # module:name, which is imported on first use.
 CONVERTERS = {".gguf": "flexengine.model.gguf:resolve_gguf", ".bin": "flexengine.model.pickled:resolve_bin"}
+DOWNLOAD = "flexengine.model.hub:download"  # imported for models of the hub
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-_HUB_SECONDS = 20.0  # time limit of the first request
-_HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def located(
         ModelNotFound: there is no such model; the message says what to type.
     """
     local = _local(model, allow_symlinks)
-    return local or (_download(str(model), trust_remote_code, download), str(model))
+    return local or (resolve_name(DOWNLOAD)(str(model), trust_remote_code, download), str(model))
 
 
 def check_local(model: str | None, allow_symlinks: bool = False) -> None:
@@ -133,44 +129,3 @@ def check_directory(path: Path) -> None:
         raise ModelNotFound(f"{path} has no config.json{hint}")
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
-
-
-def _download(model: str, trust_remote_code: bool, download: bool) -> Path:
-    """Return a snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level.
-
-    If the hub does not respond, or `download` is false, the local cache of the hub is used.
-
-    Raises:
-        ModelNotFound: the repository cannot be downloaded and is not in the cache, or has no safetensors.
-    """
-    patterns = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
-    silent: Exception | None = None
-    try:
-        from huggingface_hub import model_info, snapshot_download
-
-        try:  # the same request in snapshot_download has no time limit, and hangs if a firewall drops packets
-            if download:
-                model_info(model, timeout=_HUB_SECONDS)
-        except Exception as error:
-            silent = error
-        offline = not download or silent is not None
-        text = f"downloading {model} from the hub, unless its cache has the files"
-        with activity("downloading", text, level=logging.DEBUG if offline else logging.INFO):
-            path = Path(
-                snapshot_download(model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=offline)
-            )
-    except Exception as error:  # network, authorisation, unknown id, disk: one message for all
-        cause = silent or error
-        if not download:
-            raise ModelNotFound(
-                f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
-                " the model once, which downloads it"
-            ) from cause
-        reason = " ".join(str(cause).split())[:300]
-        raise ModelNotFound(
-            f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"
-            " check the id and the network, or download it elsewhere and give its directory"
-        ) from cause
-    if not any(path.glob("*.safetensors")):
-        raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give its directory")
-    return path

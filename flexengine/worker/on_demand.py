@@ -87,11 +87,6 @@ class OnDemand:
         """Blocks whose neurons are read when they become active; None if there are none."""
         return self.sources.get("blocks")
 
-    @property
-    def experts(self) -> Any:
-        """Mixtures whose experts are read when they are chosen; None if there are none."""
-        return self.sources.get("experts")
-
     def close(self) -> None:
         """Free the memory."""
         self._ended.close()

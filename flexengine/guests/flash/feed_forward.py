@@ -10,7 +10,8 @@ without elements.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ _NAMES = (
 )
 _RELU = (nn.ReLU, ReLUSquaredActivation)
 _WIDTH, _NEURONS = 3, 5  # of a trial
+# Called with the number of a block, the `Inputs` of the pass, the block's input, and what its first matrix gives.
+Note = Callable[[int, Any, Tensor, Tensor], None]
 
 
 class Sparsified(nn.Module):
@@ -248,3 +251,21 @@ def use_linears(blocks: Sequence[FeedForward | None]) -> None:
         for module in block.modules if block is not None else ():
             if module is not None:
                 module.__class__ = FastLinear
+
+
+@contextmanager
+def watching(blocks: Sequence[FeedForward], note: Note) -> Iterator[None]:
+    """Call `note` for each block in each pass of a job, while the context is open."""
+
+    def hook(number: int) -> Any:
+        def noting(_: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+            inputs = getattr(greenlet.getcurrent(), "inputs", None)
+            if inputs is not None:  # None in trial passes
+                note(number, inputs, args[0], out)
+
+        return noting
+
+    with ExitStack() as hooks:
+        for number, block in enumerate(blocks):
+            hooks.callback(block.modules[0].register_forward_hook(hook(number)).remove)
+        yield

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine.errors import BadCheckpoint
-from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.watching import watching
+from flexengine.guests.flash.feed_forward import FeedForward, watching
 from flexengine.model.shards import save
 
 SHARES = np.linspace(0.0, 1.0, 1001)

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.feed_forward import FeedForward, watching
 from flexengine.guests.flash.statistics import Trace
-from flexengine.guests.flash.watching import watching
 from flexengine.model.shards import check_room
 
 IN_MEMORY = 256 << 20  # bytes of all layers that stay in memory
