@@ -162,14 +162,12 @@ class PrintedJob(JobStore):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"results cannot be written ({error.strerror}); free space there, or name a"
-                          " plain file as output, whose job can be continued", self._name) from error  # fmt: skip
+            remedy = "free space there, or name a plain file as output, whose job can be continued"
+            raise OSError(error.errno, f"results cannot be written ({error.strerror}); {remedy}", self._name) from error
 
     def standing(self) -> str:
-        return (
-            f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
-            " been stored"
-        )
+        ended = self.done + self.failed
+        return f"interrupted: {ended} of {self.total} rows were done; with --output they would have been stored"
 
 
 class JournalJob(JobStore):
