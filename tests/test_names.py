@@ -11,7 +11,7 @@ Batch Figure Generation Group Link Machine Origin Piece Pool Product Prompt Ques
 StagePlan Tables Trial
 """
 # The package may not grow beyond these; they are lowered when it has shrunk.
-MAX_LINES, MAX_FMT_SKIPS = 61_867, 453
+MAX_LINES, MAX_FMT_SKIPS = 61_971, 370
 
 
 def sources() -> list[str]:
