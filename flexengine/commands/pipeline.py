@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
-from flexengine.parallel.environment import INTERFACE, ranks
+from flexengine.guests.stages.environment import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
-    from flexengine.engine.pipeline.remote import StagePlan
-    from flexengine.parallel.group import Group
+    from flexengine.guests.stages.group import PipelineGroup
+    from flexengine.guests.stages.remote import RemotePlan
     from flexengine.plan.prediction import Prediction
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
@@ -26,15 +26,26 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def add_pipeline(group: Options) -> None:
     """Add the options of a pipeline."""
-    group.add_argument("--stages", type=int, metavar="N",
-                       help="compute in N processes on this machine, each with a part of the layers; on several"
-                            " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
-    group.add_argument("--strategy", type=named, metavar="FILE.json",
-                       help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
-                            " many processes as it has stages")  # fmt: skip
-    group.add_argument("--interface", type=named, metavar="NAME",
-                       help="network interface that joins the machines, such as eth0 (default: loopback, so one"
-                            " machine)")  # fmt: skip
+    group.add_argument(
+        "--stages",
+        type=int,
+        metavar="N",
+        help="compute in N processes on this machine, each with a part of the layers; on several"
+        " machines, start this command by torchrun instead (docs/pipeline.md)",
+    )
+    group.add_argument(
+        "--strategy",
+        type=named,
+        metavar="FILE.json",
+        help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
+        " many processes as it has stages",
+    )
+    group.add_argument(
+        "--interface",
+        type=named,
+        metavar="NAME",
+        help="network interface that joins the machines, such as eth0 (default: loopback, so one machine)",
+    )
 
 
 def rank_of(args: argparse.Namespace) -> int:
@@ -50,36 +61,45 @@ def rank_of(args: argparse.Namespace) -> int:
         if stages not in (None, count):
             raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
         if args.policy != AUTO:
-            raise InvalidInput(f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of"
-                               " them")  # fmt: skip
+            raise InvalidInput(
+                f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of them"
+            )
         if getattr(args, "attention_workers", 0):
-            raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
-                               " leave out one of them")  # fmt: skip
+            raise InvalidInput(
+                "--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
+                " leave out one of them"
+            )
         stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
-        raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
-                           " of its own; leave out --stages")  # fmt: skip
+        raise InvalidInput(
+            f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
+            " of its own; leave out --stages"
+        )
     if args.interface is not None and size == 1 and args.ray is None:
-        raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
-                           " leave it out, or start this command by torchrun")  # fmt: skip
+        raise InvalidInput(
+            f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
+            " leave it out, or start this command by torchrun"
+        )
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
-        raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
-                           " unless another one is named; name the interface that joins the machines by --interface,"
-                           " such as eth0")  # fmt: skip
+        raise InvalidInput(
+            f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
+            " unless another one is named; name the interface that joins the machines by --interface,"
+            " such as eth0"
+        )
     return rank
 
 
 @contextlib.contextmanager
-def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
+def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
     the other processes, and end them at the end."""
     stages = getattr(args, "stages", None) or 1
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
+            from flexengine.guests.stages.launch import LocalStages
             from flexengine.model.layer_count import named_layers
-            from flexengine.parallel.launch import LocalStages
             from flexengine.plan.stages import stage_layers
 
             if (layers := named_layers(args.model)) is not None:  # else each stage compares its own
@@ -94,9 +114,9 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
         from flexengine.commands.open_engine import load_libraries
 
         load_libraries()
-        from flexengine.parallel.group import Group
+        from flexengine.guests.stages.group import PipelineGroup
 
-        group = Group(args.interface, look)
+        group = PipelineGroup(args.interface, look)
         stack.callback(group.close)
         yield group
 
@@ -107,15 +127,13 @@ def serve(args: argparse.Namespace) -> None:
 
     with pipeline(args) as group:
         assert group is not None
-        from flexengine.engine.pipeline.server import Server
+        from flexengine.guests.stages.server import StageServer
 
         with open_engine(args, group=group) as engine:
-            Server(engine, group).run()
+            StageServer(engine, group).run()
 
 
-def stage_lines(
-    layers: tuple[int, int], first: "Prediction", others: "Sequence[StagePlan]", ram: bool
-) -> str:  # fmt: skip
+def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool) -> str:
     """Return a line for each stage of a pipeline, and one for the slowest of them.
 
     Args:
