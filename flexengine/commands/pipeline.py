@@ -26,26 +26,15 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def add_pipeline(group: Options) -> None:
     """Add the options of a pipeline."""
-    group.add_argument(
-        "--stages",
-        type=int,
-        metavar="N",
-        help="compute in N processes on this machine, each with a part of the layers; on several"
-        " machines, start this command by torchrun instead (docs/pipeline.md)",
-    )
-    group.add_argument(
-        "--strategy",
-        type=named,
-        metavar="FILE.json",
-        help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
-        " many processes as it has stages",
-    )
-    group.add_argument(
-        "--interface",
-        type=named,
-        metavar="NAME",
-        help="network interface that joins the machines, such as eth0 (default: loopback, so one machine)",
-    )
+    group.add_argument("--stages", type=int, metavar="N",
+                       help="compute in N processes on this machine, each with a part of the layers; on several"
+                            " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
+    group.add_argument("--strategy", type=named, metavar="FILE.json",
+                       help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
+                            " many processes as it has stages")  # fmt: skip
+    group.add_argument("--interface", type=named, metavar="NAME",
+                       help="network interface that joins the machines, such as eth0 (default: loopback, so one"
+                            " machine)")  # fmt: skip
 
 
 def rank_of(args: argparse.Namespace) -> int:
@@ -61,32 +50,23 @@ def rank_of(args: argparse.Namespace) -> int:
         if stages not in (None, count):
             raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
         if args.policy != AUTO:
-            raise InvalidInput(
-                f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of them"
-            )
+            raise InvalidInput(f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of"
+                               " them")  # fmt: skip
         if getattr(args, "attention_workers", 0):
-            raise InvalidInput(
-                "--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
-                " leave out one of them"
-            )
+            raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
+                               " leave out one of them")  # fmt: skip
         stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
     if stages is not None and size > 1 and LAUNCHED not in os.environ:
-        raise InvalidInput(
-            f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
-            " of its own; leave out --stages"
-        )
+        raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
+                           " of its own; leave out --stages")  # fmt: skip
     if args.interface is not None and size == 1 and args.ray is None:
-        raise InvalidInput(
-            f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
-            " leave it out, or start this command by torchrun"
-        )
+        raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
+                           " leave it out, or start this command by torchrun")  # fmt: skip
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
-        raise InvalidInput(
-            f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
-            " unless another one is named; name the interface that joins the machines by --interface,"
-            " such as eth0"
-        )
+        raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
+                           " unless another one is named; name the interface that joins the machines by --interface,"
+                           " such as eth0")  # fmt: skip
     return rank
 
 
@@ -133,7 +113,9 @@ def serve(args: argparse.Namespace) -> None:
             StageServer(engine, group).run()
 
 
-def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool) -> str:
+def stage_lines(
+    layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool
+) -> str:  # fmt: skip
     """Return a line for each stage of a pipeline, and one for the slowest of them.
 
     Args:

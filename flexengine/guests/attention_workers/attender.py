@@ -6,7 +6,6 @@ grouped heads), or are in memory that both processes map. Page tables cross it o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,31 +223,13 @@ class RemoteAttender(BufferedAttender):
             kv_heads, page_tokens = team.slice_form(pools.group[asked.layer])
             heads, region = heads * kv_heads, team.slices(region)[number]
         scale, window, softcap, sinks = asked.options
-        pages: dict[str, Any] = {
-            "handle": region.place,
-            "start": region.start,
-            "pages": pool.pages,
-            "page_tokens": page_tokens,
-        }
-        shape: dict[str, Any] = {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": self.model.head_dim,
-            "bits": pools.bits,
-        }
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "topk": self.cache.topk}
         return WorkerQuestion(
-            **pages,
-            **shape,
-            **options,
-            pool_dtype=DTYPES.index(pools.dtype),
-            dtype=DTYPES.index(self.dtype),
-            batch=k,
-            group=pools.group[asked.layer],
-            sinks=sinks is not None and not self._partial,
-            partial=self._partial,
-            first=asked.first,
-        )
+            handle=region.place, start=region.start, pages=pool.pages, page_tokens=page_tokens, heads=heads,
+            kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
+            dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer], window=window,
+            sinks=sinks is not None and not self._partial, partial=self._partial, first=asked.first, scale=scale,
+            softcap=softcap, topk=self.cache.topk,
+        )  # fmt: skip
 
     def drain(self, lost: str) -> None:
         for waiting in self._waiting.values():

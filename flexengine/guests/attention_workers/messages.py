@@ -31,34 +31,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexengine.guests.wire.link import BEAT
-
 PROTOCOL = 3  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 NONE = -1  # in a packed question, for a field that is None
-
-
-class MessageKind(enum.IntEnum):
-    HELLO = 1
-    REFUSE = 2
-    BEAT = BEAT
-    ALLOCATE = 4
-    READY = 5
-    FREE = 6
-    WRITE = 7
-    READ = 8
-    DATA = 9
-    TABLES = 10
-    SINKS = 11
-    ASK = 12
-    ANSWER = 13
-    FAILED = 14
-    BYE = 15
-    SHARE = 16
-    ADD = 17
-    CACHED = 18
-    ALONE = 19
-
+# Kinds of messages, numbered from 1; see the table. BEAT is that of `wire.link`.
+MessageKind = enum.IntEnum(
+    "MessageKind",
+    "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE",
+)
 
 _QUESTION = struct.Struct("<16q3d4q")
 

@@ -64,15 +64,11 @@ def check(ask: WorkerQuestion, tables: WorkerTables, sinks: Tensor | None) -> No
         raise ValueError(f"the layer has {0 if sinks is None else len(sinks)} sinks, but {ask.heads} heads")
     if len(tables.pages) != len(tables.lengths) and not ask.partial:
         raise ValueError(f"{len(tables.pages)} new tokens came for {len(tables.lengths)} sequences")
-    limits = {
-        "page tables": (tables.tables, ask.pages),
-        "pages": (tables.pages, ask.pages),
-        "offsets": (tables.offsets, ask.page_tokens),
-        "copied pages": (tables.copies, ask.pages),
-        "rows": (tables.rows, len(tables.lengths)),
-        "lengths": (tables.lengths, tables.tables.shape[1] * ask.page_tokens + 1),
-        "seen tokens": (tables.seen, tables.tables.shape[1] * ask.page_tokens + 1),
-    }
+    limits = {"page tables": (tables.tables, ask.pages), "pages": (tables.pages, ask.pages),
+              "offsets": (tables.offsets, ask.page_tokens), "copied pages": (tables.copies, ask.pages),
+              "rows": (tables.rows, len(tables.lengths)),
+              "lengths": (tables.lengths, tables.tables.shape[1] * ask.page_tokens + 1),
+              "seen tokens": (tables.seen, tables.tables.shape[1] * ask.page_tokens + 1)}  # fmt: skip
     for what, (numbers, end) in limits.items():
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
             raise ValueError(f"{what} hold {int(numbers.min())} to {int(numbers.max())}; they must be below {end}")

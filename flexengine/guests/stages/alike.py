@@ -32,23 +32,17 @@ def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> Non
     """Raise InvalidInput, in all processes, if a stage differs from the first one in version, model, or a switch that
     changes results. Wait for all stages."""
     own: dict[str, Any] = {
-        "flexengine": f"{__version__}, frames {LAYOUT}",
-        "python torch": torch.__version__,
-        "model": core.source.name,
-        "files of the model": identity.digest(identity.given_files(core.source))[:16],
+        "flexengine": f"{__version__}, frames {LAYOUT}", "python torch": torch.__version__,
+        "model": core.source.name, "files of the model": identity.digest(identity.given_files(core.source))[:16],
         **{f"setting {name}": value for name, value in numerics(core).items() if name not in ("torch", "policy")},
-        "lossy switches": core.lossy.enabled,
-        "switches to choose from": sorted(options.allow),
+        "lossy switches": core.lossy.enabled, "switches to choose from": sorted(options.allow),
         "policy": options.policy.to_json() if options.policy else None,
         "layers": core.skeleton.total,
-        "attention workers": [
-            f"{tier.client.name}, number {tier.client.pool}"
-            for tier in core.machine.workers
-            if isinstance(tier, WorkerTier)
-        ],
+        "attention workers": [f"{tier.client.name}, number {tier.client.pool}" for tier in core.machine.workers
+                              if isinstance(tier, WorkerTier)],
         "strategy": options.strategy.to_json() if options.strategy else None,
         **_predictors(core, options),
-    }
+    }  # fmt: skip
     every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]
     for rank, other in enumerate(every):
         for name, value in every[0].items():

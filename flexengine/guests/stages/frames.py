@@ -92,7 +92,7 @@ class FrameQueue:
 
 
 class FrameChannel:
-    """Frames to or from one process of a group.
+    """Frames to or from one process of a group, in a thread that ends with frame LAST.
 
     Args:
         step: sends or receives a frame, and returns its kind.
@@ -105,9 +105,6 @@ class FrameChannel:
     ) -> None:
         self.queue, self._step, self._lost = FrameQueue(most), step, lost
         self._thread = threading.Thread(target=self._loop, name="flexengine-channel", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that calls `step`, until the kind is LAST or the connection breaks."""
         self._thread.start()
 
     def wait(self, seconds: float) -> None:

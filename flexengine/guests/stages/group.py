@@ -151,7 +151,6 @@ class PipelineGroup(ProcessGroup):
 
     def _started(self, channel: FrameChannel) -> FrameChannel:
         self._channels.append(channel)
-        channel.start()
         if self._lost is not None:
             channel.queue.fail(self._lost)
         return channel

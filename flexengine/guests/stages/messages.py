@@ -41,20 +41,10 @@ CHOOSING = (
     "frequency_penalty",
     "logprobs",
 )
-
-
-class OrderKind(enum.IntEnum):
-    """Kinds of frames; see the table."""
-
-    CHOOSE = FIRST_KIND + 1
-    LAY_OUT = FIRST_KIND + 2
-    PREPARE = FIRST_KIND + 3
-    SWEEP = FIRST_KIND + 4
-    END = FIRST_KIND + 5
-    LEAVE = FIRST_KIND + 6
-    ANSWER = FIRST_KIND + 7
-    FAILED = FIRST_KIND + 8
-    RESULT = FIRST_KIND + 9
+# Kinds of frames; see the table.
+OrderKind = enum.IntEnum(
+    "OrderKind", "CHOOSE LAY_OUT PREPARE SWEEP END LEAVE ANSWER FAILED RESULT", start=FIRST_KIND + 1
+)
 
 
 @dataclass(frozen=True, kw_only=True)
