@@ -177,7 +177,7 @@ def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[s
     if not named or not (stat.S_ISDIR if named[0][1] else stat.S_ISREG)(about.st_mode):
         return None
     kind, is_directory = named[0]
-    size, mounted, newest = _total(place, entry.name) if is_directory else (about.st_size, False, about.st_mtime)
+    size, mounted, newest = measured(place, entry.name) if is_directory else (about.st_size, False, about.st_mtime)
     note: dict[str, Any] = {}
     if kind == "":
         (kind, note), newest = _prepared(place, entry.name), about.st_mtime
@@ -251,9 +251,9 @@ def locked(name: str, place: int, flags: int = 0) -> bool:
     return False
 
 
-def _total(place: int, name: str) -> tuple[int, bool, float]:
+def measured(place: int | None, name: str) -> tuple[int, bool, float]:
     """Return the bytes of all files below a directory, whether another file system is mounted in it, and the time of
-    the last change."""
+    the last change. place: descriptor of the directory that holds it; None if `name` is a path."""
     total, newest = 0, 0.0
     device = os.stat(name, dir_fd=place, follow_symlinks=False).st_dev
     mounted = False

@@ -108,10 +108,10 @@ def _is_named(item: "CacheItem", name: str) -> bool:
 def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool) -> None:
     from flexengine.cachedir.hub import hub_cache
 
-    hub, total = hub_cache(), sum(item.bytes for item in items)
+    (hub, downloads), total = hub_cache(), sum(item.bytes for item in items)
     if as_json:
         ignored = [{"path": path, "reason": reason} for path, reason in cached.ignored]
-        hub_json = {"path": str(hub.path), "bytes": hub.bytes}
+        hub_json = {"path": str(hub), "bytes": downloads}
         listed = {"bytes": total, "items": list(map(_fields, items)), "ignored": ignored, "hub": hub_json}
         print(json.dumps({"cache": str(cached.root), **listed}))
         return
@@ -122,7 +122,7 @@ def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool)
         print(f"ignored: {plain(path)} ({reason})")
     if items:
         print("flexengine cache clear NAME removes one of them, or all of a kind")
-    print(f"not included: downloads from the hub, {size(hub.bytes)} in {plain(hub.path)}; `hf cache` manages them")
+    print(f"not included: downloads from the hub, {size(downloads)} in {plain(hub)}; `hf cache` manages them")
 
 
 _HEAD = ("kind", "name", "model", "size", "last use", "state", "path")

@@ -106,17 +106,17 @@ def _disk(use: str, path: Path) -> Disk:
 
 
 def _cache() -> CacheFacts:
-    root, hub = cache_root(), hub_cache()
+    root, (hub, downloads) = cache_root(), hub_cache()
     problem = _unwritable(root)
     try:
         cached = contents(root)
     except OSError as error:
-        return CacheFacts(str(root), 0, {}, 0, str(hub.path), hub.bytes, problem or f"cannot be read: {error.strerror}")
+        return CacheFacts(str(root), 0, {}, 0, str(hub), downloads, problem or f"cannot be read: {error.strerror}")
     by_kind: Counter[str] = Counter()
     for item in cached.items:
         by_kind[item.kind] += item.bytes
     garbage = sum(item.bytes for item in cached.items if item.kind == "leftovers" and not item.busy)
-    return CacheFacts(str(root), cached.bytes, dict(by_kind), garbage, str(hub.path), hub.bytes, problem)
+    return CacheFacts(str(root), cached.bytes, dict(by_kind), garbage, str(hub), downloads, problem)
 
 
 def _unwritable(root: Path) -> str:
