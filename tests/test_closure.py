@@ -30,7 +30,7 @@ OUTSIDE = [
     "model.layer_range",
     "measure.machine",
 ]
-MOST_LINES = 32_700  # the goal is 25,000
+MOST_LINES = 32_300  # reached so far; the goal is 25,000. Attention workers and stages are still among them
 JOB = """
 import json, sys
 from flexengine import Engine, SamplingParams
