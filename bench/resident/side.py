@@ -28,7 +28,7 @@ class Shortages:
     """Makes one compute task of the second sweep fail for lack of memory, in the jobs of these numbers."""
 
     def __init__(self, jobs: list[int]) -> None:
-        from flexengine.schedule.program import Op
+        from flexengine.schedule.tasks import Op
         from flexengine.worker.worker import Worker
 
         self.jobs, self.armed = jobs, False

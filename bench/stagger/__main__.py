@@ -28,8 +28,8 @@ from bench.stagger.engines import LIMIT, engines
 from bench.stagger.orders import POOL, Stagger, fixed, interleaved, replica_lane, rotational, steady
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
-from flexengine.schedule.program import Op, Task
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Op, Task
 
 ORDERS: dict[str, Callable[[int], Stagger]] = {"fixed": fixed, "rotational": rotational, "interleaved": interleaved}
 BALANCES = (1.0, 0.5, 2.0)  # t_a (n - 1) / t_m

@@ -23,8 +23,8 @@ from bench import harness
 from bench.harness import Record
 from bench.models import LlamaShape, make
 from bench.stagger.orders import fixed, steady
-from flexengine.schedule.program import Op
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Op
 
 SHAPE = LlamaShape(6, 320, 880, 4, vocab=64, positions=256, dtype="float32", kv_heads=2)
 ATTENTION = (0.02, 0.04, 0.08)  # seconds

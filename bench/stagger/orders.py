@@ -23,10 +23,11 @@ after the one before. `Program` with delegated attention has the rotational orde
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import NamedTuple
 
-from flexengine.schedule.order import Cell, cells
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.order import Cell
+from flexengine.schedule.tasks import Op, Task
 
 POOL = "pool"  # the lane of attention
 
@@ -65,7 +66,10 @@ class Stagger:
 
     def slices(self, layers: int) -> list[Slice]:
         """Return the slices of all gpu_batches in a number of layers, in order."""
-        found = ((cell.batch * self.apart + cell.layer * self.batches, cell) for cell in cells(0, layers, self.batches))
+        found = (
+            (cell.batch * self.apart + cell.layer * self.batches, cell)
+            for cell in starmap(Cell, product((0,), range(layers), range(self.batches)))
+        )
         return [Slice(number, cell, number % self.replicas) for number, cell in sorted(found)]
 
     def program(self, layers: int) -> Iterator[Task]:

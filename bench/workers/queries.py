@@ -21,10 +21,11 @@ from bench.harness import Record
 from bench.models import LlamaShape, make
 from bench.workers import slowed
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import Routes
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Op, Task
 
 LAYERS, HEADS, VOCABULARY = 4, 16, 2000
 SEQUENCES, TOKENS = 8, 12

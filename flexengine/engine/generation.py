@@ -22,9 +22,9 @@ from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
 from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import shortage
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
-from flexengine.worker.worker import Text
+from flexengine.worker.sequence_text import SequenceText
 
 Step = TypeVar("Step")
 Value = TypeVar("Value")
@@ -85,7 +85,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, reports.progress
         self.arrangement, self.reports, self.step_by_step = arrangement, reports, step_by_step
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, SequenceText] = {}
         self._open: dict[int, _Open] = {}  # by row index
         self._next = 0  # sequence id
         self._begun: list[Begun | None] = [None for _ in resources.sweeps.cohorts]
@@ -158,7 +158,7 @@ class Generation:
         each = zip(parts, request.sizes, arranged.stems, strict=True)
         for number, ((ids, targets), (length, most), stem) in enumerate(each):
             stops = Stops(self.tokenizer, sampling, self.eos)
-            self._texts[self._next] = Text(request.index, number, ids, sampling, stops, targets)
+            self._texts[self._next] = SequenceText(request.index, number, ids, sampling, stops, targets)
             self.resources.sweeps.add(Sequence(self._next, length, most, stem, len(targets), self.step_by_step))
             self._next += 1
 
@@ -258,7 +258,7 @@ class Generation:
                if isinstance(stage, LocalStage)]  # fmt: skip
         rest = (whole if len(own) == len(seconds) else begun.busy) - sum(s for _, s in own)
         for stage, s in own:
-            stage.watch.note(begun.batches, s + rest / len(own), stage.executor.busy)
+            stage.watch.note(begun.batches, s + rest / len(own), stage.executor.times.busy)
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
         """Append a token to a sequence. Return whether it was the last one."""

@@ -24,7 +24,7 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import Generating, JobRows, best_read_rate
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
-from flexengine.engine.recovery import RENEWALS, REPLANS, exhausted, given_too_large, renewed, replanned
+from flexengine.engine.recovery import RENEWALS, Recovery, renewed
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.summary import Summary
@@ -110,66 +110,44 @@ class Job:
                 yield item
 
     def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
-        """Yield the results of all rows. If memory runs out, continue with at most half the block, at most REPLANS
-        times; finished rows stay finished. If attention workers are lost, continue with new ones.
+        """Yield the results of all rows, under one layout after the other: after a failure, `Recovery` has the next
+        one. Finished rows stay finished. Raise as `Recovery.recover`."""
+        layouts = Recovery(self.core, self.planner, workload, layout, state)
+        for layout in layouts:
+            try:
+                yield from self._attempt(self.planner.watch(workload, layout), state)
+                return
+            except (Shortage, WorkerLost) as error:
+                layouts.recover(error.with_traceback(None))
+
+    def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result]:
+        """Yield results until all rows are done.
 
         Raises:
-            RanOut: memory ran out, and a smaller block does not help, or the policy was given.
-            WorkerLost: workers are lost again and again before a row is finished, or there is no new worker.
+            Shortage: memory ran out. `state` holds the rows that remain, as after WorkerLost.
+            WorkerLost: attention workers were lost that `_sweeps` could not replace.
         """
-        replans = 0
-        while (lack := (yield from self._attempt(self.planner.watch(workload, layout), state))) is not None:
-            if isinstance(lack, WorkerLost):
-                if state.losses > RENEWALS:
-                    raise lack
-                self.core.renew_worker(lack.place)
-                state.report(renewed(lack, state.rows))
-                continue
-            if self.planner.policy is not None:
-                raise given_too_large(lack, layout, lambda policy: self.planner.layout_under(policy, workload))
-            if replans == REPLANS:
-                raise exhausted(lack, layout, replans)
-            try:
-                smaller = self.planner.smaller(workload, layout, lack.tier, lack.needed, self.core.resident)
-            except OutOfMemory as error:
-                raise exhausted(lack, layout, replans, error) from error
-            replans += 1
-            state.report(replanned(lack, layout, smaller, state.rows, replans))
-            layout = smaller
-
-    def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result, None, Shortage | WorkerLost | None]:
-        """Yield results until all rows are done, memory runs out, or several attention workers are lost.
-
-        Returns:
-            The shortage, or the loss; None if all rows are done. Else `state` holds the rows that remain.
-        """
-        resources = self._prepare(watch, state)
-        if isinstance(resources, Shortage | WorkerLost):
-            return resources
+        core, resources = self.core, self._prepare(watch, state)
         self.watch, self.layout = watch, watch.layout
-        core = self.core
         reports = self._reports(resources, state, watch)
         arrangement = Arrangement(state.feed, core.shares)
         generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
-        lack: Shortage | WorkerLost | None = None
         failed = True
         try:
             yield from self._sweeps(resources, generation, state)
             failed = False
-        except (Shortage, WorkerLost) as error:
-            lack = error.with_traceback(None)
+        except (Shortage, WorkerLost):
             state.restart(generation.unfinished(), arrangement.feed)
+            raise
         finally:
             reports.end(failed)
             resources.close()
             core.machine.give_back()
             for stage in resources.local:
-                state.take_busy(stage.executor.busy)
+                state.take_busy(stage.executor.times.busy)
             self.summary = self._summarise(state, self.watch)
             self._write_trace()
-        if lack is None:
-            self.planner.rates.learn(self.watch)
-        return lack
+        self.planner.rates.learn(self.watch)
 
     def _sweeps(self, resources: JobResources, generation: Generation, state: JobState) -> Iterator[Result]:
         """Yield results until all rows are done. If an attention worker is lost, replace it, and compute again the
@@ -197,7 +175,7 @@ class Job:
             except (WorkerLost, OutOfMemory) as error:
                 raise loss from error
             self.watch = watch
-            state.take_busy(stage.executor.busy)
+            state.take_busy(stage.executor.times.busy)
             state.report(renewed(loss, generation.lose(home), whole=False))
 
     def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> Generating:
@@ -209,24 +187,29 @@ class Job:
         resources.watch(reports.look)
         return reports
 
-    def _prepare(self, watch: SweepMonitor, state: JobState) -> JobResources | Shortage | WorkerLost:
-        """Return the resources of the sweeps; the shortage if their allocation ran out of memory, or the loss of an
-        attention worker."""
+    def _prepare(self, watch: SweepMonitor, state: JobState) -> JobResources:
+        """Return the resources of the sweeps.
+
+        Raises:
+            Shortage: their allocation ran out of memory.
+            WorkerLost: an attention worker was lost.
+        """
         core, began = self.core, time.perf_counter()
         core.opened.prepare()  # partly with a second engine, so before this engine allocates memory
         core.machine.give_back()  # memory that planning freed
         try:
             with activity("allocating", "allocating the memory of the plan"):
                 resources = core.prepare(watch, self.load_first)
+        except WorkerLost:
+            state.note_loss()
+            raise
         except Exception as error:
-            if isinstance(error, WorkerLost):
-                state.note_loss()
-                return error.with_traceback(None)
-            if (lack := shortage(error, core.machine.kind == "cuda")) is None:
-                forget_variables(error)
+            lack = shortage(error, core.machine.kind == "cuda")
+            forget_variables(error)
+            if lack is None:
                 raise
             core.machine.give_back()
-            return lack
+            raise lack from None
         state.load_seconds += time.perf_counter() - began
         state.bytes_before = state.bytes_before or core.traffic()
         return resources

@@ -1,17 +1,71 @@
-"""Messages and errors for a job that runs out of memory although its plan fitted."""
+"""Recovery of a job that runs out of memory although its plan fitted, or that loses attention workers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from flexengine.engine.core import Core
+from flexengine.engine.planner import Planner
+from flexengine.engine.state import JobState
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
 from flexengine.places import is_worker
 from flexengine.plan.formatting import count
 from flexengine.plan.layout import Layout
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.shortage import Shortage
 
 REPLANS = 3  # most replans of one job: after three that did not help, another is unlikely to
 RENEWALS = 8  # most losses of attention workers in a row before a row is finished: after them, another is likely
+
+
+class Recovery:
+    """The layouts under which a job runs, one after the other. `recover` must be called before the next one is taken.
+
+    Args:
+        core: the opened model.
+        planner: makes smaller layouts.
+        workload: workload of the job.
+        layout: the first layout.
+        state: state of the job.
+    """
+
+    def __init__(self, core: Core, planner: Planner, workload: Workload, layout: Layout, state: JobState) -> None:
+        self._core, self._planner, self._workload, self._state = core, planner, workload, state
+        self._layout, self._replans = layout, 0
+
+    def __iter__(self) -> Iterator[Layout]:
+        while True:
+            yield self._layout
+
+    def recover(self, failure: Shortage | WorkerLost) -> None:
+        """Choose the next layout. After a shortage of memory it has at most half the block; at most REPLANS times.
+        After the loss of attention workers it is the same, with new workers.
+
+        Raises:
+            RanOut: a smaller block does not help, or the policy was given.
+            WorkerLost: workers are lost again and again before a row is finished, or there is no new worker.
+        """
+        if isinstance(failure, WorkerLost):
+            if self._state.losses > RENEWALS:
+                raise failure
+            self._core.renew_worker(failure.place)
+            self._state.report(renewed(failure, self._state.rows))
+        else:
+            self._layout = self._smaller(failure)
+
+    def _smaller(self, lack: Shortage) -> Layout:
+        planner, workload, layout = self._planner, self._workload, self._layout
+        if planner.policy is not None:
+            raise given_too_large(lack, layout, lambda policy: planner.layout_under(policy, workload))
+        if self._replans == REPLANS:
+            raise exhausted(lack, layout, self._replans)
+        try:
+            smaller = planner.smaller(workload, layout, lack.tier, lack.needed, self._core.resident)
+        except OutOfMemory as error:
+            raise exhausted(lack, layout, self._replans, error) from error
+        self._replans += 1
+        self._state.report(replanned(lack, layout, smaller, self._state.rows, self._replans))
+        return smaller
 
 
 def halved(policy: Policy) -> Policy | None:

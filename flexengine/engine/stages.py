@@ -4,7 +4,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -13,13 +13,16 @@ from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
-from flexengine.runtime.execute import Executor
+from flexengine.runtime.execute import Executor, TaskFailed
+from flexengine.runtime.shortage import shortage
 from flexengine.schedule import sweeps
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
-from flexengine.worker.worker import Text, Worker
+from flexengine.schedule.tasks import Task
+from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.worker import Worker
 
 
 class Sweep(NamedTuple):
@@ -85,7 +88,7 @@ class Stage(ABC):
         """Return the sequence's KV pages to the pools."""
 
     @abstractmethod
-    def start(self, sweep: Sweep, texts: Mapping[int, Text]) -> None:
+    def start(self, sweep: Sweep, texts: Mapping[int, SequenceText]) -> None:
         """Compute a sweep, or let another process compute it.
 
         Args:
@@ -152,13 +155,32 @@ class LocalStage(Stage):
     def release(self, sequence: sweeps.Sequence) -> None:
         self.worker.cache.release(sequence)
 
-    def start(self, sweep: Sweep, texts: Mapping[int, Text]) -> None:
-        """Compute a sweep in this thread."""
+    def start(self, sweep: Sweep, texts: Mapping[int, SequenceText]) -> None:
+        """Compute a sweep in this thread.
+
+        Raises:
+            Shortage: a task ran out of memory.
+            Exception: the error of a task, with the task in a note.
+        """
         began, worker = time.perf_counter(), self.worker
         worker.begin(sweep.batches, texts, sweep.stems)
         worker.weights.machine.synchronize()
-        self.executor.run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
+        error = self._run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
+        if error is not None:
+            raise error
         self._results.append(StageResult(time.perf_counter() - began, worker.sampled, worker.scored))
+
+    def _run(self, tasks: Iterable[Task]) -> Exception | None:
+        """Run tasks. Return the error to raise, if one failed: outside of `except`, else the TaskFailed, with its
+        traceback, would stay referenced as its context."""
+        try:
+            self.executor.run(tasks)
+        except TaskFailed as failed:
+            if (lack := shortage(failed, self.cuda)) is not None:
+                return lack
+            failed.cause.add_note(f"in task: {failed.task}")
+            return failed.cause
+        return None
 
     def result(self) -> StageResult:
         return self._results.popleft()
@@ -214,9 +236,9 @@ class JobResources:
         return sum(stage.pending_bytes for stage in self.local)
 
     def watch(self, look: Callable[[int], None]) -> None:
-        """Call `look` during sweeps; see `Executor`."""
+        """Call `look` during sweeps; see `Watchdog`."""
         for stage in self.local:
-            stage.executor.look = look
+            stage.executor.watchdog.look = look
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         """Take KV pages in every stage until the sequence can hold `tokens` tokens."""

@@ -29,7 +29,7 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine

@@ -14,9 +14,10 @@ from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
 from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.page_size import PAGE_TOKENS
-from flexengine.runtime.execute import Executor
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.runtime.execute import Executor, causes_raised
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.program import Program
+from flexengine.schedule.tasks import Op, Task
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
@@ -48,7 +49,8 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
         try:
             depth = min(bound, DEPTH)
             cells = [_Cell(opened, machine, regions, depth) for _ in range(BATCHES)]
-            with Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes) as executor:
+            run = Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes)
+            with causes_raised(), run as executor:
                 turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
                          for _ in range(TURNS)]  # fmt: skip
                 executor.abandon("device", lambda: Trial.end_all([cell.trial for cell in cells]))

@@ -20,7 +20,7 @@ from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
-from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps

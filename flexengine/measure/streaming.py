@@ -15,9 +15,10 @@ from flexengine.measure.timing import measuring, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
 from flexengine.policy import Policy
-from flexengine.runtime.execute import Executor
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.runtime.execute import Executor, causes_raised
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.program import Program
+from flexengine.schedule.tasks import Compute, Copy, Task
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.weights import Weights
@@ -130,25 +131,27 @@ def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -
     batches = [Batch((Piece(k, 0, trial.tokens, True),), "device", "device") for k, trial in enumerate(trials)]
 
     def perform(task: Task) -> None:
-        if task.op is Op.LOAD_WEIGHT:
-            weights.load(task.cell.layer, task.slot, task.home, task.hop)
+        if isinstance(task, Copy):
+            assert task.buffer is not None
+            weights.load(task.cell.layer, task.buffer, task.home, task.hop)
             return
         trial = trials[task.cell.batch]
         if task.cell.layer == 0:
             trial.begin()
+        assert isinstance(task, Compute)
         weights.bind(task.cell.layer, task.slot)
         trial.layer()
 
     program = Program(weights.streamed[:depth], depth, slots, weights.machine.routes)
     tick()
-    with Executor(perform, weights.machine.lanes) as executor:
+    with causes_raised(), Executor(perform, weights.machine.lanes) as executor:
         executor.run(program.sweep(0, batches, True))
-        before, began, number, more = dict(executor.busy), time.perf_counter(), 0, True
+        before, began, number, more = dict(executor.times.busy), time.perf_counter(), 0, True
         while more:
             number, more = number + 1, time.perf_counter() - began < PASSES_SECONDS
             executor.run(program.sweep(number, batches, more))
         executor.abandon("device", lambda: Trial.end_all(trials))
         layers = number * depth
-        lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.busy.items()}
+        lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.times.busy.items()}
         seconds = (time.perf_counter() - began) / layers
         return Streamed(seconds, lanes["device"], lanes["disk_read"], lanes.get("h2d", 0.0))

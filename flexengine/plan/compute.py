@@ -12,7 +12,7 @@ from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.order import form_batches, split_prompt
+from flexengine.schedule.batches import form_batches, split_prompt
 
 PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
 SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate the mean

@@ -11,8 +11,8 @@ from flexengine.plan.fractions import CACHE, HIDDEN, fraction
 from flexengine.plan.layout import Layout
 from flexengine.plan.paging import Array
 from flexengine.plan.profile import Profile, SweepCounts
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import LOADING
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.tasks import LOADING
 
 MAX_RELATIVE_ERROR = 0.25  # smaller errors of a lane are tolerated
 MIN_JOB_SECONDS, MIN_JOB_SWEEPS = 10.0, 8  # shorter jobs correct no rates

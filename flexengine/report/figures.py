@@ -10,8 +10,8 @@ from flexengine.report.record import Planned
 from flexengine.report.series import Bucket, LengthCounts
 from flexengine.report.svg import FAINT, INK, SERIES, STYLE, to_svg
 from flexengine.report.timeline import KINDS, LaneSpan, SweepLine
-from flexengine.schedule.program import LOADING
 from flexengine.schedule.routes import by_way
+from flexengine.schedule.tasks import LOADING
 
 WIDTH, HALF = 9.0, 4.4  # inches of wide and of narrow pictures
 ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}  # place of a legend above the axes

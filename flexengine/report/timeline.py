@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from flexengine.schedule.program import Op, Task
 from flexengine.schedule.routes import by_way
+from flexengine.schedule.tasks import Compute, Op, Task
 
 MOST_RECORDED = 20_000  # tasks of a recorded sweep; of a longer one, the first tasks are shown
 MOST_DRAWN = 900
@@ -49,8 +49,9 @@ class LaneSpan:
     def of(task: Task, began: float, end: float) -> "LaneSpan":
         """Return the span of a task."""
         layer, batch = task.cell.layer, task.cell.batch
+        last = layer + task.layers - 1 if isinstance(task, Compute) else layer
         kind = _KINDS.get(task.op, COMPUTE)
-        return LaneSpan(task.lane, task.op.value, kind, began, end, (layer, layer), (batch, batch), 1, end - began)
+        return LaneSpan(task.lane, task.op.value, kind, began, end, (layer, last), (batch, batch), 1, end - began)
 
     def joined(self, other: "LaneSpan") -> "LaneSpan":
         """Return one span for this one and a later one of the same lane."""

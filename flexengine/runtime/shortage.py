@@ -7,6 +7,7 @@ import torch
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import is_disk
+from flexengine.runtime.execute import TaskFailed
 from flexengine.runtime.frames import forget_variables
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -37,16 +38,19 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     The variables of ended frames in the error's traceback are cleared, to free their tensors.
 
     Args:
-        error: any error of a job.
+        error: any error of a job; a TaskFailed names the task that ran out of memory.
         gpu: whether the compute device is a GPU; RAM is then the host tier, else the device tier.
     """
-    ram = "host" if gpu else "device"
-    if isinstance(error, OutOfMemory):
-        result = None if is_disk(error.tier) else Shortage(_tier(error, ram), error.what, error.needed)
-    elif isinstance(error, torch.OutOfMemoryError) or _says(error, _ON_GPU):
-        result = Shortage("device", _task(error), _requested(error))
-    elif isinstance(error, MemoryError) or _says(error, _IN_RAM) or getattr(error, "errno", None) == errno.ENOMEM:
-        result = Shortage(ram, _task(error), _requested(error))
+    ram, what = "host" if gpu else "device", "the job's regions"
+    cause = error
+    if isinstance(error, TaskFailed):
+        cause, what = error.cause, str(error.task)
+    if isinstance(cause, OutOfMemory):
+        result = None if is_disk(cause.tier) else Shortage(_tier(cause, ram), cause.what, cause.needed)
+    elif isinstance(cause, torch.OutOfMemoryError) or _says(cause, _ON_GPU):
+        result = Shortage("device", what, _requested(cause))
+    elif isinstance(cause, MemoryError) or _says(cause, _IN_RAM) or getattr(cause, "errno", None) == errno.ENOMEM:
+        result = Shortage(ram, what, _requested(cause))
     else:
         result = None
     if result is not None:
@@ -72,9 +76,3 @@ def _requested(error: BaseException) -> int:
     match = _REQUESTED.search(str(error))
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     return int(float(match[1]) * units[match[2].lower()]) if match else 0
-
-
-def _task(error: BaseException) -> str:
-    """Return the name of the failed task, from the note that the executor adds."""
-    notes: list[str] = getattr(error, "__notes__", [])
-    return next((note.removeprefix("in task: ") for note in notes if note.startswith("in task: ")), "the job's regions")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexengine.errors import InvalidInput
-from flexengine.schedule.program import Task
 from flexengine.schedule.routes import by_way
+from flexengine.schedule.tasks import Copy, Delegate, Task
 
 PROCESS = "flexengine"  # name of the process in the trace
 Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: JSON values that other processes read
@@ -77,7 +77,9 @@ class Trace:
 def _arguments(task: Task, first: int) -> dict[str, object]:
     cell = task.cell
     layer = cell.layer + first if cell.layer >= 0 else cell.layer
-    return {"sweep": cell.sweep, "layer": layer, "batch": cell.batch, "home": task.home, "hop": task.hop}
+    home = task.home if isinstance(task, Copy) else task.place if isinstance(task, Delegate) else ""
+    hop = task.hop if isinstance(task, Copy) else 0
+    return {"sweep": cell.sweep, "layer": layer, "batch": cell.batch, "home": home, "hop": hop}
 
 
 def _events(process: int, name: str, rows: Sequence[Row], zero: float) -> list[dict[str, object]]:

@@ -1,22 +1,41 @@
-"""The order of cells, and the gpu_batches of a sweep.
+"""The order of cells: what the device computes, one after the other.
 
 A sweep advances every live sequence by one token. Its cells are computed layer by layer, so that each layer's weights
-are needed once per sweep (FlexGen section 4.2).
+are needed once per sweep, however many gpu_batches there are (zig-zag, FlexGen section 4.2). The numbers are the order:
 
-        batch 0   batch 1   batch 2
-layer 0    1         2         3
-layer 1    4         5         6          the numbers give the order of the cells of one sweep
-layer 2    7         8         9
+                batch 0   batch 1   batch 2
+    layer 0        1         2         3
+    layer 1        4         5         6          the next sweep begins when the last cell has ended
+    head           7         8         9
 
-Schedules differ only in the admission of sequences (`schedule.admission`).
+Schedules differ in the admission of sequences only (`schedule.admission`).
+
+A cell that waits in the middle for data from elsewhere is computed in two parts, with other cells between them:
+
+- Attention at another place (delegation). The second part comes right before the next layer of the same gpu_batch, so
+  the place attends for one gpu_batch while the device computes another one: P first part, F second part, of layer j,
+  gpu_batch k.
+
+      P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...
+
+- Experts that are loaded after the router has chosen them. The second parts come after the first parts of all
+  gpu_batches: C up to the choice of experts, R the rest.
+
+      C00 C01 C02 R00 R01 R02 C10 ...
+
+`schedule.program` makes tasks of each cell.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from flexengine.schedule.pages import Pool
+from flexengine.places import DEVICE
+from flexengine.schedule.batches import Batch
+
+NO_BATCH = -1  # `Cell.batch` of a task that serves all gpu_batches
+NO_LAYER = -1  # `Cell.layer` of a task before the first layer
 
 
 class Cell(NamedTuple):
@@ -33,155 +52,76 @@ class Cell(NamedTuple):
     batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens start .. start + count - 1 of a sequence in one gpu_batch.
+class CellPart(enum.Enum):
+    """Part of a cell that is computed without a wait for other data."""
+
+    WHOLE = "whole"
+    TO_ATTENTION = "up to attention"
+    FROM_ATTENTION = "from attention on"
+    TO_EXPERTS = "up to experts"
+    FROM_EXPERTS = "from experts on"
+
+
+class CellStep(NamedTuple):
+    """A cell, or a part of it, in the order of a sweep.
 
     Attributes:
-        sequence: number of the sequence.
-        start: position of the first token.
-        count: number of tokens.
-        final: whether the sequence's prompt ends, or its last sampled token is computed, with this piece.
-        source: number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if
-            there is none.
-        scored: number of its tokens that predict a given token.
-        prompt: whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not
-            depend on where the prompt is cut.
+        part: which part.
+        cell: the cell.
+        layers: number of layers, from that of the cell on, that one call of kernels computes.
     """
 
-    sequence: int
-    start: int
-    count: int
-    final: bool
-    source: int | None = None
-    scored: int = 0
-    prompt: bool = False
-
-    @property
-    def logits(self) -> int:
-        """Number of tokens whose logits are computed."""
-        return self.scored or int(self.final)
-
-    @property
-    def single(self) -> bool:
-        """Whether it is computed as a single token."""
-        return self.count == 1 and not self.prompt
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the piece is a decode step (one token after others), not a prefill chunk."""
-        return self.start > 0 and self.single
-
-    def pairs(self, window: int | None) -> int:
-        """Return the number of (query, key) pairs in attention; each query sees at most `window` keys (None: all)."""
-        first, last = self.start + 1, self.start + self.count
-        if window is None or last <= window:
-            return (first + last) * self.count // 2
-        if first >= window:
-            return self.count * window
-        inside = window - first + 1
-        return (first + window) * inside // 2 + (last - window) * window
+    part: CellPart
+    cell: Cell
+    layers: int = 1
 
 
-class Batch(NamedTuple):
-    """A gpu_batch.
-
-    Attributes:
-        pieces: tokens to compute, of sequences with KV cache on one tier.
-        cache_home: tier of the KV cache.
-        hidden_home: tier of the hidden states between layers.
-        attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
-        queries_first: whether queries are sent there before keys and values are computed.
-    """
-
-    pieces: tuple[Piece, ...]
-    cache_home: str
-    hidden_home: str
-    attention: str = "device"
-    queries_first: bool = False
-
-    @property
-    def delegated(self) -> bool:
-        """Whether an attender, not the device, computes attention."""
-        return self.attention != "device"
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all pieces."""
-        return sum(p.count for p in self.pieces)
-
-
-def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
-    """Return the cells of one sweep in layer-major order."""
-    return (Cell(sweep, j, k) for j in range(layers) for k in range(batches))
-
-
-def split_prompt(
-    sequence: int, start: int, count: int, budget: int, ends: bool = True, source: int | None = None, scored: int = 0
-) -> list[Piece]:
-    """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order.
+def cells(
+    sweep: int,
+    units: int,
+    batches: Sequence[Batch],
+    begin: Callable[[int, int], tuple[CellPart, int]],
+    closed: Callable[[int], bool],
+    buffers: int,
+) -> Iterator[CellStep]:
+    """Yield the cells of one sweep in the order in which the device computes them.
 
     Args:
-        ends: whether the last piece is final.
-        source: as in Piece.
-        scored: number of the last tokens that predict a given token.
+        sweep: number of the sweep.
+        units: number of layers and head chunks.
+        batches: gpu_batches of the sweep.
+        begin: returns the first part of the cell of a layer and a gpu_batch, and the layers that one call computes.
+        closed: returns whether the cells of a layer must end before the next layer begins.
+        buffers: device buffers for offloaded hidden states. A cell that waits for experts keeps one.
     """
-    end = start + count
-
-    def piece(first: int) -> Piece:
-        after = min(first + budget, end)
-        return Piece(sequence, first, after - first, ends and after == end, source,
-                     max(0, after - max(first, end - scored)), prompt=True)  # fmt: skip
-
-    return [piece(first) for first in range(start, end, budget)]
-
-
-def form_batches(
-    pieces: Iterable[Piece], gpu_batch_size: int, token_budget: int, pools: Sequence[Pool] = ()
-) -> list[tuple[Piece, ...]]:
-    """Return gpu_batches of the pieces, in order.
-
-    Pieces of one sequence are in different gpu_batches, in order, as a later piece reads the KV of the earlier ones.
-
-    Args:
-        pieces: pieces to divide.
-        gpu_batch_size: most sequences of a gpu_batch.
-        token_budget: most tokens of a gpu_batch; a single piece may exceed this number.
-        pools: page pools; `batch_pages` limits the KV pages of a gpu_batch.
-    """
-    limited = [(pool, pool.batch_pages) for pool in pools if pool.batch_pages is not None]
-    batches: list[tuple[Piece, ...]] = []
-    current: list[Piece] = []
-    tokens, pages = 0, [0] * len(limited)
-    for piece in pieces:
-        count = piece.count
-        full = len(current) == gpu_batch_size or tokens + count > token_budget
-        if limited:
-            needs = [pool.held(piece.start + count) for pool, _ in limited]
-            full = full or any(n + more > most for n, more, (_, most) in zip(pages, needs, limited, strict=True))
-        if current and (full or current[-1].sequence == piece.sequence):
-            batches.append(tuple(current))
-            current, tokens, pages = [], 0, [0] * len(limited)
-        current.append(piece)
-        tokens += count
-        if limited:
-            pages = [n + more for n, more in zip(pages, needs, strict=True)]
-    if current:
-        batches.append(tuple(current))
-    return batches
+    done = [0] * len(batches)  # by gpu_batch: layers that are begun
+    attending = list[int]()  # gpu_batches whose attention in the layer before is under way
+    for j in range(units):
+        loading = deque[int]()  # gpu_batches whose experts are under way
+        attended = attending.copy()
+        for k, batch in enumerate(batches):
+            if k in attended:
+                attending.remove(k)
+                yield CellStep(CellPart.FROM_ATTENTION, Cell(sweep, j - 1, k))
+            if j < done[k]:
+                continue
+            while _buffered(batch) and sum(_buffered(batches[b]) for b in loading) == buffers:
+                yield CellStep(CellPart.FROM_EXPERTS, Cell(sweep, j, loading.popleft()))
+            part, layers = begin(j, k)
+            yield CellStep(part, Cell(sweep, j, k), layers)
+            done[k] = j + layers
+            if part is CellPart.TO_ATTENTION:
+                attending.append(k)
+            elif part is CellPart.TO_EXPERTS:
+                loading.append(k)
+        for k in loading:
+            yield CellStep(CellPart.FROM_EXPERTS, Cell(sweep, j, k))
+        if closed(j) or j == units - 1:
+            for k in attending:
+                yield CellStep(CellPart.FROM_ATTENTION, Cell(sweep, j, k))
+            attending.clear()
 
 
-def interleaved(batches: Iterable[Batch]) -> list[Batch]:
-    """Return the gpu_batches in an order in which those of each cache tier are spread evenly over the sweep.
-
-    The number of buffers limits how many gpu_batches are loaded ahead. If the gpu_batches of one tier were in a row,
-    the lanes of the other tiers would be idle meanwhile. Delegated gpu_batches come first: their attention is computed
-    while the device computes the others. With three slots or more, a streamed layer keeps its weight slot until the
-    last of them is finished.
-    """
-    by_tier: dict[str, list[Batch]] = {}
-    first: list[Batch] = []
-    for batch in batches:
-        (first if batch.delegated else by_tier.setdefault(batch.cache_home, [])).append(batch)
-    spread = [((i + 0.5) / len(own), batch) for own in by_tier.values() for i, batch in enumerate(own)]
-    return first + [batch for _, batch in sorted(spread, key=itemgetter(0))]
+def _buffered(batch: Batch) -> bool:
+    """Return whether a gpu_batch's hidden states pass through a device buffer."""
+    return batch.hidden_home != DEVICE and not batch.delegated

@@ -1,6 +1,6 @@
-"""Slots that tasks share: the next free slot, and the resource names of slots."""
+"""Device buffers that cells use in turn, and the names of slots and buffers as resources of tasks."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 
 def num_buffers(slots: int) -> int:
@@ -16,57 +16,35 @@ def num_buffers(slots: int) -> int:
 
 
 class Ring:
-    """Slots 0 .. count - 1 of one kind, handed out in ring order and given back in the same order.
+    """Buffers 0 .. count - 1 of one kind, which cells take in turn. The names of the buffers order their tasks.
 
     Args:
-        kind: "w" for weights, "c" for KV pages, "h" for hidden states. Resource names begin with it.
-        count: number of slots.
-
-    Attributes:
-        taken: number of slots handed out so far.
-        passed: number of units that are fully emitted. Each such unit used one slot.
+        kind: "c" for KV pages, "h" for hidden states.
+        count: number of buffers.
     """
 
     def __init__(self, kind: str, count: int) -> None:
-        self.kind, self.count = kind, count
-        self.taken = self.passed = self._given_back = 0
+        self.kind, self.count, self._taken = kind, count, 0
 
     def take(self) -> int:
-        """Return the next slot. Buffers of one cell are not given back: their resource names order the tasks."""
-        self.taken += 1
-        return (self.taken - 1) % self.count
+        """Return the number of the next buffer."""
+        self._taken += 1
+        return (self._taken - 1) % self.count
 
-    @property
-    def free(self) -> bool:
-        """Whether a slot can be taken."""
-        return self.taken - self._given_back < self.count
+    def buffer(self, number: int) -> Hashable:
+        """Return the name of a buffer."""
+        return (f"{self.kind}buf", number)
 
-    @property
-    def current(self) -> int:
-        """The slot of the unit whose cells are being emitted."""
-        return self.passed % self.count
+    def stage(self, number: int) -> Hashable:
+        """Return the name of a buffer's host staging."""
+        return (f"{self.kind}stage", number)
 
-    def leave(self, held: bool) -> None:
-        """Go on to the next unit. Give the slot back unless it is `held`, for a task that is not emitted yet."""
-        self.passed += 1
-        self._given_back = self.passed - held
 
-    def give_back(self) -> None:
-        """Give back the slots of all passed units."""
-        self._given_back = self.passed
+def slot_part(slot: int, home: str) -> Hashable:
+    """Return the name of the part of a weight slot that is filled from a tier."""
+    return ("w", slot, home)
 
-    def part(self, slot: int, home: str) -> Hashable:
-        """Return the name of the part of a slot that is filled from a tier."""
-        return (self.kind, slot, home)
 
-    def parts(self, slot: int, homes: Iterable[str]) -> tuple[Hashable, ...]:
-        """Return the names of the parts of a slot that are filled from these tiers."""
-        return tuple(self.part(slot, home) for home in homes)
-
-    def buffer(self, slot: int) -> Hashable:
-        """Return the name of a device buffer."""
-        return (f"{self.kind}buf", slot)
-
-    def stage(self, slot: int, *home: str) -> Hashable:
-        """Return the name of a buffer's host staging. home: a disk, for the staging of a slot's data from this disk."""
-        return (f"{self.kind}stage", slot, *home)
+def slot_stage(slot: int, home: str) -> Hashable:
+    """Return the name of the host staging of a weight slot's data from a disk."""
+    return ("wstage", slot, home)

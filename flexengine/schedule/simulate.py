@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.program import Task
+from flexengine.schedule.tasks import Task
+
+Simulated = TypeVar("Simulated", bound=Task)
 
 
 @dataclass
-class Forecast:
+class Forecast(Generic[Simulated]):
     """Result of a simulation.
 
     Attributes:
@@ -19,10 +22,12 @@ class Forecast:
 
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
-    spans: list[tuple[Task, float, float]] = field(default_factory=list)
+    spans: list[tuple[Simulated, float, float]] = field(default_factory=list)
 
 
-def simulate(program: Iterable[Task], cost: Callable[[Task], float], overlap: bool = True) -> Forecast:
+def simulate(
+    program: Iterable[Simulated], cost: Callable[[Simulated], float], overlap: bool = True
+) -> Forecast[Simulated]:
     """Simulate a program in which every lane runs its tasks in order, each after the tasks it depends on.
 
     Args:
@@ -32,7 +37,7 @@ def simulate(program: Iterable[Task], cost: Callable[[Task], float], overlap: bo
     """
     free: dict[str, float] = {}
     edges: Edges[list[float]] = Edges()
-    forecast = Forecast()
+    forecast = Forecast[Simulated]()
     for task in program:
         end = [0.0]
         ready = max((e[0] for e in edges.add(task.reads, task.writes, end)), default=0.0)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from flexengine.places import is_filed, is_worker, workers_of
 from flexengine.policy import Policy
 from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
-from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
+from flexengine.schedule.batches import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, cache_homes
 from flexengine.schedule.prefixes import Stem, Tokens, stems_above
@@ -294,9 +294,7 @@ class Sweeps:
             level, source = s.level, s.source.id if s.source else None
             steps = max(0, s.scored - 1) if s.by_step else 0
             ends, count = not (isinstance(s, Trunk) or steps), s.pending - steps
-            levels[level] += split_prompt(
-                s.id, s.cached, count, policy.prefill_tokens, ends, source, s.scored - steps
-            )
+            levels[level] += split_prompt(s.id, s.cached, count, policy.prefill_tokens, ends, source, s.scored - steps)
             for i in range(steps):
                 levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps, scored=1))
         formed = list[tuple[Piece, ...]]()

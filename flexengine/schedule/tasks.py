@@ -1,24 +1,42 @@
-"""Tasks: operations of cells, which lanes run. `schedule.program` has the order of the tasks of a sweep."""
+"""Tasks: operations of cells, which lanes run. `schedule.program` has the order of the tasks of a sweep.
+
+Each task names its lane, and the resources that it reads and writes. `schedule.edges` derives from these names which
+earlier tasks it waits for.
+
+| resource | meaning |
+|---|---|
+| ("resident", j) | resident weights of unit j, written once, in the first sweep |
+| ("w", slot, home) | part of a weight slot that is filled from tier `home` |
+| ("wstage", slot, home) | host staging of a slot's weights from disk `home` |
+| ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
+| ("hbuf", b), ("hstage", b) | the same for hidden states |
+| ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, on their tier |
+| ("run", k) | the forward pass of batch k |
+
+Guests add: `schedule.delegated`, `schedule.rows` and `schedule.ports` have the names of theirs.
+"""
 
 import enum
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from flexengine.schedule.order import Cell
 
 LOADING = "loading"  # key of the seconds of LOAD_RESIDENT, which are reported apart from those of the lanes
+Resources = tuple[Hashable, ...]
 
 
 class Op(enum.Enum):
-    """Operations. READ_USED is in traces only: a read that a task of the device has begun."""
+    """Operations: the six of FlexGen's algorithm 1, then those that guests add."""
 
-    LOAD_RESIDENT = "load resident weights"
     LOAD_WEIGHT = "load weight"
     LOAD_CACHE = "load cache"
     LOAD_HIDDEN = "load hidden"
     COMPUTE = "compute"
     STORE_HIDDEN = "store hidden"
     STORE_CACHE = "store cache"
+    LOAD_RESIDENT = "load resident weights"
+    # attention at another place
     PROJECT = "compute up to attention"
     SEND = "send queries"
     PROJECT_KEYS = "compute keys and values"
@@ -27,37 +45,95 @@ class Op(enum.Enum):
     ATTEND = "attend"
     FETCH = "fetch attention"
     FINISH = "compute from attention on"
+    # weights that are loaded by rows
     OPEN = "begin the forward pass"
     LOAD_ROWS = "load rows"
     RESUME = "compute from the rows on"
+    READ_USED = "read neurons or experts"  # in traces only: a read that a task of the device has begun
+    # stages of a pipeline
     ENTER = "take hidden states from a port"
     LEAVE = "put hidden states into a port"
-    READ_USED = "read neurons or experts"
 
 
-class Task(NamedTuple):
-    """One op of a cell.
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One operation.
 
     Attributes:
-        cell: `cell.batch` is -1 for LOAD_RESIDENT and LOAD_WEIGHT. `cell.layer` is -1 for OPEN and for LOAD_ROWS of
-            the embedding.
+        op: the operation.
+        cell: `cell.batch` is NO_BATCH for weights. `cell.layer` is NO_LAYER for OPEN, and for rows of the embedding.
         lane: lane that runs the task.
         reads, writes: names of resources.
-        home: tier that the data comes from or goes to, or place that computes attention.
-        hop: number of the leg on the route; disk -> host staging -> device has legs 0 and 1.
-        slot, cache, hidden: number of the weight slot, cache buffer and hidden buffer; -1 for none.
-        by_rows: for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts; for COMPUTE and FINISH, whether RESUME
-            computes the experts.
     """
 
     op: Op
     cell: Cell
-    lane: str
-    reads: tuple[Hashable, ...]
-    writes: tuple[Hashable, ...]
+    lane: str = ""
+    reads: Resources = ()
+    writes: Resources = ()
+
+    def __str__(self) -> str:
+        """Return the operation, its cell and its lane, for people."""
+        return f"{self.op.value}, {self.cell}, lane {self.lane}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Task):
+    """A load or a store, one leg of its route.
+
+    Attributes:
+        home: tier that the data comes from or goes to.
+        hop: number of the leg; disk -> host staging -> device has legs 0 and 1.
+        buffer: number of the weight slot, cache buffer or hidden buffer; None for rows of the embedding.
+        by_rows: for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts.
+    """
+
     home: str = ""
     hop: int = 0
-    slot: int = -1
-    cache: int = -1
-    hidden: int = -1
+    buffer: int | None = None
     by_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Task):
+    """A task that the device computes with a unit's weights.
+
+    Attributes:
+        slot: number of the weight slot; None if all weights are resident.
+        cache, hidden: numbers of the buffers that KV and hidden states pass through; None if they are on the device.
+        by_rows: whether RESUME computes the layer's experts.
+        layers: number of layers, from that of the cell on, that one call of kernels computes.
+    """
+
+    slot: int | None = None
+    cache: int | None = None
+    hidden: int | None = None
+    by_rows: bool = False
+    layers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate(Task):
+    """A part of attention at another place, or a copy to it or from it.
+
+    Attributes:
+        place: the place.
+    """
+
+    place: str = ""
+
+
+def legs(copy: Copy, lanes: Sequence[str], source: Resources, stage: Hashable, target: Resources) -> Iterator[Copy]:
+    """Yield one task per leg of a copy. Two legs meet in host staging.
+
+    Args:
+        copy: the task, without lane and resources.
+        lanes: lanes of the legs.
+        source: resources that the first leg reads.
+        stage: name of the host staging.
+        target: resources that the last leg writes.
+    """
+    for hop, lane in enumerate(lanes):
+        reads = source if hop == 0 else (stage,)
+        writes = target if hop == len(lanes) - 1 else (stage,)
+        yield replace(copy, lane=lane, reads=reads, writes=writes, hop=hop)

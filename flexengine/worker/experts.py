@@ -43,12 +43,12 @@ class Experts:
         else:
             self._loaded.pop((layer, slot), None)
 
-    def lacking(self, rows: Rows, slot: int) -> list[int] | None:
+    def lacking(self, rows: Rows, slot: int | None) -> list[int] | None:
         """Return the experts to load for a pause, rising, and record them as loaded; None if the slot has all experts.
 
         On a GPU this waits for the router's result.
         """
-        loaded = self._loaded.get((rows.layer, slot))
+        loaded = None if slot is None else self._loaded.get((rows.layer, slot))
         if loaded is None:
             return None
         missing = sorted(set(rows.ids.flatten().tolist()) - loaded)

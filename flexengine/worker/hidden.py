@@ -7,8 +7,8 @@ from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
-from flexengine.schedule.order import Batch
-from flexengine.schedule.program import AFTER, BEFORE
+from flexengine.schedule.batches import Batch
+from flexengine.schedule.ports import AFTER, BEFORE
 from flexengine.schedule.rings import num_buffers
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine

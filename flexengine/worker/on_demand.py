@@ -12,7 +12,7 @@ from torch import Tensor
 from flexengine.places import DISK
 from flexengine.plan.layout import Layout
 from flexengine.schedule.order import Cell
-from flexengine.schedule.tasks import Op, Task
+from flexengine.schedule.tasks import Copy, Op, Task
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
@@ -53,7 +53,7 @@ class DemandReads:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        task, began = Task(Op.READ_USED, self.cell, LANE, (), (), DISK), time.perf_counter()
+        task, began = Copy(Op.READ_USED, self.cell, LANE, home=DISK), time.perf_counter()
         yield
         end = time.perf_counter()
         for note in self._notes:

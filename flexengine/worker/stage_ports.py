@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexengine.errors import InvalidInput
 from flexengine.model.skeleton import Skeleton
-from flexengine.schedule.program import AFTER, BEFORE
+from flexengine.schedule.ports import AFTER, BEFORE
 
 
 class Port(ABC):
@@ -74,10 +74,8 @@ class Ports(NamedTuple):
         needed = (BEFORE,) * skeleton.enters + (AFTER,) * skeleton.leaves
         if self.names != needed:
             first, end = skeleton.layer_range
-            raise InvalidInput(
-                f"layers {first} to {end - 1} of {skeleton.total} need {_listed(needed)}, but"
-                f" {_listed(self.names)} is given; let a chain of stages hold all layers"
-            )
+            raise InvalidInput(f"layers {first} to {end - 1} of {skeleton.total} need {_listed(needed)}, but"
+                               f" {_listed(self.names)} is given; let a chain of stages hold all layers")  # fmt: skip
 
 
 NO_PORTS = Ports()

@@ -242,9 +242,9 @@ class Weights:
             self._views[key] = {n: _parameter(view(region).view(shapes[n])) for n, region in regions.items()}
         return self._views[key]
 
-    def bind(self, layer: int, slot: int) -> None:
-        """Make a layer's modules use the weights in `slot`; -1 if all weights are resident: nothing changes."""
-        if slot < 0 or self._bound.get(layer) == slot:
+    def bind(self, layer: int, slot: int | None) -> None:
+        """Make a layer's modules use the weights in `slot`; None if all weights are resident: nothing changes."""
+        if slot is None or self._bound.get(layer) == slot:
             return
         views = self._slot_views(layer, slot)
         for name, param in self.skeleton.layers[layer].items():
@@ -252,12 +252,12 @@ class Weights:
                 param.bind(views[name])
         self._bound[layer] = slot
 
-    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None, Form | None]:
+    def head(self, chunk: int, slot: int | None) -> tuple[Tensor, Tensor | None, Form | None]:
         """Return a chunk of rows of the output projection and of its bias, and their encoding if they are encoded."""
         low, high = self._chunks[chunk]
         bias = self._resident[self.skeleton.head_bias][low:high] if self.skeleton.head_bias else None
         form = self._forms[self._head].packed.with_rows(high - low) if self._head in self._forms else None
-        if slot < 0:
+        if slot is None:
             return self._resident[self._head], bias, form
         return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias, form
 

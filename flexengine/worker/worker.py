@@ -1,6 +1,6 @@
 """Execution of tasks: the only module that uses models, tiers and kernels together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexengine.config import SamplingParams
 from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
 from flexengine.model.native.layer import release
@@ -16,64 +15,23 @@ from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
-from flexengine.model.stop import Stops
 from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
-from flexengine.schedule.order import Batch
-from flexengine.schedule.program import Op, Task
-from flexengine.worker.ahead import Ahead
+from flexengine.schedule.batches import Batch
+from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
+from flexengine.worker.joined import JoinedLayers
 from flexengine.worker.on_demand import OnDemand
 from flexengine.worker.regions import Regions
+from flexengine.worker.sequence_text import SequenceText
 from flexengine.worker.weights import Weights
 
 _OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # allocated outside of tiers
-
-
-@dataclass
-class Text:
-    """Tokens and sampling state of a sequence.
-
-    Attributes:
-        row: number of the input row.
-        sample: number of the row's sample.
-        prompt: token ids.
-        sampling: sampling parameters.
-        stops: checks whether the sequence ends.
-        targets: tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
-        generated: tokens generated so far.
-        logprobs: one entry per generated token, if requested.
-        scores: the scored targets.
-        ended: reason of an end before the token limit; None if there is none.
-        error: reason why the sequence has no result; None if there is none.
-    """
-
-    row: int
-    sample: int
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stops: Stops
-    targets: tuple[int, ...] = ()
-    generated: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[Sampled] = field(default_factory=list)
-    ended: str | None = None
-    error: str | None = None
-
-    def tokens(self, start: int, count: int) -> Sequence[int]:
-        """Return `count` tokens from `start` on. They must be all in the prompt, or all generated."""
-        length = len(self.prompt)
-        return self.prompt[start : start + count] if start < length else self.generated[start - length :][:count]
-
-    def scored(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Return (index, target) of the tokens that predict a target, among `count` tokens from `start` on."""
-        first = len(self.prompt) - len(self.targets)
-        return [(p - start, self.targets[p - first]) for p in range(max(start, first), start + count)]
 
 
 @dataclass
@@ -129,7 +87,7 @@ class Worker:
         self.sampled: dict[int, Sampled] = {}
         self.scored: dict[int, list[Sampled]] = {}
         self._states: list[BatchState] = []
-        self._texts: Mapping[int, Text] = {}
+        self._texts: Mapping[int, SequenceText] = {}
         self._stems: Mapping[int, Sequence[int]] = {}
         # Reserve ledger bytes for temporary tensors of torch and buffers of file readers.
         self._regions = Regions(weights.machine)
@@ -137,9 +95,11 @@ class Worker:
             for what in _OTHERS & account.keys():
                 self._regions.keep_room(tier, account[what], what)
         self.embedding = Embedding(weights, cache.layout, self._regions)
-        self.experts, self.ahead = Experts(weights), Ahead(skeleton, weights)
+        self.experts, self.joined = Experts(weights), JoinedLayers(skeleton, weights)
 
-    def begin(self, batches: list[Batch], texts: Mapping[int, Text], stems: Mapping[int, Sequence[int]]) -> None:
+    def begin(
+        self, batches: list[Batch], texts: Mapping[int, SequenceText], stems: Mapping[int, Sequence[int]]
+    ) -> None:
         """Prepare the forward passes of one sweep.
 
         Args:
@@ -153,7 +113,7 @@ class Worker:
         for place, attender in self.attenders.items():
             attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
         self._states = [self._state(batch) for batch in batches]
-        self.ahead.begin(batches)
+        self.joined.begin(batches)
 
     def _state(self, batch: Batch) -> BatchState:
         inputs, rows, scored = self._inputs(batch)
@@ -199,97 +159,93 @@ class Worker:
 
     def perform(self, task: Task) -> None:
         """Execute one task. On CUDA, only queue its work on the current stream."""
-        cell = task.cell
         if task.lane == DEVICE:
-            self.on_demand.reads.cell = cell
-        if task.op is Op.LOAD_RESIDENT:
-            self.weights.load_resident(cell.layer)
-        elif task.op is Op.LOAD_WEIGHT:
-            self._load_weight(task)
-        elif task.op is Op.OPEN:
-            self._open(self._states[cell.batch])
-        elif task.op is Op.LOAD_ROWS:
-            self._load_rows(task, self._states[cell.batch])
-        elif task.op is Op.RESUME:
-            self._resume(task, self._states[cell.batch])
-        elif task.op is Op.LOAD_CACHE:
-            self.cache.load(cell.layer, task.home, self._states[cell.batch].view, task.cache, task.hop)
-        elif task.op is Op.STORE_CACHE:
-            self.cache.store(cell.layer, task.home, self._states[cell.batch].view, task.cache, task.hop)
-        elif task.op is Op.LOAD_HIDDEN:
-            self.hidden.load(cell.batch, task.home, task.hidden, task.hop)
-        elif task.op is Op.STORE_HIDDEN:
-            self.hidden.store(cell.batch, task.home, task.hidden, task.hop)
-        elif task.op is Op.COMPUTE:
-            self._compute(task)
-        elif task.op is Op.ENTER:
-            self.hidden.enter(cell.batch)
-        elif task.op is Op.LEAVE:
-            self.hidden.leave(cell.batch)
-        else:
-            self._delegate(task, self._states[cell.batch])
+            self.on_demand.reads.cell = task.cell
+        OPERATIONS[task.op](self, task)
 
-    def _load_weight(self, task: Task) -> None:
-        layer, slot = task.cell.layer, task.slot
+    def _load_weight(self, task: Copy) -> None:
+        layer, slot = task.cell.layer, task.buffer
+        assert slot is not None
         without = self.experts.names[layer] if task.by_rows else ()
         self.weights.load(layer, slot, task.home, task.hop, without)
         if task.hop == len(self.weights.machine.routes.load[task.home]) - 1:
             self.experts.loaded(layer, slot, task.by_rows)
 
-    def _load_rows(self, task: Task, state: BatchState) -> None:
+    def _load_rows(self, task: Copy) -> None:
+        state = self._states[task.cell.batch]
         if task.cell.layer == EMBEDDING:
             self.embedding.read(state.rows)
         else:
-            self.experts.load(task.cell.layer, task.slot, task.home, task.hop, state.lacking)
+            assert task.buffer is not None
+            self.experts.load(task.cell.layer, task.buffer, task.home, task.hop, state.lacking)
 
-    def _delegate(self, task: Task, state: BatchState) -> None:
-        k, attender = task.cell.batch, self.attenders[state.batch.attention]
-        if task.op is Op.PROJECT:
-            attend = self._attention(task, state)
-            assert isinstance(attend, Attend | Query)
-            attender.ask(k, attend, state.view)
-        elif task.op is Op.SEND:
-            attender.send(k)
-        elif task.op is Op.PROJECT_KEYS:
-            attender.add(k, self._attended(task, state.forward.resume()), state.view)
-        elif task.op is Op.SEND_KEYS:
-            attender.send_added(k)
-        elif task.op is Op.ATTEND_CACHED:
-            attender.attend_cached(k)
-        elif task.op is Op.ATTEND:
-            attender.attend(k, state.view)
-        elif task.op is Op.FETCH:
-            attender.fetch(k)
-        else:
-            state.event = self._up_to_rows(task, state, state.forward.resume(attender.answer(k)))
-            if not task.by_rows:
-                self._end(task, state)
+    def _load_cache(self, task: Copy) -> None:
+        assert task.buffer is not None
+        view = self._states[task.cell.batch].view
+        self.cache.load(task.cell.layer, task.home, view, task.buffer, task.hop)
 
-    def _compute(self, task: Task) -> None:
+    def _store_cache(self, task: Copy) -> None:
+        assert task.buffer is not None
+        view = self._states[task.cell.batch].view
+        self.cache.store(task.cell.layer, task.home, view, task.buffer, task.hop)
+
+    def _load_hidden(self, task: Copy) -> None:
+        assert task.buffer is not None
+        self.hidden.load(task.cell.batch, task.home, task.buffer, task.hop)
+
+    def _store_hidden(self, task: Copy) -> None:
+        assert task.buffer is not None
+        self.hidden.store(task.cell.batch, task.home, task.buffer, task.hop)
+
+    def _project(self, task: Compute) -> None:
+        """Compute up to attention, or up to the queries if they go first."""
         state = self._states[task.cell.batch]
-        if (j := task.cell.layer) < self.layers:
-            if not self._computed(j, state):
-                where = state.view, state.batch.cache_home, task.cache
-                paged = self.cache.paged(self.ahead.layers(task), self.skeleton.windows, *where)
-                event = self._attention(task, state, paged)
-                assert isinstance(event, Attend) or paged
-                if isinstance(event, Attend):
-                    event = state.forward.resume(self.cache.attend(event, *where))
-                state.event = self._up_to_rows(task, state, event)
-            if self._computed(j + 1, state):
-                return  # the end of a later cell ends this one
-        else:
-            assert isinstance(state.event, Head)
-            state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
+        event = self._to_attention(task, task.cell.layer, state)
+        assert isinstance(event, Attend | Query)
+        self.attender(task).ask(task.cell.batch, event, state.view)
+
+    def _project_keys(self, task: Compute) -> None:
+        state = self._states[task.cell.batch]
+        event = self._attended(task.cell.layer, state.forward.resume())
+        self.attender(task).add(task.cell.batch, event, state.view)
+
+    def _attend(self, task: Task) -> None:
+        self.attender(task).attend(task.cell.batch, self._states[task.cell.batch].view)
+
+    def _finish(self, task: Compute) -> None:
+        """Compute the rest of a layer after its attention was fetched."""
+        state = self._states[task.cell.batch]
+        event = state.forward.resume(self.attender(task).answer(task.cell.batch))
+        state.event = self._to_rows(task, state, event)
         if not task.by_rows:
             self._end(task, state)
 
-    def _computed(self, layer: int, state: BatchState) -> bool:
-        """Return whether the pass has computed a layer before the layer's own cell."""
-        event = state.event
-        return isinstance(event, Head) or (isinstance(event, Layer) and event.index > layer)
+    def attender(self, task: Task) -> Attender:
+        """Return the attender of a task's gpu_batch."""
+        return self.attenders[self._states[task.cell.batch].batch.attention]
 
-    def _up_to_rows(self, task: Task, state: BatchState, event: Pause) -> Pause:
+    def _compute(self, task: Compute) -> None:
+        """Compute a cell: the layers of the task, or a chunk of the head."""
+        state, layer = self._states[task.cell.batch], task.cell.layer
+        if layer >= self.layers:
+            assert isinstance(state.event, Head)
+            state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
+            self._end(task, state)
+            return
+        end = layer + task.layers
+        while layer < end:  # one call of kernels may compute fewer layers than it may
+            where = state.view, state.batch.cache_home, task.cache
+            paged = self.cache.paged(self.joined.native(layer, end), self.skeleton.windows, *where)
+            event = self._to_attention(task, layer, state, paged)
+            if isinstance(event, Attend):
+                event = state.forward.resume(self.cache.attend(event, *where))
+            event = self._to_rows(task, state, event)
+            state.event = event
+            layer = event.index if isinstance(event, Layer) else end
+        if not task.by_rows:
+            self._end(task, state)
+
+    def _to_rows(self, task: Compute, state: BatchState, event: Pause) -> Pause:
         """Resume the pass until experts must be loaded. Return this pause, or the pause at the end of the layer."""
         while isinstance(event, Rows):
             missing = self.experts.lacking(event, task.slot)
@@ -299,22 +255,27 @@ class Worker:
             event = state.forward.resume()
         return event
 
-    def _resume(self, task: Task, state: BatchState) -> None:
+    def _resume(self, task: Compute) -> None:
         """Compute the rest of a layer after its experts were loaded. Load the experts of a second mixture here."""
+        state = self._states[task.cell.batch]
         if isinstance(state.event, Rows):  # else the layer reads no experts, and has ended
             state.event = None
             while isinstance(event := state.forward.resume(), Rows):
-                self.experts.bring(event, task.slot)
+                self._bring(event, task)
             state.event = event
         self._end(task, state)
 
-    def _end(self, task: Task, state: BatchState) -> None:
+    def _bring(self, rows: Rows, task: Compute) -> None:
+        assert task.slot is not None
+        self.experts.bring(rows, task.slot)
+
+    def _end(self, task: Compute, state: BatchState) -> None:
         """Store the result of a cell. The last compute task of the cell calls this."""
         if isinstance(state.event, Layer) and state.event.index == self.layers:
             self.hidden.leaving(task.cell.batch).copy_(state.event.hidden)
             state.event = None
             state.forward.end()
-        elif isinstance(state.event, Layer) and task.hidden >= 0:
+        elif isinstance(state.event, Layer) and task.hidden is not None:
             hidden = state.event.hidden
             self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
             hidden.untyped_storage().resize_(0)  # the paused model still refers to the tensor: free its memory
@@ -322,44 +283,47 @@ class Worker:
             self._sample(state, state.event.values)
             state.event = None
 
-    def _open(self, state: BatchState) -> None:
+    def _open(self, task: Task) -> None:
         """Start a forward pass, up to the pause for embedding rows."""
+        state = self._states[task.cell.batch]
         state.event = event = state.forward.resume()
         assert isinstance(event, Rows)
         if event.ids.data_ptr() != state.forward.inputs.ids.data_ptr():
             # Gemma 3 changes the ids before its embedding. The copy to RAM synchronizes a GPU.
             state.rows = self.embedding.look_up(event.ids.cpu(), staged=False)
 
-    def _start(self, state: BatchState) -> Pause:
+    def _start(self, task: Task, state: BatchState) -> Pause:
         if state.event is None:  # a table on the device has no OPEN task
-            self._open(state)
+            self._open(task)
         return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, state: BatchState, paged: Sequence[PagedAttention] = ()) -> Pause:
+    def _to_attention(
+        self, task: Compute, layer: int, state: BatchState, paged: Sequence[PagedAttention] = ()
+    ) -> Pause:
         """Compute a layer up to its attention, or to its queries if they go first, or layers to their end if they use
         `paged`. Return the pause."""
-        j = task.cell.layer
-        event = self._start(state) if j == 0 else state.event
+        event = self._start(task, state) if layer == 0 else state.event
         assert isinstance(event, Layer)
-        self.weights.bind(j, task.slot)
-        offloaded = task.hidden >= 0 and j > 0
-        hidden = self.hidden.buffer(task.cell.batch, task.hidden) if offloaded else event.hidden
-        if j == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
+        self.weights.bind(layer, task.slot)
+        hidden = event.hidden
+        if task.hidden is not None and layer > 0:
+            hidden = self.hidden.buffer(task.cell.batch, task.hidden)
+        if layer == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.entered(task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
         pause = state.forward.resume(hidden, paged)
         del hidden
         while isinstance(pause, Rows):  # experts before attention
-            self.experts.bring(pause, task.slot)
+            self._bring(pause, task)
             pause = state.forward.resume()
         if isinstance(pause, Query):
-            return Query(self._attended(task, pause.attend))
-        return self._attended(task, pause) if isinstance(pause, Attend) else pause
+            return Query(self._attended(layer, pause.attend))
+        return self._attended(layer, pause) if isinstance(pause, Attend) else pause
 
-    def _attended(self, task: Task, event: Pause) -> Attend:
+    def _attended(self, layer: int, event: Pause) -> Attend:
         """Return a pause at attention with the number and the window of the layer."""
         assert isinstance(event, Attend)
-        return event._replace(layer=task.cell.layer, window=self.skeleton.windows[task.cell.layer])
+        return event._replace(layer=layer, window=self.skeleton.windows[layer])
 
     def _sample(self, state: BatchState, logits: Tensor) -> None:
         """Sample the next token of sequences, and note the scores. logits: [1, sequences that sample, vocabulary]."""
@@ -392,3 +356,27 @@ class Worker:
         self.experts.close()
         self.on_demand.close()
         self._regions.free()
+
+
+OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
+    Op.LOAD_WEIGHT: Worker._load_weight,
+    Op.LOAD_CACHE: Worker._load_cache,
+    Op.LOAD_HIDDEN: Worker._load_hidden,
+    Op.COMPUTE: Worker._compute,
+    Op.STORE_HIDDEN: Worker._store_hidden,
+    Op.STORE_CACHE: Worker._store_cache,
+    Op.LOAD_RESIDENT: lambda worker, task: worker.weights.load_resident(task.cell.layer),
+    Op.PROJECT: Worker._project,
+    Op.SEND: lambda worker, task: worker.attender(task).send(task.cell.batch),
+    Op.PROJECT_KEYS: Worker._project_keys,
+    Op.SEND_KEYS: lambda worker, task: worker.attender(task).send_added(task.cell.batch),
+    Op.ATTEND_CACHED: lambda worker, task: worker.attender(task).attend_cached(task.cell.batch),
+    Op.ATTEND: Worker._attend,
+    Op.FETCH: lambda worker, task: worker.attender(task).fetch(task.cell.batch),
+    Op.FINISH: Worker._finish,
+    Op.OPEN: Worker._open,
+    Op.LOAD_ROWS: Worker._load_rows,
+    Op.RESUME: Worker._resume,
+    Op.ENTER: lambda worker, task: worker.hidden.enter(task.cell.batch),
+    Op.LEAVE: lambda worker, task: worker.hidden.leave(task.cell.batch),
+}

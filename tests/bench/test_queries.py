@@ -4,7 +4,7 @@ import pytest
 
 from bench.workers.queries import CASES, LAYERS, SEQUENCES, TOKENS, Decoding, figures, virtual
 from flexengine.schedule.order import Cell
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.tasks import Op, Task
 
 
 def task(op: Op, sweep: int, lane: str) -> Task:

@@ -19,11 +19,11 @@ from flexengine.lossy import EXACT, Lossy
 from flexengine.model.sample import Draw, sample
 from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import Growing, peak_pages
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.prefixes import MIN_SHARED_TOKENS
-from flexengine.schedule.program import Task
 from flexengine.schedule.sweeps import Sweeps
+from flexengine.schedule.tasks import Task
 from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 

@@ -15,7 +15,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.tasks import Op, Task
 from flexengine.worker.stage_ports import Ports, RamPort
 from flexengine.worker.worker import Worker
 from tests.e2e.test_accounting import FP32, HEAD, HIDDEN, LAYER

@@ -18,7 +18,7 @@ from flexengine.plan.paging import LayerPages, ModelPages
 from flexengine.plan.pools import shared_out
 from flexengine.plan.profile import profile, unit
 from flexengine.plan.workload import Workload
-from flexengine.schedule.order import split_prompt
+from flexengine.schedule.batches import split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.families import prompts_of, reference

@@ -15,7 +15,7 @@ from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
-from flexengine.schedule.program import Op
+from flexengine.schedule.tasks import Op
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
 from tests.helpers.listening import Heard

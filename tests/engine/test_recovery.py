@@ -21,7 +21,7 @@ from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import shortage
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.tasks import Op, Task
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
 from tests.helpers.listening import Heard

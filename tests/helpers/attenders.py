@@ -10,7 +10,7 @@ from torch import Tensor
 from flexengine.model.forward import Attend
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, copy_pages

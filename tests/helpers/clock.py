@@ -6,7 +6,7 @@ uneven size, and lanes that wait for each other. It leaves out crosstalk, which 
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,11 +21,13 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
 from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.demand import Demand
-from flexengine.schedule.order import Batch, Cell, Piece
+from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.simulate import Forecast, simulate
+from flexengine.schedule.tasks import Copy, Delegate, Op, Task
 
 ROW_ORDER_SEED = 0  # shuffles a workload's rows if no order is given
 
@@ -33,7 +35,7 @@ Rows = Sequence[tuple[int, int]]  # (prompt tokens, tokens to generate), in orde
 Seconds = Callable[[Task], float]
 
 
-def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast:
+def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast[Task]:
     """Return the simulated timeline of a job. With one slot, tasks do not overlap.
 
     The timeline holds every task of every sweep, so the job should be small.
@@ -132,7 +134,7 @@ class Clock:
 
         def delegated(task: Task, later: float) -> float:
             j, k = task.cell.layer, task.cell.batch
-            first, asking = batches[k].queries_first, hardware.worker_seconds if is_worker(task.home) else 0.0
+            first, asking = batches[k].queries_first, hardware.worker_seconds if is_worker(_place(task)) else 0.0
             if task.op in (Op.ATTEND, Op.ATTEND_CACHED):
                 return asking + (0.0 if first and task.op is Op.ATTEND else attention[k][j])
             before, keys = projection_share(self.cost.model, j), keys_share(self.cost.model, j)
@@ -140,7 +142,7 @@ class Clock:
             return part * self.curves[j].one(tokens[k]) + hardware.task_seconds
 
         def price(task: Task) -> float:
-            later = expert_share(self.cost.model, task.cell.layer) if task.by_rows else 0.0
+            later = expert_share(self.cost.model, task.cell.layer) if getattr(task, "by_rows", False) else 0.0
             if task.op is Op.OPEN:
                 return hardware.task_seconds
             if task.op is Op.RESUME:
@@ -175,11 +177,11 @@ class Clock:
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
         before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
-        return self._read(task, (now - before) * self._experts(layer, task.home))
+        return self._read(task, (now - before) * self._experts(layer, _place(task)))
 
     def _read(self, task: Task, nbytes: float) -> float:
         """Return the seconds of moving bytes of weights over a task's lane in one transfer."""
-        return float(Move(task.lane, WEIGHTS, task.home, nbytes, nbytes).seconds(self.cost.hardware))
+        return float(Move(task.lane, WEIGHTS, _place(task), nbytes, nbytes).seconds(self.cost.hardware))
 
     def _moved(self, task: Task, batch: Batch) -> float:
         """Return the seconds of a load or store of one layer of a gpu_batch."""
@@ -187,10 +189,10 @@ class Clock:
 
     def _moves(self, task: Task, batch: Batch) -> Iterator[Move]:
         """Yield the moves of a load or store of one layer of a gpu_batch."""
-        model, lane, home = self.cost.model, task.lane, task.home
+        model, lane, home = self.cost.model, task.lane, _place(task)
         if task.op is Op.LOAD_WEIGHT:
             nbytes = float(self.units[task.cell.layer][home])
-            if task.by_rows:
+            if getattr(task, "by_rows", False):
                 nbytes = max(0.0, nbytes - self._experts(task.cell.layer, home))
             yield Move(lane, WEIGHTS, home, nbytes, nbytes)
         elif task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
@@ -206,7 +208,7 @@ class Clock:
 
     def _pages(self, task: Task, batch: Batch) -> Iterator[Move]:
         """Yield the moves of KV pages. A decode step stores one token to host RAM, but a whole page to other tiers."""
-        lane, home, loads = task.lane, task.home, task.op is Op.LOAD_CACHE
+        lane, home, loads = task.lane, _place(task), task.op is Op.LOAD_CACHE
         pool = self.layout.pool_of(home, task.cell.layer)
         page = pool.page_tokens * self.cost.model.kv_token
         share = Crossing.of(self.cost.model, self.cost.hardware, self.layout.policy, home).pages
@@ -268,6 +270,11 @@ def expert_share(model: ModelFacts, layer: int) -> float:
     return experts / max(1.0, products(list(model.layers[layer])))
 
 
+def _place(task: Task) -> str:
+    """Return the place that data comes from or goes to, or that computes attention; "" for other tasks."""
+    return task.home if isinstance(task, Copy) else task.place if isinstance(task, Delegate) else ""
+
+
 def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:
     """Yield a sweep's tasks and its bookkeeping.
 
@@ -277,5 +284,5 @@ def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:
     for task in tasks:
         if task.op is not Op.LOAD_WEIGHT:
             written |= dict.fromkeys(task.writes)
-        yield task._replace(reads=(*task.reads, ("swept", sweep - 1)))
+        yield replace(task, reads=(*task.reads, ("swept", sweep - 1)))
     yield Task(Op.COMPUTE, Cell(sweep, -1, -1), "device", tuple(written), (("swept", sweep),))

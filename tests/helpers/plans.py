@@ -11,6 +11,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.schedule.simulate import Forecast
+from flexengine.schedule.tasks import Task
 from tests.helpers.clock import simulated
 from tests.helpers.drawn import model_of
 
@@ -54,7 +55,7 @@ FLAT = replace(
 )  # fmt: skip
 
 
-def both(model: ModelFacts, hardware: Hardware, work: Workload, policy: Policy) -> tuple[Prediction, Forecast]:
+def both(model: ModelFacts, hardware: Hardware, work: Workload, policy: Policy) -> tuple[Prediction, Forecast[Task]]:
     cost = Cost(model, hardware, work)
     layout = lay_out(model, policy, work, hardware.capacity)
     return cost.predict(layout), simulated(cost, layout)

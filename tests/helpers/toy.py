@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from flexengine.places import DISK, place_names
 from flexengine.policy import Policy, Split, shares
-from flexengine.schedule.order import (
-    Batch,
-    Piece,
-)
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.rings import num_buffers
 from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.tasks import Compute, Copy, Op, Task
 
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate)
 Homes = list[tuple[str, ...]]  # per unit, where its off-device weights come from
@@ -113,7 +111,7 @@ class Toy:
             Op.LEAVE: self._put,
         }[task.op](task)
 
-    def _leg(self, task: Task, routes: dict[str, tuple[str, ...]], stage: tuple[Hashable, ...], source: Any) -> Any:
+    def _leg(self, task: Copy, routes: dict[str, tuple[str, ...]], stage: tuple[Hashable, ...], source: Any) -> Any:
         """The value if this is the last leg of its route, else None after leaving it in staging."""
         legs = len(routes[task.home])
         if task.hop > 0:
@@ -123,13 +121,13 @@ class Toy:
         self.staging[stage] = source
         return None
 
-    def _load_weight(self, task: Task) -> None:
+    def _load_weight(self, task: Copy) -> None:
         unit = task.cell.layer
         source = weight(unit, task.home) if self._is_there(unit, task.home) else -7
-        value = self._leg(task, self.routes.load, ("w", task.slot, task.home), source)
+        value = self._leg(task, self.routes.load, ("w", task.buffer, task.home), source)
         if value is not None:
             room = self._room(unit, task.home)
-            self.slots[task.slot][room] = [value] * (room.stop - room.start)
+            self.slots[task.buffer][room] = [value] * (room.stop - room.start)
 
     def _at_home(self, unit: int) -> bool:
         """Of a head: its first chunk brings all of it, or it is the embedding, which the first layer brings."""
@@ -139,33 +137,33 @@ class Toy:
         """Whether a unit's weights can be read from a home. The first disk has the checkpoint, the others copies."""
         return home == DISK or self._at_home(unit)
 
-    def _weights(self, task: Task) -> list[int]:
+    def _weights(self, task: Compute) -> list[int]:
         """A unit's weights, from the homes that it is streamed from; wrong if its resident weights are not there."""
         unit = task.cell.layer
         read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
         weights = [part[0] if len(set(part)) == 1 else -3 for part in read]
         return weights if self._at_home(unit) else [-8]
 
-    def _load_cache(self, task: Task) -> None:
+    def _load_cache(self, task: Copy) -> None:
         known = {p.sequence: self.kv.get((task.home, task.cell.layer, p.sequence), -1)
                  for p in self.batches[task.cell.batch].pieces if p.start}  # fmt: skip
-        value = self._leg(task, self.routes.load, ("c", task.cache), known)
+        value = self._leg(task, self.routes.load, ("c", task.buffer), known)
         if value is not None:
-            self.cbuf[task.cache] = dict(value)
+            self.cbuf[task.buffer] = dict(value)
 
-    def _store_cache(self, task: Task) -> None:
-        value = self._leg(task, self.routes.store, ("c", task.cache), dict(self.cbuf[task.cache]))
+    def _store_cache(self, task: Copy) -> None:
+        value = self._leg(task, self.routes.store, ("c", task.buffer), dict(self.cbuf[task.buffer]))
         if value is not None:
             for s in (p.sequence for p in self.batches[task.cell.batch].pieces):
                 self.kv[task.home, task.cell.layer, s] = value.get(s, -2)
 
-    def _load_hidden(self, task: Task) -> None:
-        value = self._leg(task, self.routes.load, ("h", task.hidden), self.away.get(task.cell.batch, {}))
+    def _load_hidden(self, task: Copy) -> None:
+        value = self._leg(task, self.routes.load, ("h", task.buffer), self.away.get(task.cell.batch, {}))
         if value is not None:
-            self.hbuf[task.hidden] = dict(value)
+            self.hbuf[task.buffer] = dict(value)
 
-    def _store_hidden(self, task: Task) -> None:
-        value = self._leg(task, self.routes.store, ("h", task.hidden), dict(self.hbuf[task.hidden]))
+    def _store_hidden(self, task: Copy) -> None:
+        value = self._leg(task, self.routes.store, ("h", task.buffer), dict(self.hbuf[task.buffer]))
         if value is not None:
             self.away[task.cell.batch] = value
 
@@ -177,14 +175,14 @@ class Toy:
         assert self.after is not None
         self.after[task.cell.batch] = dict(self.outbuf[task.cell.batch % len(self.slots)])
 
-    def _compute(self, task: Task) -> None:
+    def _compute(self, task: Compute) -> None:
         unit, k = task.cell.layer, task.cell.batch
         batch, weights = self.batches[k], self._weights(task)
-        before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
+        before = self.hbuf[task.hidden] if task.hidden is not None and unit else self.near.pop(k, {})
         if unit == 0 and self.before is not None:
             before = self.inbuf[k % len(self.slots)]
-        past = dict(self.cbuf[task.cache]) if task.cache >= 0 else {}
-        if unit < self.layers and task.cache < 0:
+        past = dict(self.cbuf[task.cache]) if task.cache is not None else {}
+        if unit < self.layers and task.cache is None:
             past = {p.sequence: self.kv.get(("device", unit, p.sequence), -4) for p in batch.pieces}
         now, after = dict[int, int](), dict[int, list[int]]()
         for p in batch.pieces:
@@ -199,15 +197,15 @@ class Toy:
             now[s], after[s] = kv, out
         self._leave(task, batch, now, after)
 
-    def _leave(self, task: Task, batch: Batch, now: dict[int, int], after: dict[int, list[int]]) -> None:
+    def _leave(self, task: Compute, batch: Batch, now: dict[int, int], after: dict[int, list[int]]) -> None:
         unit, k = task.cell.layer, task.cell.batch
-        if task.cache >= 0:
+        if task.cache is not None:
             self.cbuf[task.cache] = now
         elif unit < self.layers:
             self.kv |= {("device", unit, s): value for s, value in now.items()}
         if unit == self.layers - 1 and self.after is not None:
             self.outbuf[k % len(self.slots)] = after
-        elif task.hidden >= 0 and unit < self.layers - 1:
+        elif task.hidden is not None and unit < self.layers - 1:
             self.hbuf[task.hidden] = after
         else:
             self.near[k] = after

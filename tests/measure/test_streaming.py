@@ -12,7 +12,7 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import delegation, links, streaming, timing
-from flexengine.schedule.program import Op
+from flexengine.schedule.tasks import Op
 from flexengine.tier.machine import Machine
 from tests.helpers.listening import listening
 from tests.helpers.measuring import books

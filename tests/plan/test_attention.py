@@ -15,7 +15,7 @@ from flexengine.plan.paging import LayerPages, ModelPages
 from flexengine.plan.profile import unit
 from flexengine.plan.rates import Rates, derived
 from flexengine.plan.workload import Workload
-from flexengine.schedule.order import split_prompt
+from flexengine.schedule.batches import split_prompt
 from flexengine.schedule.pages import Pool
 
 MATRIX = TensorFact("w", 64 * 64, 2, 2)

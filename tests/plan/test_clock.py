@@ -13,8 +13,8 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import Op
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.tasks import Op
 from tests.helpers.clock import simulated
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, OPT, SPLITS, both, machine_of, opt, random_case
 

@@ -18,10 +18,11 @@ from flexengine.plan.rates import Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import STAGED
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.tasks import Op, Task
 from tests.helpers.clock import Clock
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, opt, predicted, random_case
 

@@ -14,7 +14,7 @@ from flexengine.plan.profile import MAX_SIZES, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
 from flexengine.schedule.admission import entrants
-from flexengine.schedule.order import Piece
+from flexengine.schedule.batches import Piece
 from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.strategies import RANDOMS

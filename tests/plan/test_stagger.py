@@ -10,8 +10,8 @@ from bench.stagger.orders import POOL, Stagger, replica_lane, steady
 from flexengine.plan import explain
 from flexengine.plan.stagger import MOST_ENGINES, EngineSharing, Pace, as_json, best, sharing_words
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
-from flexengine.schedule.program import Op
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Op
 from tests.helpers.explained import model
 from tests.helpers.plans import both
 from tests.plan.test_links import POLICY, WORK, machine, run

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from flexengine.report import timeline
 from flexengine.report.timeline import MOST_KEPT, LaneSpan, SweepSample, line, merged
 from flexengine.schedule.order import Cell
-from flexengine.schedule.program import Op, Task
 from flexengine.schedule.routes import by_way
+from flexengine.schedule.tasks import Op, Task
 
 
 def task(op: Op, lane: str, sweep: int = 0, layer: int = 0, batch: int = 0) -> Task:

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.runtime import execute
-from flexengine.runtime.execute import Executor
+from flexengine.runtime import execute, watchdog
+from flexengine.runtime.execute import Executor, TaskFailed
 from flexengine.runtime.lane import Thread
 from flexengine.schedule.order import Cell
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, STAGED
+from flexengine.schedule.tasks import Op, Task
 from tests.helpers.patience import PATIENCE, in_time
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import MACHINES, Toy, arriving_of, generate, jobs, oracle, uniform
@@ -48,7 +49,7 @@ def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, da
 
 
 def is_task(task: Task, op: Op, layer: int, batch: int, hop: int = 0) -> bool:
-    return (task.op, task.cell.layer, task.cell.batch, task.hop) == (op, layer, batch, hop)
+    return (task.op, task.cell.layer, task.cell.batch, getattr(task, "hop", 0)) == (op, layer, batch, hop)
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread"])
@@ -68,7 +69,7 @@ def test_lanes_are_new_if_it_is_entered_again(kind: str) -> None:
         with executor:
             executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, batches, False))
 
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(TaskFailed, match="disk on fire"):
         in_time(work)
     begun.clear()
     in_time(work)
@@ -95,18 +96,19 @@ def test_the_first_error_surfaces_with_its_task(kind: str, op: Op, layer: int, b
         with Executor(perform, kind) as executor:
             executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, batches, False))
 
-    with pytest.raises(ArithmeticError, match="disk on fire") as caught:
+    with pytest.raises(TaskFailed) as caught:
         in_time(work)
     assert failed.is_set()
-    assert len(caught.value.__notes__) == 1
-    note = caught.value.__notes__[0]
-    assert note.startswith(f"in task: {op.value}, {Cell(0, layer, batch)}, lane ")
+    assert is_task(caught.value.task, op, layer, batch, hop)
+    assert isinstance(caught.value.cause, ArithmeticError)
+    assert str(caught.value).startswith(f"{op.value}, {Cell(0, layer, batch)}, lane ")
+    assert str(caught.value).endswith(": disk on fire")
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
 @pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
 def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.2)
     gate, held, said = threading.Event(), list[Task](), list[str]()
 
     def perform(task: Task) -> None:
@@ -121,7 +123,7 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
 
     def work() -> None:
         with Executor(perform, "thread") as executor:
-            executor.say = tell
+            executor.watchdog.say = tell
             executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, uniform(2, "disk", "host"), False))
 
     in_time(work)
@@ -133,7 +135,7 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
 
 def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
     """The lanes' threads have ended their work; what they queued on the GPU has not."""
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.2)
     gate, said = threading.Event(), list[str]()
 
     class Event:
@@ -152,7 +154,7 @@ def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
     def work() -> None:
         monkeypatch.setattr(execute, "new_lane", lambda kind, name: Queued(name))
         with Executor(lambda task: None, "stream") as executor:
-            executor.say = tell
+            executor.watchdog.say = tell
             executor.run(Program([("disk",)] * 2, 1, 2, STAGED).sweep(0, uniform(1), True))
 
     in_time(work)
@@ -161,10 +163,10 @@ def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
 
 
 def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.05)
     said = list[str]()
     with Executor(lambda task: None, "thread") as executor:
-        executor.say = said.append
+        executor.watchdog.say = said.append
         for sweep in range(2):
             executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(sweep, uniform(1), False))
             time.sleep(0.2)
@@ -187,9 +189,9 @@ def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:
         with Executor(perform, "thread") as executor:
             executor.run(program.sweep(0, uniform(1), True))
             gate.set()
-            with pytest.raises(ArithmeticError, match="disk on fire") as caught:
+            with pytest.raises(TaskFailed, match="disk on fire") as caught:
                 executor.run(program.sweep(1, uniform(1), False))
-        assert caught.value.__notes__ == [f"in task: load weight, {loads[3].cell}, lane disk_read"]
+        assert caught.value.task == loads[3]
 
     in_time(work)
 
@@ -249,7 +251,7 @@ def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -
     def work() -> None:
         with executor:
             for task in Program([("host",)] * 40, 39, 40, DIRECT).sweep(0, uniform(1), False):
-                executor._submit(task)
+                executor.submit(task)
             raise error
 
     with pytest.raises(type(error)):
@@ -279,7 +281,7 @@ def test_the_next_layer_is_loaded_while_one_is_computed() -> None:
             for n in range(sweeps):
                 sweeps_left -= 1
                 executor.run(program.sweep(n, uniform(2), n + 1 < sweeps))
-            return dict(executor.busy)
+            return dict(executor.times.busy)
 
     busy = in_time(work)
     assert set(busy) == {"device", "h2d"}

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.policy import Split
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Compute, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
     Homes,
@@ -236,11 +237,11 @@ def test_a_slot_is_filled_behind_all_that_read_it(slots: int, count: int, others
         loaded: Counter[tuple[int, int]] = Counter()
         for t in tasks:
             if t.op is Op.LOAD_WEIGHT:
-                unit, left = held.get(t.slot, (-1, 0))
+                unit, left = held.get(t.buffer, (-1, 0))
                 assert left == 0 or unit == t.cell.layer, "a load before the last read of its slot"
-                held[t.slot] = t.cell.layer, reads[t.cell.layer]
+                held[t.buffer] = t.cell.layer, reads[t.cell.layer]
                 loaded[t.cell.sweep, t.cell.layer] += t.hop == 0
-            elif t.slot >= 0:
+            elif isinstance(t, Compute) and t.slot is not None:
                 unit, left = held[t.slot]
                 assert unit == t.cell.layer, "a read of another unit's weights"
                 held[t.slot] = unit, left - 1

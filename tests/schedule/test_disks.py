@@ -8,11 +8,13 @@ import pytest
 from hypothesis import strategies as st
 
 from flexengine.places import DISK, place_names
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.order import Batch, Cell, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.order import Cell
+from flexengine.schedule.program import Program
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Copy, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import TWO_DISKS, Homes, tasks_of, uniform, weight
 from tests.schedule.test_rows import Demanding, RowsToy, demanding, expert, right
@@ -39,11 +41,11 @@ def without(dropped: Callable[[Task, Named], bool]) -> Callable[[Task], Task]:
     def kept(task: Task, names: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
         return tuple(name for name in names if not (isinstance(name, tuple) and dropped(task, name)))
 
-    return lambda task: task._replace(reads=kept(task, task.reads), writes=kept(task, task.writes))
+    return lambda task: replace(task, reads=kept(task, task.reads), writes=kept(task, task.writes))
 
 
 def is_load(task: Task, op: Op, hop: int) -> bool:
-    return (task.op, task.home, task.hop) == (op, SECOND, hop)
+    return isinstance(task, Copy) and (task.op, task.home, task.hop) == (op, SECOND, hop)
 
 
 # By what is dropped. Staging is used only if routes have two legs.
@@ -53,8 +55,8 @@ STAGINGS: dict[str, Callable[[Task, Named], bool]] = {
     "read of weight staging by experts": lambda task, r: r[0] == "wstage" and is_load(task, Op.LOAD_ROWS, 1),
     "staging of experts": lambda task, r: r[:2] == ("rowstage", SECOND),
     "read of experts": lambda task, r: r[:2] == ("rows", SECOND) and task.op is Op.RESUME,
-    "staging of the cache": lambda task, r: r[0] == "cstage" and task.home == SECOND,
-    "staging of hidden states": lambda task, r: r[0] == "hstage" and task.home == SECOND,
+    "staging of the cache": lambda task, r: r[0] == "cstage" and getattr(task, "home", "") == SECOND,
+    "staging of hidden states": lambda task, r: r[0] == "hstage" and getattr(task, "home", "") == SECOND,
 }
 OTHERS: dict[str, Callable[[Task, Named], bool]] = {
     "copies of weights": lambda task, r: r[0] == "resident" and is_load(task, Op.LOAD_WEIGHT, 0),
@@ -62,11 +64,11 @@ OTHERS: dict[str, Callable[[Task, Named], bool]] = {
     "copy of the embedding": lambda task, r: r[0] == "resident" and task.cell.layer < 0,
     "resident weights": lambda task, r: r[0] == "resident" and task.op in COMPUTES,
     "read of the slot": lambda task, r: r[0] == "w" and r[2] == SECOND and task.op in COMPUTES,
-    "write of the slot": lambda task, r: r[0] == "w" and r[2] == task.home == SECOND,
-    "buffer of the cache": lambda task, r: r[0] == "cbuf" and task.home == SECOND,
-    "buffer of hidden states": lambda task, r: r[0] == "hbuf" and task.home == SECOND,
-    "cache": lambda task, r: r[0] == "kv" and task.home == SECOND,
-    "hidden states": lambda task, r: r[0] == "h" and task.home == SECOND,
+    "write of the slot": lambda task, r: r[0] == "w" and r[2] == getattr(task, "home", "") == SECOND,
+    "buffer of the cache": lambda task, r: r[0] == "cbuf" and getattr(task, "home", "") == SECOND,
+    "buffer of hidden states": lambda task, r: r[0] == "hbuf" and getattr(task, "home", "") == SECOND,
+    "cache": lambda task, r: r[0] == "kv" and getattr(task, "home", "") == SECOND,
+    "hidden states": lambda task, r: r[0] == "h" and getattr(task, "home", "") == SECOND,
 }
 NEEDED = [("staged, two disks", name) for name in STAGINGS]
 NEEDED += [(routes, name) for routes in TWO_DISKS for name in OTHERS]
@@ -108,7 +110,7 @@ def shared(task: Task) -> Task:
         tuple(name[:2] if isinstance(name, tuple) and name[0] == "wstage" else name for name in names)
         for names in (task.reads, task.writes)
     )
-    return task._replace(reads=reads, writes=writes)
+    return replace(task, reads=reads, writes=writes)
 
 
 def test_disks_need_staging_of_their_own_unless_its_name_is_shared() -> None:
@@ -122,10 +124,14 @@ def test_parts_of_a_slot_are_read_from_both_disks_at_once() -> None:
     seconds = {Op.LOAD_WEIGHT: (1.0, 0.5), Op.COMPUTE: (0.1,)}
     program = Program([(DISK, SECOND)] * 9, 8, 2, STAGED)
     tasks = [task for tasks in tasks_of(program, uniform(2), 3) for task in tasks]
-    own = simulate(tasks, lambda task: seconds[task.op][task.hop])
+
+    def cost(task: Task) -> float:
+        return seconds[task.op][task.hop if isinstance(task, Copy) else 0]
+
+    own = simulate(tasks, cost)
     assert own.busy["disk_read"] == own.busy["disk2_read"] == pytest.approx(27.0)
     assert own.seconds == pytest.approx(27.0 + 0.5 + 2 * 0.1)
-    assert simulate(map(shared, tasks), lambda task: seconds[task.op][task.hop]).seconds > 1.15 * own.seconds
+    assert simulate(map(shared, tasks), cost).seconds > 1.15 * own.seconds
 
 
 def toy_of(home: str) -> RowsToy:
@@ -141,8 +147,8 @@ def toy_of(home: str) -> RowsToy:
 def test_weights_off_the_first_disk_are_wrong_before_they_are_copied(home: str, copied: bool) -> None:
     toy, lane = toy_of(home), DIRECT.load[home][0]
     arrival = Task(Op.LOAD_RESIDENT, Cell(0, 0, -1), "disk_read", (), ())
-    load = Task(Op.LOAD_WEIGHT, Cell(0, 0, -1), lane, (), (), home, slot=0, by_rows=True)
-    rows = Task(Op.LOAD_ROWS, Cell(0, 0, 0), lane, (), (), home, slot=0, by_rows=True)
+    load = Copy(Op.LOAD_WEIGHT, Cell(0, 0, -1), lane, (), (), home, buffer=0, by_rows=True)
+    rows = Copy(Op.LOAD_ROWS, Cell(0, 0, 0), lane, (), (), home, buffer=0, by_rows=True)
     for early in (True, False):
         toy.perform(load)
         toy.perform(rows)

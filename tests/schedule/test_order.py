@@ -7,12 +7,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.schedule.admission import Growing, entrants, peak_pages
-from flexengine.schedule.order import Batch, Piece, cells, form_batches, interleaved, split_prompt
+from flexengine.schedule.batches import Batch, Piece, form_batches, interleaved, split_prompt
+from flexengine.schedule.order import CellPart, cells
 from flexengine.schedule.pages import Pool, pages_for
 
 
+def order(batches: list[Batch], units: int, part: CellPart, closed: bool = False, buffers: int = 3) -> str:
+    """Return the cells of a sweep as text. The head (the last unit) is whole, layers begin with `part`."""
+    names = {CellPart.WHOLE: "C", CellPart.TO_ATTENTION: "P", CellPart.FROM_ATTENTION: "F", CellPart.TO_EXPERTS: "C",
+             CellPart.FROM_EXPERTS: "R"}  # fmt: skip
+
+    def begin(layer: int, batch: int) -> tuple[CellPart, int]:
+        return (part if layer < units - 1 else CellPart.WHOLE), 1
+
+    steps = cells(7, units, batches, begin, lambda layer: closed, buffers)
+    return " ".join(f"{names[step.part]}{step.cell.layer}{step.cell.batch}" for step in steps)
+
+
 def test_cells_are_layer_major() -> None:
-    assert [tuple(c) for c in cells(3, 2, 3)] == [(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0), (3, 1, 1), (3, 1, 2)]
+    """The table of FlexGen's zig-zag, in `schedule.order`."""
+    batches = [batch(k, "device") for k in range(3)]
+    assert order(batches, 3, CellPart.WHOLE) == "C00 C01 C02 C10 C11 C12 C20 C21 C22"
+
+
+def test_attention_elsewhere_ends_right_before_the_next_layer_of_its_gpu_batch() -> None:
+    batches = [batch(k, "host", "host") for k in range(3)]
+    assert order(batches, 3, CellPart.TO_ATTENTION) == "P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 C20 F11 C21 F12 C22"
+    assert order(batches, 2, CellPart.TO_ATTENTION, closed=True) == "P00 P01 P02 F00 F01 F02 C10 C11 C12"
+
+
+def test_experts_end_after_the_first_parts_of_all_gpu_batches() -> None:
+    batches = [batch(k, "device") for k in range(3)]
+    assert order(batches, 3, CellPart.TO_EXPERTS).startswith("C00 C01 C02 R00 R01 R02 C10 C11 C12 R10 R11 R12 C20")
+    away = [each._replace(hidden_home="host") for each in batches]
+    assert order(away, 2, CellPart.TO_EXPERTS, buffers=2) == "C00 C01 R00 C02 R01 R02 C10 C11 C12"
+
+
+def test_layers_that_one_call_computes_have_one_cell() -> None:
+    batches = [batch(k, "device") for k in range(2)]
+
+    def begin(layer: int, batch: int) -> tuple[CellPart, int]:
+        return CellPart.WHOLE, 3 if batch == 0 and layer == 1 else 1
+
+    steps = cells(0, 5, batches, begin, lambda layer: False, 3)
+    assert [(*step.cell[1:], step.layers) for step in steps] == [
+        (0, 0, 1), (0, 1, 1), (1, 0, 3), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 0, 1), (4, 1, 1)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

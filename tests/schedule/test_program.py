@@ -4,13 +4,11 @@ from collections import Counter
 
 import pytest
 
-from flexengine.schedule.order import (
-    Batch,
-    Cell,
-    Piece,
-)
-from flexengine.schedule.program import Op, Program
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.order import Cell
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, STAGED
+from flexengine.schedule.tasks import Op
 from tests.helpers.toy import MACHINES, TWO_DISKS, Homes, tasks_of, uniform
 
 
@@ -54,11 +52,11 @@ def test_loads_run_ahead_only_if_more(slots: int) -> None:
     streamed: Homes = [("host",), ("disk",), ("host",), (), ("disk",)]
     program = Program(streamed, 4, slots, DIRECT)
     for n, more in enumerate([True, False, False, True, True, False]):
-        before = program.weights.taken
+        before = program.prefetch.emitted
         loads = [t.cell.layer for t in program.sweep(n, uniform(2), more) if t.op is Op.LOAD_WEIGHT]
-        assert program.weights.taken == before + len(loads)
-        assert program.weights.taken == 4 * (n + 1) + (slots if more else 0)
-        assert loads == [(0, 1, 2, 4)[i % 4] for i in range(before, program.weights.taken)]
+        assert program.prefetch.emitted == before + len(loads)
+        assert program.prefetch.emitted == 4 * (n + 1) + (slots if more else 0)
+        assert loads == [(0, 1, 2, 4)[i % 4] for i in range(before, program.prefetch.emitted)]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -70,22 +68,22 @@ def test_a_load_is_at_most_slots_units_ahead_and_in_time(slots: int) -> None:
     for tasks in tasks_of(Program(streamed, 4, slots, DIRECT), uniform(3), 3):
         for task in tasks:
             if task.op is Op.LOAD_WEIGHT:
-                filled[task.slot] = task.cell.layer
+                filled[task.buffer] = task.cell.layer
                 ahead = max(ahead, len(filled))
             elif streamed[task.cell.layer]:
-                assert task.slot >= 0
+                assert task.slot is not None
                 assert ("w", task.slot, streamed[task.cell.layer][0]) in task.reads
                 if slots == 1:
                     assert filled[task.slot] == task.cell.layer
             else:
-                assert task.slot == -1
+                assert task.slot is None
     assert ahead == slots
 
 
 def test_lanes_and_staging_of_a_disk_cell() -> None:
     batch = Batch((Piece(0, 4, 1, True),), "disk", "disk")
     tasks = list(Program([("disk",), ("disk",)], 2, 1, STAGED).sweep(0, [batch], False))
-    cell = [(t.op, t.lane, t.hop) for t in tasks if t.cell.layer == 1]
+    cell = [(t.op, t.lane, getattr(t, "hop", 0)) for t in tasks if t.cell.layer == 1]
     assert cell == [
         (Op.LOAD_CACHE, "disk_read", 0), (Op.LOAD_CACHE, "h2d", 1), (Op.LOAD_HIDDEN, "disk_read", 0),
         (Op.LOAD_HIDDEN, "h2d", 1), (Op.LOAD_WEIGHT, "disk_read", 0), (Op.LOAD_WEIGHT, "h2d", 1),
@@ -102,7 +100,7 @@ def test_lanes_of_a_cell_on_the_second_disk() -> None:
     batch = Batch((Piece(0, 4, 1, True),), "disk2", "disk2")
     routes = TWO_DISKS["staged, two disks"]
     tasks = list(Program([("disk",), ("disk2",), ()], 3, 1, routes).sweep(0, [batch], False))
-    assert {(t.op, t.lane, t.hop) for t in tasks if t.cell.layer == 1} == {
+    assert {(t.op, t.lane, getattr(t, "hop", 0)) for t in tasks if t.cell.layer == 1} == {
         (Op.LOAD_CACHE, "disk2_read", 0), (Op.LOAD_CACHE, "h2d_disk2", 1), (Op.LOAD_HIDDEN, "disk2_read", 0),
         (Op.LOAD_HIDDEN, "h2d_disk2", 1), (Op.LOAD_WEIGHT, "disk2_read", 0), (Op.LOAD_WEIGHT, "h2d_disk2", 1),
         (Op.COMPUTE, "device", 0), (Op.STORE_CACHE, "d2h_disk2", 0), (Op.STORE_CACHE, "disk2_write", 1),
@@ -122,7 +120,7 @@ def test_buffers_take_turns(slots: int) -> None:
     for buffers in ([t.cache for t in away], [t.hidden for t in away]):
         assert buffers == [(buffers[0] + i) % count for i in range(12)]
     ends = [t for tasks in done for t in tasks if t.op is Op.COMPUTE and t.cell.layer == 2]
-    assert {(t.cache, t.hidden) for t in ends} == {(-1, -1)}
+    assert {(t.cache, t.hidden) for t in ends} == {(None, None)}
 
 
 def test_nothing_moves_that_needs_not() -> None:

@@ -1,39 +1,21 @@
-"""Slots are handed out in ring order."""
-
-import random
+"""Buffers are taken in turn, and their names."""
 
 import pytest
 
-from flexengine.schedule.rings import Ring
+from flexengine.schedule.rings import Ring, num_buffers, slot_part, slot_stage
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_ring_hands_out_each_slot_in_turn_and_never_one_that_is_held(count: int) -> None:
-    """Against a list of the slots in use, oldest first."""
-    rng, ring = random.Random(count), Ring("w", count)
-    used: list[int] = []
-    expected = 0
-    held = False
-    for _ in range(500):
-        assert ring.free == (len(used) < count)
-        if ring.free and rng.random() < 0.6:
-            assert ring.take() == expected
-            used.append(expected)
-            expected = (expected + 1) % count
-        elif len(used) > held:
-            assert ring.current == used[held]
-            if held:
-                ring.give_back()
-                used.pop(0)
-            held = count > 1 and rng.random() < 0.5
-            ring.leave(held)
-            if not held:
-                used.pop(0)
+def test_buffers_are_taken_in_turn(count: int) -> None:
+    ring = Ring("c", count)
+    assert [ring.take() for _ in range(2 * count + 1)] == [*range(count), *range(count), 0]
 
 
-def test_names_of_slots() -> None:
-    weights, hidden = Ring("w", 2), Ring("h", 3)
-    assert weights.parts(1, ("host", "disk")) == (("w", 1, "host"), ("w", 1, "disk"))
-    stages = weights.stage(0, "disk"), hidden.buffer(2), hidden.stage(2)
-    assert stages == (("wstage", 0, "disk"), ("hbuf", 2), ("hstage", 2))
-    assert [hidden.take() for _ in range(4)] == [0, 1, 2, 0]
+def test_with_overlap_one_buffer_more_than_slots() -> None:
+    assert [num_buffers(slots) for slots in (1, 2, 3, 4)] == [1, 3, 4, 5]
+
+
+def test_names() -> None:
+    hidden = Ring("h", 3)
+    assert (hidden.buffer(2), hidden.stage(2)) == (("hbuf", 2), ("hstage", 2))
+    assert (slot_part(1, "disk"), slot_stage(0, "disk2")) == (("w", 1, "disk"), ("wstage", 0, "disk2"))

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, Routes
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
     MACHINES,
@@ -104,11 +105,11 @@ class RowsToy(DelegatingToy):
             super().perform(task)
             self._mix(task)
 
-    def _last(self, task: Task) -> bool:
+    def _last(self, task: Copy) -> bool:
         return task.hop == len(self.routes.load[task.home]) - 1
 
-    def _load_unit(self, task: Task) -> None:
-        unit, slot, home = task.cell.layer, task.slot, task.home
+    def _load_unit(self, task: Copy) -> None:
+        unit, slot, home = task.cell.layer, task.buffer, task.home
         if home in self.demand.others[unit]:
             self._load_weight(task)
         found = {} if task.by_rows else self._all(unit, home)
@@ -132,8 +133,8 @@ class RowsToy(DelegatingToy):
         """An expert as it is at its home; wrong if it is not there yet."""
         return expert(unit, home, number) if self._is_there(unit, home) else -17
 
-    def _load_rows(self, task: Task) -> None:
-        unit, slot, home = task.cell.layer, task.slot, task.home
+    def _load_rows(self, task: Copy) -> None:
+        unit, slot, home = task.cell.layer, task.buffer, task.home
         for e in self.missing_rows[task.cell.batch]:
             value = self._at(unit, home, e) if task.hop == 0 else self.staged.get((slot, home), {}).get(e, -11)
             if self._last(task):
@@ -142,12 +143,12 @@ class RowsToy(DelegatingToy):
             else:
                 self.staged.setdefault((slot, home), {})[e] = value
 
-    def _mix(self, task: Task) -> None:
+    def _mix(self, task: Compute) -> None:
         """Behind a unit's other weights: apply its experts, or leave that to RESUME."""
         unit, k = task.cell.layer, task.cell.batch
         if task.op not in (Op.COMPUTE, Op.FINISH) or not self.demand.of(unit):
             return
-        away = task.hidden >= 0 and unit < self.layers - 1
+        away = task.hidden is not None and unit < self.layers - 1
         values = self.hbuf[task.hidden] if away else self.near[k]
         if not task.by_rows:
             self._finish(task, values)
@@ -157,12 +158,12 @@ class RowsToy(DelegatingToy):
         self.there[unit, task.slot] |= named
         self.near[k] = dict(values)
 
-    def _finish(self, task: Task, values: dict[int, list[int]]) -> None:
+    def _finish(self, task: Compute, values: dict[int, list[int]]) -> None:
         unit, k, homes = task.cell.layer, task.cell.batch, self.demand.of(task.cell.layer)
         slot = self.filled[task.slot]
         after = {s: [mixed(unit, h, {home: slot.get((unit, home, h % EXPERTS), -13) for home in homes}) for h in row]
                  for s, row in values.items()}  # fmt: skip
-        if task.hidden >= 0 and unit < self.layers - 1:
+        if task.hidden is not None and unit < self.layers - 1:
             self.hbuf[task.hidden] = after
         else:
             self.near[k] = after

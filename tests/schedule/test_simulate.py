@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.places import TIERS
-from flexengine.schedule.order import (
-    Batch,
-)
-from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.batches import Batch
+from flexengine.schedule.program import Program
 from flexengine.schedule.routes import STAGED, Routes
 from flexengine.schedule.simulate import simulate
+from flexengine.schedule.tasks import Op, Task
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import (
     KINDS,
@@ -30,7 +29,12 @@ def costs(seed: int) -> Callable[[Task], float]:
     """A constant per op, home and lane, as of equal layers and equal batches."""
     known: dict[tuple[Op, str, str], float] = {}
     rng = random.Random(seed)
-    return lambda t: known.setdefault((t.op, t.home, t.lane), rng.uniform(0.2, 1) * (4 if t.cell.batch < 0 else 1))
+
+    def seconds(task: Task) -> float:
+        key = task.op, getattr(task, "home", ""), task.lane
+        return known.setdefault(key, rng.uniform(0.2, 1) * (4 if task.cell.batch < 0 else 1))
+
+    return seconds
 
 
 def program_of(streamed: Homes, slots: int, routes: Routes, batches: list[Batch], sweeps: int) -> list[Task]:

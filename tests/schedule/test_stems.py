@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from flexengine.policy import Policy
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of
 from flexengine.schedule.sweeps import Sequence, Sweeps

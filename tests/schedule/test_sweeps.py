@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from flexengine.places import TIERS
 from flexengine.policy import Policy
-from flexengine.schedule.order import (
-    Batch,
-    Piece,
-)
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.strategies import SEEDS

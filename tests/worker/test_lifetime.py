@@ -13,7 +13,7 @@ import torch
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.lane import Thread
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.tasks import Compute, Task
 from flexengine.tier import memory
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
@@ -55,6 +55,10 @@ def regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Regions]:
     gc.enable()
 
 
+def layers_of(task: Compute) -> range:
+    return range(task.cell.layer, task.cell.layer + task.layers)
+
+
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """Raise the error in this list in a compute task of the next job's second sweep."""
@@ -62,7 +66,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     perform = Worker.perform
 
     def failing(worker: Worker, task: Task) -> None:
-        if errors and task.op in (Op.COMPUTE, Op.PROJECT) and task.cell.sweep == 1 and task.cell.layer == 1:
+        if errors and isinstance(task, Compute) and task.cell.sweep == 1 and 1 in layers_of(task):
             raise errors.pop()
         perform(worker, task)
 

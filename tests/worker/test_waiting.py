@@ -18,7 +18,7 @@ from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.kernels import CudaKernels, reference
 from flexengine.lossy import Lossy
 from flexengine.model import products
-from flexengine.schedule.program import Op, Task
+from flexengine.schedule.tasks import Op, Task
 from flexengine.worker.worker import Worker
 from tests.helpers.families import FAMILIES, NEW
 

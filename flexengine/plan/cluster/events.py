@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.schedule.order import Cell
-from flexengine.schedule.program import Op, Task
 from flexengine.schedule.simulate import Forecast, simulate
+from flexengine.schedule.tasks import Op, Task
 
 BACK = "back"
+
+
+@dataclass(frozen=True)
+class PhaseTask(Task):
+    """A task of a phase of generation. phase: PREFILL or DECODE."""
+
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,16 +55,16 @@ class Pipeline:
         return Pipeline(priced.prefill, priced.decode, priced.hop_prefill, priced.hop_decode, priced.back,
                         numbers.prefills // numbers.cohorts, numbers.cohorts, numbers.steps)  # fmt: skip
 
-    def seconds(self, task: Task) -> float:
+    def seconds(self, task: PhaseTask) -> float:
         """Return the seconds of a task."""
         if task.lane == BACK:
             return self.back
-        stage, first = task.cell.layer, task.home == PREFILL
+        stage, first = task.cell.layer, task.phase == PREFILL
         if task.lane.startswith("stage"):
             return (self.prefill if first else self.decode)[stage]
         return (self.hop_prefill if first else self.hop_decode)[stage]
 
-    def program(self) -> Iterator[Task]:
+    def program(self) -> Iterator[PhaseTask]:
         """Yield the tasks of one round, in program order."""
         for cohort in range(self.cohorts):
             for part in range(self.parts):
@@ -66,7 +73,7 @@ class Pipeline:
             for cohort in range(self.cohorts):
                 yield from self._pass(DECODE, step, cohort, ("cohort", cohort))
 
-    def _pass(self, phase: str, step: int, cohort: int, what: tuple[object, ...]) -> Iterator[Task]:
+    def _pass(self, phase: str, step: int, cohort: int, what: tuple[object, ...]) -> Iterator[PhaseTask]:
         """Yield the tasks of one micro-batch on its way through the stages."""
         last = len(self.prefill) - 1
         for stage in range(last + 1):
@@ -74,12 +81,12 @@ class Pipeline:
             if phase == DECODE and step == 1 and stage == 0:
                 reads += tuple(("part", cohort, part) for part in range(self.parts))
             cell = Cell(step, stage, cohort)
-            yield Task(Op.COMPUTE, cell, f"stage {stage}", reads, (what,), phase)
+            yield PhaseTask(Op.COMPUTE, cell, f"stage {stage}", reads, (what,), phase)
             if stage < last and (self.hop_prefill or self.hop_decode):
-                yield Task(Op.LEAVE, cell, f"hop {stage}", (what,), (what,), phase)
+                yield PhaseTask(Op.LEAVE, cell, f"hop {stage}", (what,), (what,), phase)
         if self.back and last:
-            yield Task(Op.ENTER, Cell(step, last, cohort), BACK, (what,), (what,), phase)
+            yield PhaseTask(Op.ENTER, Cell(step, last, cohort), BACK, (what,), (what,), phase)
 
-    def simulate(self) -> Forecast:
+    def simulate(self) -> Forecast[PhaseTask]:
         """Return the simulated round."""
         return simulate(self.program(), self.seconds)

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from flexengine.model.forward import Attend, Query
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.worker.cache import View
 
 

@@ -13,7 +13,7 @@ from flexengine.model.forward import Attend, Query
 from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
-from flexengine.schedule.order import Batch
+from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend.base import Attender
@@ -21,7 +21,7 @@ from flexengine.worker.cache import Cache, View
 from flexengine.worker.regions import Regions
 
 
-class LayerQuestion(NamedTuple):
+class Question(NamedTuple):
     """The question of a gpu_batch in one layer, without its tensors.
 
     Attributes:
@@ -67,7 +67,7 @@ class BufferedAttender(Attender):
         if not self._in_ram_already:
             self._host_buf = self._take("host", layout.delegation[place])
         self._first: dict[int, int] = {}  # by gpu_batch: tokens before its part of a buffer
-        self._asked: dict[int, LayerQuestion] = {}
+        self._asked: dict[int, Question] = {}
         self._sinks: dict[int, Tensor] = {}  # by layer
 
     def _take(self, tier: str, nbytes: int) -> Region:
@@ -116,7 +116,7 @@ class BufferedAttender(Attender):
             self._sinks[event.layer] = event.sinks.to("cpu", torch.float32, copy=True)
         options = (event.scale, event.window, event.softcap, self._sinks.get(event.layer))
         shape = (heads, event.k.shape[1])
-        self._asked[k] = LayerQuestion(event.layer, tokens, shape, width, event.q.dtype, options, first)
+        self._asked[k] = Question(event.layer, tokens, shape, width, event.q.dtype, options, first)
         self._put(k, event, slice(0, 1) if first else slice(0, 3))
 
     def add(self, k: int, event: Attend, view: View) -> None:

@@ -17,7 +17,7 @@ from flexengine.model.forward import Attend
 from flexengine.places import is_worker
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
-from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.movement import Movement
@@ -105,7 +105,7 @@ class Cache:
         """Copy pages and rows that this sweep appended one leg toward their tier; see `Mover.store`."""
         self.movement.store(layer, home, self.tables(view, layer), buffer, hop)
 
-    def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
+    def attend(self, event: Attend, view: View, home: str, buffer: int | None) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
 
         Tokens of prompts are appended after attention, as they may overwrite pages that the piece's queries see.
@@ -114,7 +114,7 @@ class Cache:
             event: on the device.
             view: page tables of the gpu_batch.
             home: tier of the pages.
-            buffer: number of the device buffer; -1 if the pages are on the device.
+            buffer: number of the device buffer; None if the pages are on the device.
         """
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
@@ -132,7 +132,7 @@ class Cache:
         return self.restored(out, width)
 
     def paged(
-        self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int
+        self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int | None
     ) -> list[PagedAttention]:  # fmt: skip
         """Return what calls for whole layers need in place of `attend`, up to a layer that needs `attend`, or that has
         other page tables or another window than the first layer. Pages in a buffer are those of the first layer.
@@ -143,7 +143,7 @@ class Cache:
             view, home, buffer: as in `attend`.
         """
         found, first = list[PagedAttention](), layers.start
-        for layer in layers if buffer < 0 else layers[:1]:
+        for layer in layers if buffer is None else layers[:1]:
             if windows[layer] != windows[first] or self.tables(view, layer) is not self.tables(view, first):
                 break
             if (paged := self._paged(layer, windows[layer], view, home, buffer)) is None:
@@ -151,7 +151,9 @@ class Cache:
             found.append(paged)
         return found
 
-    def _paged(self, layer: int, window: int | None, view: View, home: str, buffer: int) -> PagedAttention | None:
+    def _paged(
+        self, layer: int, window: int | None, view: View, home: str, buffer: int | None
+    ) -> PagedAttention | None:
         tables = self.tables(view, layer)
         if tables.copies or tables.closed or tables.kept is not None or self.topk is not None or self.smooth:
             return None
@@ -162,9 +164,9 @@ class Cache:
             tables.paged, self._memory = found, None if found is None else found.memory
         return None if found is None else found._replace(pool=pool)
 
-    def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
+    def _pool(self, layer: int, home: str, buffer: int | None) -> Tensor:
         """Return the pages of a layer, or the buffer that they pass through."""
-        return self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
+        return self.pools.on_device(layer) if buffer is None else self.movement.tensor(layer, home, buffer)
 
     def prepared(self, event: Attend, view: View) -> Attend:
         """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""
@@ -213,7 +215,7 @@ class Cache:
         q, k, v = (turned(x, self._rotation) for x in (q, k, v))
         return event._replace(q=q, k=k, v=v)
 
-    def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int) -> None:
+    def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int | None) -> None:
         """Load the values that decoding sequences read, of pages that were loaded without values.
 
         Args:
@@ -225,6 +227,7 @@ class Cache:
             buffer: number of the device buffer.
         """
         assert tables.closed is not None
+        assert buffer is not None
         assert self._values is not None
         assert self.topk is not None
         layer = event.layer

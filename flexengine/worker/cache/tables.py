@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexengine.kernels.paged import PagedAttention, Prompts
-from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool
 from flexengine.worker.rows import TokenRows, rows_of
 from flexengine.worker.values import Closed, PageShape

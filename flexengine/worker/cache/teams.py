@@ -129,4 +129,3 @@ class _Slice(NamedTuple):
 
     flat: Tensor
     views: list[Tensor]
-

@@ -14,8 +14,8 @@ def phases(forecast: Forecast) -> dict[str, tuple[float, float]]:
     """Return by phase the time at which its first task begins and its last task ends."""
     found: dict[str, tuple[float, float]] = {}
     for task, start, end in forecast.spans:
-        first, last = found.get(task.home, (start, end))
-        found[task.home] = (min(first, start), max(last, end))
+        first, last = found.get(task.phase, (start, end))
+        found[task.phase] = (min(first, start), max(last, end))
     return found
 
 
@@ -24,7 +24,7 @@ def utilisation(forecast: Forecast, stages: int, phase: str | None = None) -> li
     begin, end = phases(forecast)[phase] if phase else (0.0, forecast.seconds)
     busy = [0.0] * stages
     for task, start, stop in forecast.spans:
-        if task.lane.startswith("stage") and (phase is None or task.home == phase):
+        if task.lane.startswith("stage") and (phase is None or task.phase == phase):
             busy[task.cell.layer] += stop - start
     return [seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
 
@@ -75,7 +75,7 @@ def test_a_cohort_decodes_after_all_of_its_parts() -> None:
     forecast = Pipeline([1.0, 1.0], [1.0, 1.0], parts=3, cohorts=2, steps=2).simulate()
     ends = {}
     for task, start, end in forecast.spans:
-        key = (task.home, task.cell.batch)
+        key = (task.phase, task.cell.batch)
         ends[key] = (min(ends.get(key, (start, end))[0], start), max(ends.get(key, (start, end))[1], end))
     for cohort in range(2):
         assert ends[DECODE, cohort][0] >= ends[PREFILL, cohort][1]

@@ -1,0 +1,336 @@
+"""The engine's side of an attention worker: its memory, and questions that it answers."""
+
+import contextlib
+import itertools
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexengine.attention.files import mapped_file
+from flexengine.attention.link import Broken, Link, Message
+from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
+from flexengine.attention.server import BEAT_SECONDS, identity
+from flexengine.attention.tables import Tables
+from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.tier.base import aligned
+
+END_SECONDS = 5.0  # until `close` no longer waits for a thread
+_NO_BODY = torch.empty(0, dtype=torch.uint8)
+
+
+class Pending:
+    """Bytes that a worker will send, for a call that waits for them.
+
+    Args:
+        targets: contiguous tensors in RAM that receive the bytes, in order.
+        ticket: number of the question.
+
+    Attributes:
+        open: whether the queries went first, and keys and values are not sent yet.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], ticket: int = NONE) -> None:
+        self.targets, self.ticket, self.open = targets, ticket, False
+        self._cached, self._ended = threading.Event(), threading.Event()
+        self._error: WorkerLost | None = None
+
+    def wait_cached(self) -> None:
+        """Wait until attention over the cached tokens is computed, if the queries went first. Raise as `wait`."""
+        self._cached.wait()
+        if self._error is not None:
+            raise self._error
+
+    def cached(self) -> None:
+        """Let `wait_cached` return."""
+        self._cached.set()
+
+    def wait(self) -> None:
+        """Wait until the bytes are in the targets. Raise WorkerLost if the worker has died or has failed."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: WorkerLost | None = None) -> None:
+        """Let `wait` return, or raise an error."""
+        self._error = error
+        self._cached.set()
+        self._ended.set()
+
+
+class Client:
+    """A connection to a worker. Threads may call all methods at the same time.
+
+    Args:
+        shares: whether the worker is on this machine, so that it maps the same memory. Pages, questions and answers
+            are then written and read there, and messages hold none of them.
+        threads: threads that compute, if the worker uses the processors of this machine; else 0.
+        engine: number of the engine, drawn here if it is None. A worker ends an older connection of the same engine.
+
+    Attributes:
+        place: name of its place, such as worker1.
+        name: place, host and process, for messages.
+        memory: bytes for pages that the worker has, without those that other engines hold.
+        others: bytes that other engines held when the worker last told.
+        file_rate: bytes per second at which it reads the file of its pages; 0 if they are in memory.
+        pool: number that the worker has drawn.
+        patience: seconds for which a lost worker may be started again by others, before it counts as lost for good.
+        asked: bytes of queries, keys and values sent.
+        answered: bytes of answers to them.
+    """
+
+    patience = 0.0
+    _handles = itertools.count()  # of all clients: memory of a new worker may take the handle that a lost worker had
+
+    def __init__(
+        self, link: Link, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
+    ) -> None:
+        """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
+        self.link, self.place, self.name, self.threads = link, place, place, threads
+        self.asked, self.answered, self.shares = 0, 0, shares
+        self._shared: dict[int, Tensor] = {}  # by handle
+        self._tickets = itertools.count()
+        self._pending: dict[int, Pending] = {}
+        self._ready = queue.SimpleQueue[bool | WorkerLost]()
+        self._lost: WorkerLost | None = None
+        self._lock, self._allocating = threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
+        try:
+            link.send(Kind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity()))
+            answer = link.receive()
+            body = words(link.take())
+        except Broken as error:
+            link.close()
+            raise self._error(str(error)) from error
+        if answer.kind != Kind.HELLO:
+            link.close()
+            raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
+        self.memory, self.name = answer.numbers[1], f"{place} ({body})"
+        self.others, self.file_rate, self.pool = answer.numbers[2] - self.memory, *answer.numbers[3:5]
+        self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
+                         for work in (self._receive, self._beat)]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def rename(self, place: str) -> None:
+        """Change the name of the worker's place."""
+        self.place, self.name = place, place + self.name.removeprefix(self.place)
+        if self._lost is not None:
+            self._lost.place = place
+
+    def _error(self, why: str) -> WorkerLost:
+        return WorkerLost(self.place, self.name, why)
+
+    def _send(self, kind: Kind, numbers: Sequence[int] = (), *parts: Tensor) -> None:
+        self._call(lambda: self.link.send(kind, numbers, *parts))
+
+    def _call(self, send: Callable[[], None]) -> None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            send()
+        except Broken as error:
+            self._fail(str(error))
+            assert self._lost is not None
+            raise self._lost from error
+
+    def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
+        """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
+
+        Args:
+            nbytes: bytes of the memory.
+            counted: whether it is part of the worker's memory for pages; else it is shared memory that this process
+                books.
+            handle: handle of the memory; None for a new one.
+        """
+        handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
+        with self._allocating:
+            if self.shares:
+                descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
+                try:
+                    os.ftruncate(descriptor, size)
+                    self._call(lambda: self.link.send_file(Kind.SHARE, (handle, size, int(counted)), descriptor))
+                    self._shared[handle] = mapped_file(descriptor, size)
+                finally:
+                    os.close(descriptor)
+            else:
+                self._send(Kind.ALLOCATE, (handle, size))
+            ready = self._ready.get()
+        if isinstance(ready, WorkerLost):
+            raise ready
+        if not ready:
+            self._shared.pop(handle, None)
+        return handle if ready else None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return a context manager in which no other engine measures this worker. Entering it waits until they have
+        ended."""
+        with self._allocating:
+            self._send(Kind.ALONE, (1,))
+            if isinstance(ready := self._ready.get(), WorkerLost):
+                raise ready
+        try:
+            yield
+        finally:
+            self._send(Kind.ALONE, (0,))
+
+    def memory_of(self, handle: int) -> Tensor:
+        """Return shared memory, uint8."""
+        return self._shared[handle]
+
+    def free(self, handle: int) -> None:
+        """Free memory. Does nothing more if the worker is lost."""
+        self._shared.pop(handle, None)
+        if self._lost is None and not self._closed.is_set():
+            with contextlib.suppress(WorkerLost):
+                self._send(Kind.FREE, (handle,))
+
+    def write(self, handle: int, start: int, source: Tensor) -> None:
+        """Copy a contiguous tensor in RAM to byte `start` of memory."""
+        if (shared := self._shared.get(handle)) is not None:
+            shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
+            return
+        self._send(Kind.WRITE, (handle, start), source)
+
+    def read(self, handle: int, start: int, target: Tensor) -> Pending:
+        """Begin to copy bytes from byte `start` of memory on to a contiguous tensor in RAM."""
+        if (shared := self._shared.get(handle)) is not None:
+            target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
+            (done := Pending([])).end()
+            return done
+        ticket, pending = self._new([target])
+        self._send(Kind.READ, (ticket, handle, start, target.nbytes))
+        return pending
+
+    def tables(self, batch: int, group: int, tables: Tables) -> None:
+        """Send the page tables of a gpu_batch for a group of layers."""
+        numbers = (batch, group, tables.tables.shape[1], len(tables.pages), len(tables.copies))
+        self._send(Kind.TABLES, numbers, *(part.contiguous() for part in tables))
+
+    def sinks(self, layer: int, sinks: Tensor) -> None:
+        """Send the sinks of a layer, fp32 [heads] in RAM."""
+        self._send(Kind.SINKS, (layer,), sinks)
+
+    def ask(self, layer: int, question: Question, vectors: Tensor, target: Tensor) -> Pending:
+        """Send a question.
+
+        Args:
+            layer: number of the layer.
+            question: the question.
+            vectors: queries, keys and values, uint8, contiguous; queries alone if they go first. If the question names
+                shared memory, they are there.
+            target: uint8, contiguous; receives the answer. If the question names shared memory, it is there.
+        """
+        answer_bytes, targets = target.nbytes, [target]
+        question = replace(question, nbytes=vectors.nbytes)
+        if question.shared != NONE:
+            vectors, targets = _NO_BODY, []
+        ticket, pending = self._new(targets)
+        pending.open = bool(question.first)
+        self._send(Kind.ASK, (ticket, layer), question.pack(), vectors)
+        with self._lock:
+            self.asked += question.nbytes
+            self.answered += answer_bytes
+        return pending
+
+    def add(self, pending: Pending, vectors: Tensor, at: int | None) -> None:
+        """Send the keys and values of a question whose queries went first.
+
+        Args:
+            pending: its answer.
+            vectors: uint8, contiguous.
+            at: first byte of the vectors in the question's shared memory; None if they are not there.
+        """
+        nbytes, body = vectors.nbytes, vectors if at is None else _NO_BODY
+        pending.open = False
+        self._send(Kind.ADD, (pending.ticket, at or 0, nbytes), body)
+        with self._lock:
+            self.asked += nbytes
+
+    def drain(self, pending: Pending) -> None:
+        """Wait until the worker uses memory of a question no more, also if its keys and values are never sent. Raise
+        WorkerLost as `Pending.wait`."""
+        if not pending.open:
+            pending.wait()
+            return
+        pending.wait_cached()
+        with self._lock:
+            self._pending.pop(pending.ticket, None)  # the worker forgets the question, too
+
+    def _new(self, targets: Sequence[Tensor]) -> tuple[int, Pending]:
+        ticket = next(self._tickets)
+        pending = Pending(targets, ticket)
+        with self._lock:
+            self._pending[ticket] = pending
+        if self._lost is not None:
+            raise self._lost
+        return ticket, pending
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(self.link.receive())
+        except Exception as error:  # Broken, or no memory for a body: in any case nothing more is received
+            self._fail(str(error))
+
+    def _handle(self, message: Message) -> None:
+        number = message.numbers[0]
+        if message.kind == Kind.BEAT:
+            return
+        if message.kind == Kind.READY:
+            self.others = message.numbers[3] - message.numbers[2]
+            self._ready.put(bool(message.numbers[1]))
+            return
+        if message.kind not in (Kind.DATA, Kind.CACHED, Kind.ANSWER, Kind.FAILED):
+            raise Broken(f"a message of unknown kind {message.kind} came")
+        with self._lock:
+            pending = self._pending.get(number)
+        if pending is None:
+            raise Broken(f"it answered question {number}, which was not asked")
+        if message.kind == Kind.CACHED:
+            pending.cached()
+            return
+        error = None
+        if message.kind == Kind.FAILED:
+            error = self._error(f"it could not answer ({words(self.link.take())})")
+        elif message.nbytes != (due := sum(target.nbytes for target in pending.targets)):
+            raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
+        else:
+            for target in pending.targets:
+                self.link.take_into(target)
+        with self._lock:
+            self._pending.pop(number, None)  # only now: after an error, `_fail` ends it
+        pending.end(error)
+
+    def _fail(self, why: str) -> None:
+        """Let all calls that wait, and all later ones, raise WorkerLost."""
+        with self._lock:
+            self._lost = self._lost or self._error(why)
+            waiting, self._pending = list(self._pending.values()), {}
+        for pending in waiting:
+            pending.end(self._lost)
+        self._ready.put(self._lost)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS) and self._lost is None:
+            try:
+                self._send(Kind.BEAT)
+            except WorkerLost:
+                return
+
+    def close(self) -> None:
+        """End the connection."""
+        if not self._closed.is_set():
+            self._closed.set()
+            with contextlib.suppress(WorkerLost):
+                self._send(Kind.BYE)
+            self.link.close()
+            for thread in self._threads:
+                thread.join(END_SECONDS)
+            self._shared.clear()

@@ -1,0 +1,168 @@
+"""Messages over a stream socket: a header of fixed layout, then a body. Nothing is executed or unpickled.
+
+A header is eight little-endian int64: MAGIC and kind, number, bytes of the body, and five numbers whose meaning depends
+on the kind. `number` counts the messages of a direction from 0, so a message that is lost, repeated or out of order is
+noticed. After any wrong message the connection is of no use: `Broken` is raised, and the caller closes it.
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+HEADER = struct.Struct("<8q")
+NUMBERS = 5  # in a header, for the kind of message
+MAGIC = 0x464C4558_0000  # "FLEX", beside the kind
+MOST_KINDS = 1 << 16
+MOST_BODY = 1 << 40  # bytes; a larger body is damage
+MOST_TAKEN = 1 << 30  # bytes of a body that is read into new memory
+SILENT_SECONDS = 15.0  # without any byte, until the other process counts as lost
+
+
+class Broken(Exception):
+    """The connection has ended, is silent, or has carried a wrong message. The text says which."""
+
+
+class Message(NamedTuple):
+    """The header of a message. `Link.take` reads the body, which must be read before the next message.
+
+    Attributes:
+        kind: number of its kind.
+        numbers: five numbers.
+        nbytes: bytes of the body.
+    """
+
+    kind: int
+    numbers: tuple[int, ...]
+    nbytes: int
+
+
+class Link:
+    """A connection to another process. Any thread may send; one thread receives."""
+
+    def __init__(self, connection: socket.socket, first_seconds: float = SILENT_SECONDS) -> None:
+        """Take over a connected socket. first_seconds: until the first byte must have come."""
+        self._socket, self._silent = connection, first_seconds
+        self._socket.settimeout(first_seconds)
+        if self._socket.family != socket.AF_UNIX:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+        self._next_sent = self._next_received = 0
+        self._left = 0  # bytes of the present body that are not read
+
+    def send(self, kind: int, numbers: Sequence[int] = (), *parts: Tensor) -> None:
+        """Send a message. parts: tensors in RAM, contiguous, which together are the body. Raise Broken."""
+        views = [_bytes(part) for part in parts if part.numel()]
+        nbytes = sum(map(len, views))
+        with self._sending:
+            head = HEADER.pack(MAGIC | kind, self._next_sent, nbytes, *numbers, *[0] * (NUMBERS - len(numbers)))
+            self._next_sent += 1
+            try:
+                for view in (memoryview(head), *views):
+                    self._send_all(view)
+            except OSError as error:
+                raise self._spoiled(error) from error
+
+    def _send_all(self, view: memoryview) -> None:
+        """Send bytes. The time limit holds for each part that the system takes, so a slow network is no silence."""
+        done = 0
+        while done < len(view):
+            done += self._socket.send(view[done:])
+
+    def _spoiled(self, error: OSError) -> Broken:
+        """End the connection after a message that was sent in part, so that nothing follows. Return the error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return Broken(self._reason(error))
+
+    def send_file(self, kind: int, numbers: Sequence[int], descriptor: int) -> None:
+        """Send a message with an open file, over a Unix socket. Its body is one byte. Raise Broken."""
+        with self._sending:
+            head = HEADER.pack(MAGIC | kind, self._next_sent, 1, *numbers, *[0] * (NUMBERS - len(numbers)))
+            self._next_sent += 1
+            try:
+                self._send_all(memoryview(head))
+                socket.send_fds(self._socket, [b"\0"], [descriptor])
+            except OSError as error:
+                raise self._spoiled(error) from error
+
+    def take_file(self) -> int:
+        """Return the descriptor of the open file in the present message. Raise Broken if there is none."""
+        if self._left != 1 or self._socket.family != socket.AF_UNIX:
+            raise Broken("a message without a file came where one was due")
+        try:
+            byte, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except OSError as error:
+            raise Broken(self._reason(error)) from error
+        self._left -= len(byte)
+        if not files:
+            raise Broken("a message without a file came where one was due")
+        return files[0]
+
+    def receive(self) -> Message:
+        """Wait for a message, and return its header. Raise Broken, also after SILENT_SECONDS without one."""
+        if self._left:
+            raise Broken(f"{self._left} bytes of a message were not read")
+        head = bytearray(HEADER.size)
+        self._fill(memoryview(head))
+        magic, number, nbytes, *numbers = HEADER.unpack(head)
+        if magic & ~(MOST_KINDS - 1) != MAGIC:
+            raise Broken("it sends no messages of flexengine")
+        if number != self._next_received:
+            raise Broken(f"message {number} came, but message {self._next_received} was due")
+        if not 0 <= nbytes <= MOST_BODY:
+            raise Broken(f"a message of {nbytes} bytes was announced")
+        if not self._next_received:
+            self._silent = SILENT_SECONDS
+            self._socket.settimeout(SILENT_SECONDS)
+        self._next_received += 1
+        self._left = nbytes
+        return Message(magic & (MOST_KINDS - 1), tuple(numbers), nbytes)
+
+    def take_into(self, target: Tensor) -> None:
+        """Read the next bytes of the body into a contiguous tensor in RAM. Raise Broken if the body is shorter."""
+        if target.nbytes > self._left:
+            raise Broken(f"a message ended {target.nbytes - self._left} bytes too early")
+        if target.nbytes:
+            self._fill(_bytes(target))
+            self._left -= target.nbytes
+
+    def take(self) -> Tensor:
+        """Return the rest of the body, uint8 [bytes]. Raise Broken if it is too large for the memory."""
+        if self._left > MOST_TAKEN:
+            raise Broken(f"a body of {self._left} bytes came, where at most {MOST_TAKEN} are allowed")
+        body = torch.empty(self._left, dtype=torch.uint8)
+        self.take_into(body)
+        return body
+
+    def _fill(self, view: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(view):
+                if not (count := self._socket.recv_into(view[done:])):
+                    raise Broken("it has ended" if not done else "it ended in the middle of a message")
+                done += count
+        except OSError as error:
+            raise Broken(self._reason(error)) from error
+
+    def _reason(self, error: OSError) -> str:
+        if isinstance(error, TimeoutError):
+            return f"it gave no sign of life for {self._silent:g} s"
+        return f"its connection broke ({error.strerror or error})"
+
+    def close(self) -> None:
+        """End the connection. A thread that waits in `receive` raises Broken."""
+        with contextlib.suppress(OSError):  # the other process has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in RAM, which is not empty."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,116 @@
+"""Attention workers on other machines, over TCP: `serve_forever` there, `connecting` here.
+
+Connections are neither encrypted nor authenticated, so the network must be trusted.
+"""
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from flexengine.activity import message
+from flexengine.attention.client import Client
+from flexengine.attention.link import Link
+from flexengine.attention.pool import Pool
+from flexengine.attention.server import serve
+from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+
+CONNECT_SECONDS = 10.0
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of text such as 10.0.0.2:29600. Raise InvalidInput if it is no such text."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidInput(f"{text!r} is no address of an attention worker; give HOST:PORT, such as 10.0.0.2:29600")
+    return host.strip("[]"), int(port)
+
+
+class RemoteWorker(Client):
+    """A worker that was started on another machine, or on this one, and listens at an address."""
+
+    patience = 20.0
+
+    def __init__(self, place: str, address: str, engine: int | None = None) -> None:
+        """Connect to the worker.
+
+        Args:
+            place: name of the worker's place.
+            address: HOST:PORT.
+            engine: number of the engine, as in Client.
+
+        Raises:
+            InvalidInput: the worker refuses, or the address is wrong.
+            OutOfMemory: other engines hold all its memory.
+            WorkerLost: it does not listen there.
+        """
+        try:
+            connection = socket.create_connection(address_of(address), CONNECT_SECONDS)
+        except OSError as error:
+            why = f"it does not answer ({error.strerror or error}); start it there with flexengine serve-attention"
+            raise WorkerLost(place, f"{place} ({address})", f"{why}, and run the same command again") from error
+        try:
+            super().__init__(Link(connection), place, engine=engine)
+        except WorkerLost as error:
+            why = f"no attention worker answers there ({error.why}); check the address, or start flexengine" \
+                  " serve-attention there"
+            raise WorkerLost(place, f"{place} ({address})", why) from error
+        if self.others:
+            message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
+        if not self.memory:
+            self.close()
+            raise OutOfMemory(place, "KV cache", 1, self.others, self.others,
+                              f"other engines hold all memory of {self.name}; run the same command again when one of"
+                              " them has ended, or give flexengine serve-attention a larger --worker-mem")  # fmt: skip
+
+
+def connecting(address: str) -> Callable[[str], RemoteWorker]:
+    """Return a function that connects to the worker at an address, at every call as the same engine.
+
+    Its argument is the name of the worker's place.
+    """
+    return partial(RemoteWorker, address=address, engine=secrets.randbits(62))
+
+
+def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
+    """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
+
+    Args:
+        server: a listening socket. After its timeout, if it has one, `accept` is called again. A Unix socket must have
+            no timeout: on Linux, `accept` with a timeout spins, and does not return, after such a socket is shut down.
+        pool: memory and processors for all engines; it is closed at the end.
+        say: gets a line when a connection begins, and when it ends.
+    """
+    try:
+        while True:
+            try:
+                connection, address = server.accept()
+            except TimeoutError:
+                continue
+            engine = "the engine at {} port {}".format(*address) if address else "an engine of this machine"
+            threading.Thread(target=_serve, args=(connection, pool, engine, say), daemon=True).start()
+    finally:
+        pool.close()
+
+
+def serve_meanwhile(server: socket.socket, pool: Pool) -> threading.Thread:
+    """Start and return a thread that serves all engines that connect, until the socket is shut down."""
+
+    def run() -> None:
+        with suppress(OSError):
+            serve_forever(server, pool, lambda line: None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve(connection: socket.socket, pool: Pool, engine: str, say: Callable[[str], None]) -> None:
+    say(f"serving {engine}")
+    try:
+        serve(connection, pool)
+        say(f"{engine} has ended")
+    except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
+        say(f"{engine} is lost: {error}")

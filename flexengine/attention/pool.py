@@ -1,0 +1,96 @@
+"""Memory and processors of an attention worker, which all its engines share."""
+
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexengine.attention import files
+from flexengine.tier.memory import aligned_buffer
+
+T = TypeVar("T")
+
+
+class Member(Protocol):
+    """The connection of one engine."""
+
+    def leave(self) -> None:
+        """End the connection, and return when its memory is given back."""
+
+
+class Pool:
+    """What engines share. Threads may call all methods at the same time.
+
+    Questions of all engines are computed one after the other, in the order in which they came, so each has all
+    processors. Answers are sent by other threads: an engine that does not read them delays no other.
+
+    Attributes:
+        memory: most bytes of pages, of all engines together.
+        folder: directory of the files that hold pages; None if pages are in memory.
+        file_rate: bytes per second of reads from such a file; 0 if pages are in memory.
+        taken: bytes of pages that engines hold.
+        number: drawn at random; engines compare it, as a worker may have several addresses.
+        measured: held while an engine measures this worker, so that engines do not measure one another.
+    """
+
+    def __init__(self, memory: int, folder: Path | None = None) -> None:
+        """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
+        self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
+        self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
+        self.measured = threading.Lock()
+        self._lock = threading.Lock()
+        self._members: dict[int, Member] = {}  # by number of the engine
+        self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
+
+    @property
+    def free(self) -> int:
+        """Bytes that no engine holds."""
+        return self.memory - self.taken
+
+    def take(self, nbytes: int) -> bool:
+        """Take memory. Return False, without taking any, if fewer bytes are free."""
+        with self._lock:
+            if nbytes > self.free:
+                return False
+            self.taken += nbytes
+            return True
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return new memory, uint8, zeros. Raise MemoryError or OSError if there is none."""
+        return aligned_buffer(nbytes) if self.folder is None else files.mapped(self.folder, nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Give memory back."""
+        with self._lock:
+            self.taken -= nbytes
+
+    def compute(self, work: Callable[[], T]) -> "Future[T]":
+        """Queue a computation. Return its result, when it has ended, or its error."""
+        return self._thread.submit(work)
+
+    def join(self, engine: int, member: Member) -> None:
+        """Add a connection. If the same engine has an older one, which is lost, the older one ends first.
+
+        Args:
+            engine: number that the engine has drawn.
+            member: the connection.
+        """
+        with self._lock:
+            older, self._members[engine] = self._members.get(engine), member
+        if older is not None:
+            older.leave()
+
+    def part(self, engine: int, member: Member) -> None:
+        """Remove a connection, unless a newer one has replaced it."""
+        with self._lock:
+            if self._members.get(engine) is member:
+                del self._members[engine]
+
+    def close(self) -> None:
+        """End the thread that computes. Work that it has not begun is cancelled."""
+        self._thread.shutdown(cancel_futures=True)

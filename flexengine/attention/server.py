@@ -1,0 +1,400 @@
+"""An attention worker: holds memory for engines, and computes decode attention over pages in it.
+
+Each engine has a connection, with a thread that receives messages. This thread writes pages straight into the memory,
+and hands questions to the pool, which all connections share (`attention/pool.py`); another thread sends the answers.
+The engine orders its messages: pages that a question names are not written before the answer.
+"""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexengine import kernels
+from flexengine.attention.files import mapped_file
+from flexengine.attention.link import SILENT_SECONDS, Broken, Link, Message
+from flexengine.attention.messages import DTYPES, NONE, PROTOCOL, QUESTION_BYTES, Kind, Question, text, words
+from flexengine.attention.pool import Pool
+from flexengine.attention.tables import Tables, check
+from flexengine.codec.cache import CacheFormat
+from flexengine.kernels.merge import merge
+from flexengine.tier.base import aligned
+
+BEAT_SECONDS = SILENT_SECONDS / 10
+LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has been replaced
+
+
+@dataclass
+class Asked:
+    """A question.
+
+    Attributes:
+        vectors: q, then k, then v; q alone if it goes first.
+        part: attention over the cached tokens, and its log-sum-exp; None before it is computed.
+    """
+
+    ticket: int
+    layer: int
+    question: Question
+    vectors: Tensor
+    tables: Tables
+    part: tuple[Tensor, Tensor] | None = None
+
+
+class Server:
+    """Serves one engine over one connection.
+
+    Args:
+        link: the connection.
+        pool: memory and processors, shared with other connections.
+        name: of this worker, for messages.
+    """
+
+    def __init__(self, link: Link, pool: Pool, name: str) -> None:
+        self.link, self.pool, self.name = link, pool, name
+        self.engine = 0  # number that the engine has drawn
+        self.kernels = kernels.load()
+        self._alone = False  # whether this engine measures
+        self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
+        self._counted = set[int]()  # handles of memory for pages
+        self._tables: dict[tuple[int, int], Tables] = {}  # by gpu_batch and group
+        self._sinks: dict[int, Tensor] = {}  # by layer: fp32 [heads]
+        self._first: dict[int, Asked] = {}  # by ticket: questions whose keys and values have not come
+        self._asked = queue.SimpleQueue[tuple[Asked, Future[tuple[Tensor, ...] | None]] | None]()
+        self._ended, self._leaving, self._left = (threading.Event() for _ in range(3))
+
+    def run(self) -> None:
+        """Serve until the engine ends the connection. Raise Broken if it was not ended in good order."""
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._reply)]
+        try:
+            self._greet()
+            for thread in threads:
+                thread.start()
+            while (message := self.link.receive()).kind != Kind.BYE:
+                try:
+                    self._handle(message)
+                except (RuntimeError, ValueError, MemoryError) as error:  # of a body that is no tensor of its kind
+                    raise Broken(f"a message of kind {message.kind} cannot be read ({error})") from error
+        finally:
+            self._ended.set()
+            self._asked.put(None)
+            self.link.close()
+            if threads[1].ident is not None:  # it was started
+                threads[1].join()
+            taken = self._taken
+            self._first.clear()
+            self._held.clear()
+            if self._alone:
+                self._end_alone()
+            self.pool.give_back(taken)
+            self.pool.part(self.engine, self)
+            self._left.set()
+
+    def leave(self) -> None:
+        """End the connection, and return when its memory is given back."""
+        self._leaving.set()
+        self.link.close()
+        self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
+
+    def _greet(self) -> None:
+        """Exchange versions. Raise Broken if the engine has another one."""
+        hello = self.link.receive()
+        engine = words(self.link.take())
+        own = identity()
+        if hello.kind != Kind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
+            why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
+            self.link.send(Kind.REFUSE, (), text(why))
+            raise Broken(why)
+        self.engine = hello.numbers[1]
+        self.pool.join(self.engine, self)
+        pool = self.pool
+        self.link.send(Kind.HELLO, (PROTOCOL, pool.free, pool.memory, pool.file_rate, pool.number), text(self.name))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                self.link.send(Kind.BEAT)
+            except Broken:
+                return
+
+    def _handle(self, message: Message) -> None:
+        """Carry out a message. Raise Broken if it is wrong."""
+        link, (a, b, c, d, e) = self.link, message.numbers
+        if message.kind == Kind.BEAT:
+            return
+        if message.kind == Kind.ALLOCATE:
+            self._ready(a, self._allocate(a, b, self.pool.buffer))
+        elif message.kind == Kind.SHARE:
+            descriptor = link.take_file()
+            try:
+                ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
+            finally:
+                os.close(descriptor)  # the mapping stays
+            self._ready(a, ready)
+        elif message.kind == Kind.ALONE:
+            self._begin_alone() if a else self._end_alone()
+        elif message.kind == Kind.FREE:
+            freed = len(self._held[a]) if a in self._counted else 0
+            self._counted.discard(a)
+            self._held.pop(a, None)
+            if not self._held:
+                for known in (self._tables, self._sinks, self._first):
+                    known.clear()
+            self.pool.give_back(freed)
+        elif message.kind == Kind.WRITE:
+            link.take_into(self._part(a, b, message.nbytes))
+        elif message.kind == Kind.READ:
+            link.send(Kind.DATA, (a,), self._part(b, c, d))
+        elif message.kind == Kind.TABLES:
+            # A sweep of which the engine sends no keys and values any more broke off.
+            self._first = {ticket: asked for ticket, asked in self._first.items() if asked.question.batch != a}
+            self._tables[a, b] = Tables.unpack(link.take().view(torch.int32), c, d, e)
+        elif message.kind == Kind.SINKS:
+            self._sinks[a] = link.take().view(torch.float32)
+        elif message.kind == Kind.ASK:
+            self._ask(a, b)
+        elif message.kind == Kind.ADD:
+            self._add(a, b, c)
+        else:
+            raise Broken(f"a message of unknown kind {message.kind} came")
+
+    def _begin_alone(self) -> None:
+        """Wait until no other engine measures this worker. Raise Broken if this one does, or if it connects again."""
+        if self._alone:
+            raise Broken("measuring begins twice")
+        while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
+            if self._leaving.is_set():
+                raise Broken("the engine has connected again")
+        self._alone = True
+        self._ready(0, True)
+
+    def _end_alone(self) -> None:
+        """Let another engine measure this worker. Raise Broken if this one does not."""
+        if not self._alone:
+            raise Broken("measuring ends, but did not begin")
+        self._alone = False
+        self.pool.measured.release()
+
+    def _ready(self, handle: int, ready: bool) -> None:
+        """Answer a request for memory."""
+        others = self.pool.taken - self._taken
+        self.link.send(Kind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
+
+    def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
+        if nbytes < 0 or handle in self._held:
+            raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
+        size = aligned(nbytes)
+        if counted and not self.pool.take(size):
+            return False
+        try:
+            self._held[handle] = make(size)
+        except (MemoryError, OSError, RuntimeError, ValueError):
+            self.pool.give_back(size * counted)
+            return False
+        if counted:
+            self._counted.add(handle)
+        return True
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of pages."""
+        return sum(len(self._held[handle]) for handle in self._counted)
+
+    def _part(self, handle: int, start: int, nbytes: int) -> Tensor:
+        held = self._held.get(handle)
+        if held is None or not 0 <= start <= start + nbytes <= len(held):
+            size = "none" if held is None else f"{len(held)} bytes"
+            raise Broken(f"bytes {start} to {start + nbytes} of memory {handle} were named, which has {size}")
+        return held[start : start + nbytes]
+
+    def _ask(self, ticket: int, layer: int) -> None:
+        head = torch.empty(QUESTION_BYTES, dtype=torch.uint8)
+        self.link.take_into(head)
+        question, vectors = Question.unpack(head), self.link.take()
+        if question.shared != NONE:
+            vectors = self._part(question.shared, question.at, question.nbytes)
+        tables = self._tables.get((question.batch, question.group))
+        if tables is None or (question.sinks and layer not in self._sinks):
+            raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
+        asked = Asked(ticket, layer, question, vectors, tables)
+        if question.first:
+            if ticket in self._first:
+                raise Broken(f"question {ticket} came twice")
+            self._first[ticket] = asked
+        self._queue(asked, lambda: self._attend_cached(asked) if question.first else self._attend(asked))
+
+    def _add(self, ticket: int, at: int, nbytes: int) -> None:
+        vectors, asked = self.link.take(), self._first.pop(ticket, None)
+        if asked is None:
+            raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
+        if (shared := asked.question.shared) != NONE:
+            vectors = self._part(shared, at, nbytes)
+        self._queue(asked, lambda: self._attend_new(asked, vectors))
+
+    def _queue(self, asked: Asked, work: Callable[[], tuple[Tensor, ...] | None]) -> None:
+        """Let the pool's thread compute a part of an answer, unless the connection has ended by then."""
+
+        def compute() -> tuple[Tensor, ...] | None:
+            if self._ended.is_set():
+                raise Broken("the connection has ended")
+            return work()
+
+        self._asked.put((asked, self.pool.compute(compute)))
+
+    def _reply(self) -> None:
+        """Send answers in the order of the questions. After the connection has ended, wait for those that are being
+        computed."""
+        while (item := self._asked.get()) is not None:
+            asked, answer = item
+            try:
+                try:
+                    if (found := answer.result()) is not None:
+                        self._answer(asked, found)
+                except Exception as error:  # told to the engine, whose job computes the rows again
+                    self.link.send(Kind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
+            except Broken:  # the connection has ended, so the thread that receives ends, too
+                continue
+            finally:
+                del item, asked, answer
+
+    def _answer(self, asked: Asked, answer: tuple[Tensor, ...]) -> None:
+        """Send an answer, or, if it is empty, that attention over the cached tokens is computed."""
+        ask = asked.question
+        if not answer:
+            self.link.send(Kind.CACHED, (asked.ticket,))
+            return
+        if ask.shared == NONE:
+            self.link.send(Kind.ANSWER, (asked.ticket,), *answer)
+            return
+        target = self._part(ask.shared, ask.out, sum(x.nbytes for x in answer))
+        for part, x in zip(torch.split(target, [x.nbytes for x in answer]), answer, strict=True):
+            part.copy_(x.view(-1).view(torch.uint8))
+        self.link.send(Kind.ANSWER, (asked.ticket,))
+
+    def _attend(self, asked: Asked) -> tuple[Tensor, ...]:
+        """Append the new keys and values, and return attention, [sequences, heads, head_dim]. If other workers hold
+        other tokens, also return its log-sum-exp, fp32 [sequences, heads]."""
+        ask, tables = asked.question, asked.tables
+        q, pool, form = self._begun(asked)
+        self._append(asked, asked.vectors[q.nbytes :], pool, form)
+        softcap, topk = (None if x == NONE else x for x in (ask.softcap, ask.topk))
+        if ask.partial:
+            return self._part_of(q, pool, tables, ask.scale, softcap, form)
+        window = None if ask.window == NONE else ask.window
+        return (self.kernels.decode_attention(
+            q, pool, tables.tables, tables.lengths, ask.scale, window, softcap, self._sinks_of(asked), form, topk
+        ),)  # fmt: skip
+
+    def _attend_cached(self, asked: Asked) -> tuple[Tensor, ...]:
+        """Compute attention over the tokens before the new ones, and its log-sum-exp. Return no part of the answer."""
+        ask, tables = asked.question, asked.tables
+        if ask.topk != NONE:
+            raise ValueError("queries cannot go first if the new token decides which values are read")
+        q, pool, form = self._begun(asked)
+        if len(asked.vectors) > q.nbytes:
+            raise ValueError(f"{len(asked.vectors)} bytes of queries came, but {q.nbytes} were due")
+        if not ask.partial and ask.window != NONE:
+            tables = tables._replace(seen=tables.lengths.clamp(max=ask.window))
+        softcap = None if ask.softcap == NONE else ask.softcap
+        asked.part = self._part_of(q, pool, tables.cached(), ask.scale, softcap, form)
+        return ()
+
+    def _attend_new(self, asked: Asked, vectors: Tensor) -> tuple[Tensor, ...] | None:
+        """Append the new keys and values, and return what `_attend` does: attention over the new tokens, merged with
+        that over the cached ones. A window of one token leaves the new token only. Sinks are in its denominator.
+
+        Return None if attention over the cached tokens has failed, which the engine was told.
+        """
+        ask, tables = asked.question, asked.tables
+        if asked.part is None:
+            return None
+        q, (pool, form) = _queries(asked), self._pool(ask)
+        self._append(asked, vectors, pool, form)
+        (out, lse), rows = asked.part, tables.rows.long()
+        softcap, sinks = None if ask.softcap == NONE else ask.softcap, self._sinks_of(asked)
+        new, new_lse = self.kernels.decode_attention(
+            q[rows], pool, tables.tables[rows], tables.lengths[rows], ask.scale, 1, softcap, sinks, form, with_lse=True
+        )
+        out[rows] = merge([out[rows], new], [lse[rows], new_lse])
+        if not ask.partial:
+            return (out,)
+        lse[rows] = torch.logaddexp(lse[rows], new_lse)
+        return out, lse
+
+    def _begun(self, asked: Asked) -> tuple[Tensor, Tensor, CacheFormat | None]:
+        """Return the queries, the pages, and their format, after a check and the copies of pages."""
+        tables = asked.tables
+        check(asked.question, tables, self._sinks.get(asked.layer))
+        pool, form = self._pool(asked.question)
+        for source, target in tables.copies.tolist():
+            pool[target].copy_(pool[source])
+        return _queries(asked), pool, form
+
+    def _append(self, asked: Asked, vectors: Tensor, pool: Tensor, form: CacheFormat | None) -> None:
+        """Append the new keys and values."""
+        ask, tables = asked.question, asked.tables
+        k, v = vectors.view(DTYPES[ask.dtype]).view(2, len(tables.pages), ask.kv_heads, ask.head_dim)
+        self.kernels.append(k, v, pool, tables.pages, tables.offsets, form)
+
+    def _sinks_of(self, asked: Asked) -> Tensor | None:
+        return self._sinks[asked.layer] if asked.question.sinks else None
+
+    def _part_of(
+        self, q: Tensor, pool: Tensor, tables: Tables, scale: float, softcap: float | None, form: CacheFormat | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return attention over the tokens in these pages, and its log-sum-exp: -inf for sequences without any.
+
+        Kernels take one window for all sequences, so sequences that see equally many tokens are computed together.
+        """
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+        whole = tables.seen == tables.lengths
+        for seen in {None: 0, **dict.fromkeys(tables.seen[~whole].tolist())}:
+            chosen = whole if seen is None else (tables.seen == seen) & ~whole
+            rows = torch.nonzero(chosen & (tables.seen > 0)).flatten()
+            if len(rows):
+                out[rows], lse[rows] = self.kernels.decode_attention(
+                    q[rows], pool, tables.tables[rows], tables.lengths[rows], scale, seen, softcap, None, form,
+                    with_lse=True,
+                )  # fmt: skip
+        return out, lse
+
+    def _pool(self, ask: Question) -> tuple[Tensor, CacheFormat | None]:
+        """Return the pages of a question, and their format."""
+        if ask.bits:
+            form = CacheFormat(ask.bits, ask.kv_heads, ask.page_tokens, ask.head_dim)
+            shape: tuple[int, ...] = (ask.pages, form.page_bytes)
+        else:
+            form, shape = None, (ask.pages, 2, ask.kv_heads, ask.page_tokens, ask.head_dim)
+        dtype = DTYPES[ask.pool_dtype]
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._part(ask.handle, ask.start, nbytes).view(dtype).view(shape), form
+
+
+def _queries(asked: Asked) -> Tensor:
+    """Return the queries of a question, [sequences, heads, head_dim]."""
+    ask, sequences = asked.question, len(asked.tables.lengths)
+    flat = asked.vectors.view(DTYPES[ask.dtype])[: sequences * ask.heads * ask.head_dim]
+    return flat.view(sequences, ask.heads, ask.head_dim)
+
+
+def identity() -> str:
+    """Return what must be equal in an engine and its workers, so that results do not depend on the worker."""
+    from flexengine import __version__
+
+    return f"flexengine {__version__} with {type(kernels.load()).__name__}"
+
+
+def name_of(process: int) -> str:
+    """Return the name of a worker, for messages."""
+    return f"{os.uname().nodename}, process {process}"
+
+
+def serve(connection: socket.socket, pool: Pool) -> None:
+    """Serve the engine at the other end of a connection until it ends. Raise Broken as `Server.run`."""
+    Server(Link(connection), pool, name_of(os.getpid())).run()

@@ -1,0 +1,75 @@
+"""Page tables that an engine sends to an attention worker, and checks of questions about them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.attention.link import Broken
+from flexengine.attention.messages import DTYPES, NONE, Question
+
+
+class Tables(NamedTuple):
+    """Page tables of a gpu_batch for a group of layers, all int32.
+
+    Attributes:
+        tables: [sequences, pages], pages of each sequence.
+        lengths: [sequences], tokens of each sequence in these pages, with the new one if it is here.
+        seen: [sequences], number of the last of them that the query sees.
+        pages: [new tokens], page of each new token.
+        offsets: [new tokens], its offset in the page.
+        rows: [new tokens], its sequence.
+        copies: [copies, 2], pages (from, to) that are copied before tokens are appended.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    seen: Tensor
+    pages: Tensor
+    offsets: Tensor
+    rows: Tensor
+    copies: Tensor
+
+    def cached(self) -> "Tables":
+        """Return the tables without the new tokens."""
+        new = torch.zeros_like(self.lengths)
+        new[self.rows.long()] = 1
+        return self._replace(lengths=self.lengths - new, seen=self.seen - new)
+
+    @staticmethod
+    def unpack(numbers: Tensor, pages: int, new: int, copies: int) -> "Tables":
+        """Return the page tables in the body of a message. Raise Broken if it has a wrong length."""
+        negative = min(pages, new, copies) < 0
+        sequences, rest = (0, 1) if negative else divmod(len(numbers) - 3 * new - 2 * copies, pages + 2)
+        if rest or sequences < 0:
+            raise Broken(f"page tables of {len(numbers)} numbers came, which fit no number of sequences")
+        sizes = [sequences * pages, sequences, sequences, new, new, new, 2 * copies]
+        tables, lengths, seen, at, offsets, rows, both = torch.split(numbers, sizes)
+        return Tables(tables.view(sequences, pages), lengths, seen, at, offsets, rows, both.view(copies, 2))
+
+
+def check(ask: Question, tables: Tables, sinks: Tensor | None) -> None:
+    """Raise ValueError if a question or its tables name memory that does not exist: kernels read without checks."""
+    sizes = (ask.pages, ask.page_tokens, ask.heads, ask.kv_heads, ask.head_dim)
+    if min(sizes) < 1 or ask.heads % ask.kv_heads:
+        raise ValueError(f"pages, page_tokens, heads, kv_heads and head_dim are {sizes}; they must be at least 1, and"
+                         " kv_heads must divide heads")  # fmt: skip
+    if not (0 <= ask.dtype < len(DTYPES) and 0 <= ask.pool_dtype < len(DTYPES)):
+        raise ValueError(f"dtypes are numbers {ask.dtype} and {ask.pool_dtype}; they must be 0 to {len(DTYPES) - 1}")
+    if ask.topk != NONE and not 0 <= ask.topk <= 1:
+        raise ValueError(f"the share of values is {ask.topk}; it must be 0 to 1")
+    if ask.sinks and (sinks is None or len(sinks) != ask.heads):
+        raise ValueError(f"the layer has {0 if sinks is None else len(sinks)} sinks, but {ask.heads} heads")
+    if len(tables.pages) != len(tables.lengths) and not ask.partial:
+        raise ValueError(f"{len(tables.pages)} new tokens came for {len(tables.lengths)} sequences")
+    limits = {"page tables": (tables.tables, ask.pages), "pages": (tables.pages, ask.pages),
+              "offsets": (tables.offsets, ask.page_tokens), "copied pages": (tables.copies, ask.pages),
+              "rows": (tables.rows, len(tables.lengths)),
+              "lengths": (tables.lengths, tables.tables.shape[1] * ask.page_tokens + 1),
+              "seen tokens": (tables.seen, tables.tables.shape[1] * ask.page_tokens + 1)}  # fmt: skip
+    for what, (numbers, end) in limits.items():
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
+            raise ValueError(f"{what} hold {int(numbers.min())} to {int(numbers.max())}; they must be below {end}")
+    grown = tables.lengths[tables.rows.long()] if ask.partial else tables.lengths
+    if grown.numel() and int(grown.min()) < 1:
+        raise ValueError("lengths hold 0; they must be at least 1")

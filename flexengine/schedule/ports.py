@@ -1,0 +1,47 @@
+"""Tasks of stages: hidden states enter before the first layer of a range of layers, and leave after the last one.
+
+| resource | meaning |
+|---|---|
+| ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
+| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
+"""
+
+from collections.abc import Collection, Iterator
+
+from flexengine.schedule.expand import ProgramFrame
+from flexengine.schedule.order import CellPart, CellStep
+from flexengine.schedule.tasks import Op, Task
+
+BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
+_BEGIN = (CellPart.WHOLE, CellPart.TO_ATTENTION, CellPart.TO_EXPERTS)
+_END = (CellPart.WHOLE, CellPart.FROM_ATTENTION, CellPart.FROM_EXPERTS)
+
+
+class PortTasks:
+    """Adds ENTER and LEAVE to the tasks of the first and the last cell of each gpu_batch.
+
+    Args:
+        frame: of the program.
+        ports: BEFORE if hidden states enter from another program, AFTER if they leave to another program.
+    """
+
+    def __init__(self, frame: ProgramFrame, ports: Collection[str]) -> None:
+        self.frame, self.ports, slots = frame, ports, frame.slots
+        if BEFORE in ports:
+            frame.entering.append(lambda batch: (_buffer("inbuf", batch, slots),))
+        if AFTER in ports:
+            frame.leaving.append(lambda batch: (_buffer("outbuf", batch, slots),))
+
+    def around(self, step: CellStep, tasks: Iterator[Task]) -> Iterator[Task]:
+        """Yield the tasks of a step, and the task before or after them."""
+        cell, k, slots = step.cell, step.cell.batch, self.frame.slots
+        if BEFORE in self.ports and cell.layer == 0 and step.part in _BEGIN:
+            yield Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (_buffer("inbuf", k, slots),))
+        yield from tasks
+        if AFTER in self.ports and cell.layer + step.layers == self.frame.layers and step.part in _END:
+            yield Task(Op.LEAVE, cell, "leave", (_buffer("outbuf", k, slots),), ((AFTER, k),))
+
+
+def _buffer(kind: str, batch: int, slots: int) -> tuple[str, int]:
+    """Return the name of the buffer that a gpu_batch passes through."""
+    return kind, batch % slots

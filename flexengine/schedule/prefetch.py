@@ -1,0 +1,158 @@
+"""Prefetch of weights: which loads are emitted ahead of the cells that read them.
+
+Streamed units (layers and head chunks with weights off the device) pass through the slots in ring order: unit number n
+since the job began uses slot n % slots. Its load is emitted when two conditions hold:
+
+- All cells of unit n - slots are emitted. Edges link a task to earlier tasks only, so a load must come after the last
+  task that reads the previous content of its slot. The number of slots is all that limits the depth: 1 means no
+  overlap, 2 double buffering, 3 rides out jitter.
+- The loads of KV and hidden states of the first min(slots, gpu_batches) cells of the present unit are emitted. A lane
+  runs its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it.
+
+    two slots:   cells      00 01 02   10 11 12   20 21 22    (layer, gpu_batch)
+                 loads    0 1             2          3        unit 2 takes the slot of unit 0 while 11 is prepared
+
+The loads of the next sweep's first units are emitted in the same way.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from flexengine.places import DISK
+from flexengine.schedule.batches import Batch
+from flexengine.schedule.demand import Demand
+from flexengine.schedule.order import NO_BATCH, Cell, CellPart, CellStep
+from flexengine.schedule.rings import slot_part, slot_stage
+from flexengine.schedule.routes import Routes
+from flexengine.schedule.tasks import Copy, Op, Resources, Task, legs
+
+_ENDS = (CellPart.WHOLE, CellPart.FROM_ATTENTION, CellPart.FROM_EXPERTS)
+
+
+class Prefetch:
+    """Emits the loads of weights. Call `begin` before each sweep.
+
+    Args:
+        streamed: by unit, the tiers of its off-device weights; () if all are resident.
+        layers: number of units that are layers.
+        slots: number of weight slots.
+        routes: lanes of the machine.
+        arriving: units with resident weights that are not read yet, rising, once per batch of reads.
+        demand: weights that are loaded by rows.
+
+    Attributes:
+        emitted: number of units whose loads are emitted, since the job began.
+        passed: number of units whose cells are all emitted, since the job began.
+    """
+
+    def __init__(
+        self,
+        streamed: Sequence[tuple[str, ...]],
+        layers: int,
+        slots: int,
+        routes: Routes,
+        arriving: Sequence[int],
+        demand: Demand,
+    ) -> None:
+        self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
+        self.arriving, self.demand = list(arriving), demand
+        self.cycle = [unit for unit, homes in enumerate(streamed) if homes]
+        self.emitted = self.passed = 0
+        self._number: dict[int, int] = {}  # by streamed unit of this sweep: its number since the job began
+        self._horizon = 0  # number of units that may be loaded in this sweep, since the job began
+        self._sweep = self._batches = 0
+        self._waits = bool(arriving)  # whether units must wait for resident weights
+        self._ended: Counter[int] = Counter()  # by unit: cells whose tasks are all emitted
+        self._by_rows = False  # whether loads emitted in this sweep leave out experts
+        self._without_experts = [False] * slots  # by slot: `_by_rows` of the last load
+
+    def begin(self, sweep: int, batches: Sequence[Batch], more: bool) -> None:
+        """Begin a sweep. more: whether to emit the first loads of the next sweep, too."""
+        self._sweep, self._batches, self._waits = sweep, len(batches), bool(self.arriving)
+        self._by_rows = self.demand.by_rows(sum(batch.tokens for batch in batches))
+        self._number = {unit: self.passed + i for i, unit in enumerate(self.cycle)}
+        self._horizon = self.passed + len(self.cycle) + (self._ahead if more else 0)
+        self._ended.clear()
+
+    @property
+    def _ahead(self) -> int:
+        """Number of units of the next sweep that may be loaded in this one. It is 1 if embedding rows, which all
+        batches wait for, are read in the same lane: they are emitted after these loads."""
+        home, load = self.demand.embedding, self.routes.load
+        one_lane = home and any(load[home][0] in load[other] for unit in self.streamed for other in unit)
+        return min(1 if one_lane else self.slots, len(self.cycle))
+
+    def slot(self, unit: int) -> int | None:
+        """Return the slot of a unit's weights in this sweep; None if all of its weights are resident."""
+        return self._number[unit] % self.slots if self.streamed[unit] else None
+
+    def reads(self, unit: int) -> Resources:
+        """Return the resources that computing a unit reads.
+
+        It reads all parts of the slot, also unused ones: the next unit's load must not begin there meanwhile.
+        """
+        slot = self.slot(unit)
+        parts = () if slot is None else tuple(slot_part(slot, home) for home in self.routes.load)
+        return self.resident(unit) + parts
+
+    def experts(self, unit: int) -> tuple[str, ...]:
+        """Return the tiers from which the unit's chosen experts are loaded; () if its load brings all experts."""
+        slot = self.slot(unit)
+        if slot is None:
+            return ()
+        emitted = self._number[unit] < self.emitted
+        return self.demand.of(unit) if (self._without_experts[slot] if emitted else self._by_rows) else ()
+
+    def in_cell(self, step: CellStep) -> Iterator[Task]:
+        """Yield the loads that are due between the loads of a cell and its compute."""
+        if step.cell.batch >= min(self.slots, self._batches) - 1:
+            yield from self.loads()
+
+    def loads(self, most: int | None = None) -> Iterator[Task]:
+        """Yield weight loads as long as a slot is free. most: number of this sweep's units to load, None for all."""
+        horizon = self._horizon if most is None else self.passed + most
+        while self.emitted < horizon and self.emitted - self.passed < self.slots:
+            yield from self._load(self.cycle[self.emitted % len(self.cycle)])
+
+    def _load(self, unit: int) -> Iterator[Task]:
+        yield from self.arrivals(unit)
+        slot = self.emitted % self.slots
+        self.emitted += 1
+        by_rows = self._by_rows and bool(self.demand.of(unit))
+        self._without_experts[slot] = by_rows
+        # If only experts are off the device, a load of no bytes reserves the slot.
+        homes = (self.demand.others[unit] or self.streamed[unit][:1]) if by_rows else self.streamed[unit]
+        # The first load also declares the unused parts of the slot as written, to reserve the whole slot.
+        unused = tuple(slot_part(slot, home) for home in self.routes.load if home not in homes)
+        for home in homes:
+            copy = Copy(Op.LOAD_WEIGHT, Cell(self._sweep, unit, NO_BATCH), home=home, buffer=slot, by_rows=by_rows)
+            target = (slot_part(slot, home), *unused)
+            yield from legs(copy, self.routes.load[home], self.copied(unit, home), slot_stage(slot, home), target)
+            unused = ()
+
+    def arrivals(self, unit: int) -> Iterator[Task]:
+        """Yield the reads of resident weights of the units up to this one that are not emitted yet. So they precede the
+        loads of later units, which wait for slots."""
+        while self.arriving and self.arriving[0] <= unit:
+            cell = Cell(self._sweep, self.arriving.pop(0), NO_BATCH)
+            yield Task(Op.LOAD_RESIDENT, cell, self.routes.load[DISK][0], (), (("resident", cell.layer),))
+
+    def resident(self, unit: int) -> Resources:
+        """Return the resident weights that a unit reads, in the sweep that reads them from disk. A tied head is the
+        embedding, which is read with unit 0."""
+        if not self._waits:
+            return ()
+        return (("resident", unit),) if unit < self.layers else (("resident", 0), ("resident", self.layers))
+
+    def copied(self, unit: int, home: str) -> Resources:
+        """Return the resources that a load from `home` reads. The checkpoint is on the first disk, without copies."""
+        return () if home == DISK else self.resident(unit)
+
+    def end(self, step: CellStep) -> None:
+        """Note that all tasks of a step are emitted. A unit gives its slot back with the end of its last cell."""
+        unit = step.cell.layer
+        if not self.streamed[unit] or step.part not in _ENDS:
+            return
+        self._ended[unit] += 1
+        if self._ended[unit] == self._batches:
+            self.passed += 1

@@ -1,0 +1,91 @@
+"""Tasks of weights of which a sweep loads only the rows that its tokens use: the embedding, and experts.
+
+| resource | meaning |
+|---|---|
+| ("embedded", k) | embedding rows of batch k |
+| ("rows", home, k), ("rowstage", home, k) | experts that batch k is the first to need, in the slot and in staging |
+
+A cell that loads experts has three tasks: the layer up to the experts, their load, the rest of the layer. Experts stay
+in the slot until the layer's last batch is computed, so each is loaded once per sweep.
+
+    device     C00 C01 C02 R00 R01 R02 C10 ...                  C up to the experts, L load, R rest of layer j, batch k
+    disk_read      L00 L01 L02             L10 ...
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from flexengine.places import DEVICE
+from flexengine.schedule.expand import ProgramFrame, WholeCell
+from flexengine.schedule.order import NO_LAYER, Cell, CellPart, CellStep
+from flexengine.schedule.rings import slot_stage
+from flexengine.schedule.tasks import Copy, Op, Resources, Task, legs
+
+
+class ExpertCell(WholeCell):
+    """Expands cells that load their experts after the router has chosen them."""
+
+    def __init__(self, frame: ProgramFrame) -> None:
+        super().__init__(frame)
+        self._hidden: dict[int, int | None] = {}  # by gpu_batch: hidden buffer of its present cell
+
+    def __call__(self, step: CellStep) -> Iterator[Task]:
+        k = step.cell.batch
+        if step.part is CellPart.TO_EXPERTS:
+            cache, self._hidden[k] = self.take_buffers(step)
+            yield from self.load_cache(step, cache)
+            yield from self.load_hidden(step, self._hidden[k])
+            yield from self.frame.prefetch.in_cell(step)
+            yield self.compute(Op.COMPUTE, step, cache, self._hidden[k], by_rows=True)
+            yield from self.store_cache(step, cache)
+            yield from self.load_experts(step)
+        else:
+            hidden = self._hidden.pop(k)
+            yield self.resume(step, hidden)
+            yield from self.store_hidden(step, hidden)
+
+    def load_experts(self, step: CellStep) -> Iterator[Copy]:
+        """Yield the loads of a cell's experts, one per tier and leg.
+
+        An earlier batch may have loaded an expert of this cell. So each load waits for the load of the batch before.
+        """
+        frame, cell, k = self.frame, step.cell, step.cell.batch
+        slot = frame.prefetch.slot(cell.layer)
+        assert slot is not None
+        for home in frame.prefetch.experts(cell.layer):
+            copy = Copy(Op.LOAD_ROWS, cell, home=home, buffer=slot, by_rows=True)
+            lanes = frame.routes.load[home]
+            source = (("run", k), *frame.prefetch.copied(cell.layer, home))
+            # The staging is read by all legs: the next unit must not write there meanwhile.
+            staging: Resources = (slot_stage(slot, home),) if len(lanes) > 1 else ()
+            before: Resources = (("rows", home, k - 1),) if k else ()
+            for leg in legs(copy, lanes, source, ("rowstage", home, k), (("rows", home, k),)):
+                last = leg.hop == len(lanes) - 1
+                yield replace(leg, reads=leg.reads + staging + (before if last else ()))
+
+    def resume(self, step: CellStep, hidden: int | None = None) -> Task:
+        """Return the task that computes the rest of a layer after its experts were loaded."""
+        rows = tuple(("rows", home, step.cell.batch) for home in self.frame.prefetch.experts(step.cell.layer))
+        return self.compute(Op.RESUME, step, hidden=hidden, reads=rows)
+
+
+def embedding_rows(frame: ProgramFrame, sweep: int, streamed: Sequence[str]) -> Iterator[Task]:
+    """Yield the tasks that begin all forward passes and load their embedding rows.
+
+    Args:
+        frame: its `demand.embedding` is the tier of the embedding.
+        sweep: number of the sweep.
+        streamed: tiers of the first unit's off-device weights.
+    """
+    home, prefetch = frame.demand.embedding, frame.prefetch
+    lane = frame.routes.load[home][0]
+    yield from prefetch.arrivals(0)
+    cells = [Cell(sweep, NO_LAYER, k) for k in range(len(frame.batches))]
+    for cell in cells:
+        yield Task(Op.OPEN, cell, DEVICE, prefetch.resident(0), (("run", cell.batch),))
+    for cell in cells:
+        reads = (("run", cell.batch), *prefetch.copied(0, home))
+        yield Copy(Op.LOAD_ROWS, cell, lane, reads, (("embedded", cell.batch),), home)
+        # The first batch is computed while rows of the others are read.
+        if cell.batch == 0 and any(frame.routes.load[tier][0] == lane for tier in streamed):
+            yield from prefetch.loads(1)

@@ -1,0 +1,258 @@
+"""The attender of attention workers: other processes compute attention over pages that they hold.
+
+Queries, keys, values and outputs cross the connection (Lamina, section 3.2: 4 e d bytes per token and layer without
+grouped heads), or are in memory that both processes map. Page tables cross it once per sweep, sinks once per job.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flexengine.attention.client import Client, Pending
+from flexengine.attention.messages import DTYPES, NONE, Question
+from flexengine.attention.tables import Tables
+from flexengine.attention.tier import WorkerTier
+from flexengine.errors import OutOfMemory, WorkerLost
+from flexengine.model.forward import Attend, Query
+from flexengine.plan.buffers import DELEGATION, DESKS
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import Layout
+from flexengine.policy import HEADS, TOKENS
+from flexengine.schedule.batches import Batch
+from flexengine.tier.base import Region, aligned
+from flexengine.tier.machine import Machine
+from flexengine.worker.attend.buffered import BufferedAttender
+from flexengine.worker.attend.parts import by_tokens, merged, whole
+from flexengine.worker.cache import Cache, View
+
+
+class Desk:
+    """RAM for questions to a worker and for its answers. A worker on this machine maps the same memory.
+
+    Args:
+        tier: ledger that books the memory.
+        nbytes: bytes of the memory.
+        what: its purpose.
+    """
+
+    def __init__(self, attender: "RemoteAttender", client: Client, tier: str, nbytes: int, what: str) -> None:
+        self.client, self.handle = client, NONE
+        if client.shares:
+            attender.regions.keep_room(tier, aligned(nbytes), what)
+            handle = client.allocate(nbytes, counted=False)
+            if handle is None:
+                raise OutOfMemory(tier, what, nbytes)
+            self.handle, self.flat = handle, client.memory_of(handle)
+        else:
+            region = attender.regions.take(tier, nbytes, what)
+            self.flat = attender.machine.tier(tier).view(region)
+
+    def ask(self, layer: int, question: Question, at: int, nbytes: int, out: int, out_bytes: int) -> Pending:
+        """Send a question whose vectors are at byte `at`. Its answer comes to byte `out`."""
+        question = replace(question, shared=self.handle, at=at, out=out)
+        return self.client.ask(layer, question, self.flat[at : at + nbytes], self.flat[out : out + out_bytes])
+
+    def add(self, pending: Pending, at: int, nbytes: int) -> None:
+        """Send keys and values, which are at byte `at`, of a question whose queries went first."""
+        self.client.add(pending, self.flat[at : at + nbytes], None if self.handle == NONE else at)
+
+
+class RemoteAttender(BufferedAttender):
+    """Sends questions to the workers of a place, and receives their answers. Several workers hold slices of every page:
+    some heads, or some tokens."""
+
+    def __init__(
+        self, place: str, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
+    ) -> None:
+        self.place, self.partition = place, layout.policy.partition
+        tiers = [machine.tier(member) for member in layout.policy.team(place, layout.places)]
+        self.clients = [tier.client for tier in tiers if isinstance(tier, WorkerTier)]
+        self.desks: list[Desk] = []
+        try:
+            super().__init__(place, model, layout, machine, cache, dtype)
+            if len(self.clients) > 1:
+                tier = "device" if machine.capacity.shared else "host"
+                for client in self.clients:
+                    self.desks.append(Desk(self, client, tier, layout.desks[place], DESKS))
+        except BaseException:
+            self._free_desks()
+            self.regions.free()
+            raise
+        self.row = model.sent + model.fetched + 4 * model.heads  # bytes of a token at a desk of a team
+        self._told: dict[tuple[int, int], list[Tables]] = {}  # by gpu_batch and group: tables that the workers have
+        self._sinks_told = set[int]()  # layers whose sinks the workers have
+        self._views: dict[int, View] = {}  # by gpu_batch
+        self._waiting: dict[int, list[Pending]] = {}  # by gpu_batch, answers to its question
+
+    def _take(self, tier: str, nbytes: int) -> Region:
+        """Return a buffer. A single worker reads the buffer in RAM itself."""
+        if len(self.clients) > 1 or (tier == "device" and not self.machine.capacity.shared):
+            return super()._take(tier, nbytes)
+        self.desks = [Desk(self, self.clients[0], tier, nbytes, DELEGATION)]
+        return Region(self.desks[0].flat, 0, nbytes, self.dtype)
+
+    def begin(self, batches: Mapping[int, Batch]) -> None:
+        super().begin(batches)
+        self._told.clear()
+        self._views.clear()
+        self._waiting.clear()
+
+    def ask(self, k: int, event: Attend | Query, view: View) -> None:
+        super().ask(k, event, view)
+        self._views[k] = view
+
+    def send(self, k: int) -> None:
+        """Send the question. The worker begins as soon as it has answered earlier ones, so it does not wait for the
+        lane of `attend`."""
+        super().send(k)
+        self.machine.synchronize()  # a GPU copies to RAM after the call
+        layer, parts = self._asked[k].layer, self._tell(k)
+        if len(self.desks) == 1:
+            sent, answer = self._to_send(self._host_buf, k), self._parts(self._host_buf, k)[1]
+            at = sent.start
+            self._waiting[k] = [self.desks[0].ask(layer, self._question(k, 0), at, sent.nbytes, at, answer.nbytes)]
+            return
+        vectors, self._waiting[k] = self._vectors(self._in_ram(k)[0], k), []
+        which = slice(0, 1) if self._asked[k].first else slice(0, 3)
+        at, out, out_bytes = self._places(k)
+        for number, (desk, part) in enumerate(zip(self.desks, parts, strict=True)):
+            nbytes = _put(self._slice(vectors, part, number)[which], desk.flat[at:])
+            self._waiting[k].append(desk.ask(layer, self._question(k, number), at, nbytes, out, out_bytes))
+
+    def send_added(self, k: int) -> None:
+        """Send the keys and values of a question whose queries went first."""
+        super().send_added(k)
+        self.machine.synchronize()
+        if len(self.desks) == 1:
+            sent = self._to_send(self._host_buf, k, added=True)
+            self.desks[0].add(self._waiting[k][0], sent.start, sent.nbytes)
+            return
+        vectors, at = self._vectors(self._in_ram(k)[0], k), self._places(k)[0]
+        for number, (desk, part, pending) in enumerate(zip(self.desks, self._tell(k), self._waiting[k], strict=True)):
+            queries, *added = self._slice(vectors, part, number)
+            desk.add(pending, at + queries.nbytes, _put(added, desk.flat[at + queries.nbytes :]))
+
+    def attend_cached(self, k: int) -> None:
+        """Wait until the workers have computed attention over the cached tokens."""
+        for pending in self._waiting[k]:
+            pending.wait_cached()
+
+    def attend(self, k: int, view: View) -> None:
+        """Wait for the answers, and join them."""
+        for pending in self._waiting[k]:
+            pending.wait()
+        del self._waiting[k]
+        if len(self.desks) > 1:
+            _, out, out_bytes = self._places(k)
+            answers = [desk.flat[out : out + out_bytes] for desk in self.desks]
+            self._in_ram(k)[1].copy_(self._joined(answers, k, self._asked[k].options[3]).view(-1))
+
+    def _places(self, k: int) -> tuple[int, int, int]:
+        """Return the first byte of a gpu_batch's question at a desk of a team, that of its answer, and its bytes."""
+        at = self._first[k] * self.row
+        return at, at + self.model.sent * self._asked[k].tokens, self._answer_bytes(k)
+
+    def _tell(self, k: int) -> list[Tables]:
+        """Send page tables and sinks that the workers do not have yet. Return the workers' page tables."""
+        layer, sinks = self._asked[k].layer, self._asked[k].options[3]
+        group = self.cache.pools.group[layer]
+        if (k, group) not in self._told:
+            tables, pool = self.cache.tables(self._views[k], layer), self.cache.layout.pool_of(self.place, layer)
+            count = len(self.clients)
+            parts = (by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial
+                     else [whole(tables)] * count)  # fmt: skip
+            for client, part in zip(self.clients, parts, strict=True):
+                client.tables(k, group, part)
+            self._told[k, group] = parts
+        if sinks is not None and layer not in self._sinks_told and not self._partial:
+            self._sinks_told.add(layer)
+            for number, client in enumerate(self.clients):
+                client.sinks(layer, self._heads(sinks[None], number)[0].contiguous())
+        return self._told[k, group]
+
+    @property
+    def _partial(self) -> bool:
+        """Whether workers return parts that are merged."""
+        return self.partition == TOKENS and len(self.clients) > 1
+
+    def _heads(self, vectors: Tensor, number: int) -> Tensor:
+        """Return a worker's heads of [rows, heads, ...]."""
+        if self.partition != HEADS:
+            return vectors
+        share = vectors.shape[1] // len(self.clients)
+        return vectors[:, number * share : (number + 1) * share]
+
+    def _slice(self, vectors: tuple[Tensor, ...], part: Tables, number: int) -> list[Tensor]:
+        """Return a worker's queries, keys and values. It gets the keys and values of tokens that it will hold."""
+        q, *new = vectors
+        if self._partial:
+            return [q, *(x[part.rows.long()] for x in new)]
+        return [self._heads(x, number) for x in vectors]
+
+    def _answer_bytes(self, k: int) -> int:
+        """Return the bytes of a worker's answer."""
+        asked, out = self._asked[k], self._asked[k].heads[0] * self.model.head_dim * self.dtype.itemsize
+        if self._partial:
+            return asked.tokens * (out + 4 * asked.heads[0])
+        return asked.tokens * out // len(self.clients)
+
+    def _joined(self, answers: Sequence[Tensor], k: int, sinks: Tensor | None) -> Tensor:
+        """Return attention of a gpu_batch from the workers' answers, [tokens, heads, head_dim]."""
+        asked, dim = self._asked[k], self.model.head_dim
+        n, heads = asked.tokens, asked.heads[0]
+        if not self._partial:
+            return torch.cat([x.view(self.dtype).view(n, -1, dim) for x in answers], 1)
+        cut = n * heads * dim * self.dtype.itemsize
+        outs = [x[:cut].view(self.dtype).view(n, heads, dim) for x in answers]
+        return merged(outs, [x[cut:].view(torch.float32).view(n, heads) for x in answers], sinks)
+
+    def _question(self, k: int, number: int) -> Question:
+        """Return the question about a gpu_batch to one of the workers, without its vectors."""
+        asked, pools = self._asked[k], self.cache.pools
+        pool, region = self.cache.layout.pool_of(self.place, asked.layer), pools.region(asked.layer, self.place)
+        (heads, kv_heads), page_tokens = asked.heads, pool.page_tokens
+        if (team := pools.teams.get(self.place)) is not None:
+            heads //= kv_heads
+            kv_heads, page_tokens = team.slice_form(pools.group[asked.layer])
+            heads, region = heads * kv_heads, team.slices(region)[number]
+        scale, window, softcap, sinks = asked.options
+        topk = self.cache.topk
+        return Question(
+            handle=region.place, start=region.start, pages=pool.pages, page_tokens=page_tokens, heads=heads,
+            kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
+            dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer],
+            window=NONE if window is None else window, sinks=int(sinks is not None and not self._partial),
+            partial=int(self._partial), first=int(asked.first), scale=scale,
+            softcap=NONE if softcap is None else softcap, topk=NONE if topk is None else topk,
+        )  # fmt: skip
+
+    def drain(self, lost: str) -> None:
+        for waiting in self._waiting.values():
+            for desk, pending in zip(self.desks, waiting, strict=False):  # a sweep may break off between two questions
+                try:
+                    desk.client.drain(pending)
+                except WorkerLost as error:
+                    if error.place != lost:
+                        raise
+        self._waiting.clear()
+
+    def close(self) -> None:
+        self._free_desks()
+        super().close()
+
+    def _free_desks(self) -> None:
+        for desk in self.desks:
+            desk.flat = torch.empty(0, dtype=torch.uint8)
+            if desk.handle != NONE:
+                desk.client.free(desk.handle)
+
+
+def _put(pieces: Sequence[Tensor], target: Tensor) -> int:
+    """Copy tensors one after the other to the first bytes of a tensor. Return the number of bytes."""
+    done = 0
+    for piece in pieces:
+        target[done : done + piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
+        done += piece.nbytes
+    return done

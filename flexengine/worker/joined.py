@@ -1,0 +1,52 @@
+"""Layers that one cell computes together, in one call of kernels (model/native/layer.py)."""
+
+from collections.abc import Sequence
+
+from flexengine.model.forward import pausing_layers
+from flexengine.model.skeleton import Skeleton
+from flexengine.places import DEVICE
+from flexengine.schedule.batches import Batch, continues
+from flexengine.worker.weights import Weights
+
+
+class JoinedLayers:
+    """Tells the program which layers a cell computes.
+
+    Args:
+        skeleton: modules of the model.
+        weights: weights of the job.
+    """
+
+    def __init__(self, skeleton: Skeleton, weights: Weights) -> None:
+        self._modules, self._weights = pausing_layers(skeleton.model)[: len(skeleton.layers)], weights
+        self._allowed: list[bool] = []
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Begin a sweep.
+
+        KV and hidden states of the gpu_batch must be on the device. A gpu_batch whose attention reads what an earlier
+        one of the sweep appends must wait for it in every layer.
+        """
+        self._allowed = [
+            batch.cache_home == batch.hidden_home == DEVICE
+            and not any(continues(other, batch) for other in batches[:number])
+            for number, batch in enumerate(batches)
+        ]
+
+    def count(self, layer: int, batch: int) -> int:
+        """Return the number of layers, from this one on, that a cell computes.
+
+        Their weights are on the device, and the input of each was the output of the layer before in the last pass.
+        """
+        if self._modules[layer].native is None or not (self._allowed[batch] and self._weights.arrived):
+            return 1
+        rest = range(layer + 1, len(self._modules))
+        return next((j for j in rest if self._weights.units[j] or not self._is_joined(j)), rest.stop) - layer
+
+    def native(self, layer: int, end: int) -> range:
+        """Return the layers of layer .. end - 1 that kernels may compute: none if modules compute the first one."""
+        return range(layer, layer if self._modules[layer].native is None else end)
+
+    def _is_joined(self, layer: int) -> bool:
+        native = self._modules[layer].native
+        return native is not None and native.joined
