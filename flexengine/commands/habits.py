@@ -83,7 +83,7 @@ int8: 8bit 8-bit int8 q8_0 q8 fp8 fp8_e4m3 fp8_e5m2 w8a8 w8a16 bitsandbytes
 int4: 4bit 4-bit int4 q4_0 q4_k_m q4_k q4 nf4 fp4 awq gptq w4a16 mxfp4
 exact: none fp16 bf16 16
 """).values()
-_VALUES = {
+_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "--weights": {"int8": (*_INT8, "8"), "int4": (*_INT4, "4"), "int3": ("3",), "int2": ("2",), "": _EXACT},
     "--cache": {"int8": _INT8, "int4": _INT4, "bf16": ("bfloat16", "fp16", "f16"), "": ("auto",)},
     "--dtype": {"float16": ("fp16", "half", "f16"), "bfloat16": ("bf16",), "float32": ("fp32", "float", "f32")},
