@@ -27,29 +27,27 @@ ALLOWED = {
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "activity", "read_retries", "places", "kernels"},
-    "attention": {"errors", "activity", "places", "codec", "kernels", "tier", "__version__"},
     "kv": {"errors", "kernels"},
     "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
     "runtime": {"errors", "activity", "places", "schedule"},
     "worker": {"errors", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "codec", "kernels",
-               "tier", "attention", "kv", "model"},
-    "parallel": {"errors", "worker"},
+               "tier", "kv", "model"},
     "job": {"errors", "activity", "config"},
     "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
-                "kv", "attention", "lossy", "model", "runtime", "worker", "__version__"},
+                "kv", "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"errors", "activity", "config", "lossy", "places", "policy", "strategy", "schedule", "plan", "codec",
-               "kernels", "tier", "attention", "kv", "model", "runtime", "worker", "parallel", "job",
+               "kernels", "tier", "kv", "model", "runtime", "worker", "job",
                "measure", "__version__"},
-    "guests": {"errors", "activity", "read_retries", "config", "lossy", "places", "policy", "schedule", "plan", "codec",
-               "kernels", "tier", "model", "worker", "measure", "engine", "texts"},
-    "apps": {"errors", "activity", "config", "lossy", "policy", "plan", "parallel", "job", "engine", "shipped",
+    "guests": {"errors", "activity", "read_retries", "config", "lossy", "places", "policy", "strategy", "schedule",
+               "plan", "codec", "kernels", "tier", "model", "runtime", "worker", "measure", "engine", "texts",
+               "__version__"},
+    "apps": {"errors", "activity", "config", "lossy", "policy", "plan", "job", "engine", "guests", "shipped",
              "__version__"},
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
     "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier",
-                 "attention", "kernels",
-                 "model", "guests", "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped",
+                 "kernels", "model", "guests", "worker", "measure", "job", "engine", "report", "apps", "shipped",
                  "texts", "__version__"},
     "run": {"commands"},
     "__main__": {"commands"},
@@ -211,8 +209,8 @@ def test_threads_are_made_in_few_places() -> None:
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
     known = {"runtime.lane", "runtime.watchdog", "tier.disk", "guests.flash.reader", "guests.flash.expert_reads",
-             "parallel.frames", "parallel.heartbeat", "model.overlap", "attention.client", "attention.network",
-             "attention.pool", "attention.server"}  # fmt: skip
+             "guests.stages.frames", "guests.wire.link", "model.overlap",
+             *(f"guests.attention_workers.{name}" for name in ("client", "network", "pool", "server"))}  # fmt: skip
     assert makers <= known
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.engine.pipeline.server import Server
-from flexengine.parallel.environment import ranks
-from flexengine.parallel.group import Group
-from flexengine.parallel.launch import LocalStages
+from flexengine.guests.stages.environment import ranks
+from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.launch import LocalStages
+from flexengine.guests.stages.server import StageServer
 
 
-def engine_of(job: dict[str, Any], group: Group | None) -> Engine:
+def engine_of(job: dict[str, Any], group: PipelineGroup | None) -> Engine:
     return Engine(job["model"], device="sim", device_mem=job["memory"], host_mem=job["host"],
                   links=Links(**job["links"]), policy=Policy(**job["policy"]), group=group, progress=False)  # fmt: skip
 
 
-def drive(job: dict[str, Any], group: Group | None) -> dict[str, Any]:
+def drive(job: dict[str, Any], group: PipelineGroup | None) -> dict[str, Any]:
     """Generate, and return seconds and tokens."""
     prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
     with engine_of(job, group) as engine:
@@ -40,15 +40,15 @@ def main() -> None:
     path = sys.argv[1]
     job = json.loads(Path(path).read_text())
     if ranks()[0] > 0:
-        group = Group()
+        group = PipelineGroup()
         with engine_of(job, group) as engine:
-            Server(engine, group).run()
+            StageServer(engine, group).run()
         group.close()
     elif job["stages"] == 1:
         print(json.dumps(drive(job, None)))
     else:
         with LocalStages(job["stages"], ["-m", "bench.pipeline.side", path]):
-            group = Group()
+            group = PipelineGroup()
             made = drive(job, group)
             group.close()
         print(json.dumps(made))

@@ -15,24 +15,25 @@ from typing import Any
 from torch import Tensor
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.attention.network import address_of, serve_forever
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import Asked, Server
+from flexengine.guests.attention_workers.attention import PendingQuestion
+from flexengine.guests.attention_workers.network import address_of, serve_forever
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import AttentionServer
 
 
 def pool(job: dict[str, Any]) -> None:
     """Serve engines until the process is ended."""
-    attend = Server._attend
+    attend = AttentionServer._attend
 
-    def slowed(self: Server, asked: Asked) -> tuple[Tensor, ...]:
+    def slowed(self: AttentionServer, asked: PendingQuestion) -> tuple[Tensor, ...]:
         end = time.perf_counter() + job["seconds"]
         answer = attend(self, asked)
         time.sleep(max(0.0, end - time.perf_counter()))
         return answer
 
-    Server._attend = slowed  # type: ignore[method-assign]
+    AttentionServer._attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
-        serve_forever(server, Pool(1 << 26), lambda text: print(text, file=sys.stderr))
+        serve_forever(server, WorkerPool(1 << 26), lambda text: print(text, file=sys.stderr))
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from flexengine.attention.link import Link
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import Server
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.wire.link import Connection
 from flexengine.model.linear import FastLinear
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], flush=True)
-        server = Server(Link(listening.accept()[0]), Pool(memory), "slowed")
+        server = AttentionServer(Connection(listening.accept()[0]), WorkerPool(memory), "slowed")
     server.kernels = SlowKernels(server.kernels, seconds)  # type: ignore[assignment]
     server.run()
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import MachineOptions
     from flexengine.engine.state import Progress
+    from flexengine.guests.stages.group import PipelineGroup
     from flexengine.job.inputs import InputRows
     from flexengine.lossy import Lossy
-    from flexengine.parallel.group import Group
     from flexengine.worker.open_model import OpenModel
 
 _MACHINE = ("device", "device_mem", "host_mem", "offload_dir")  # options of MachineOptions
@@ -58,7 +58,7 @@ class _Ticking:
 
 
 def open_engine(
-    args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "Group | None" = None
+    args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "PipelineGroup | None" = None
 ) -> "Engine":
     """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified. A model that
     does not exist is refused before this function imports torch.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
-from flexengine.parallel.environment import INTERFACE, ranks
+from flexengine.guests.stages.environment import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
-    from flexengine.engine.pipeline.remote import StagePlan
-    from flexengine.parallel.group import Group
+    from flexengine.guests.stages.group import PipelineGroup
+    from flexengine.guests.stages.remote import RemotePlan
     from flexengine.plan.prediction import Prediction
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
@@ -71,15 +71,15 @@ def rank_of(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
+def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
     the other processes, and end them at the end."""
     stages = getattr(args, "stages", None) or 1
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
+            from flexengine.guests.stages.launch import LocalStages
             from flexengine.model.layer_count import named_layers
-            from flexengine.parallel.launch import LocalStages
             from flexengine.plan.stages import stage_layers
 
             if (layers := named_layers(args.model)) is not None:  # else each stage compares its own
@@ -94,9 +94,9 @@ def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
         from flexengine.commands.open_engine import load_libraries
 
         load_libraries()
-        from flexengine.parallel.group import Group
+        from flexengine.guests.stages.group import PipelineGroup
 
-        group = Group(args.interface, look)
+        group = PipelineGroup(args.interface, look)
         stack.callback(group.close)
         yield group
 
@@ -107,14 +107,14 @@ def serve(args: argparse.Namespace) -> None:
 
     with pipeline(args) as group:
         assert group is not None
-        from flexengine.engine.pipeline.server import Server
+        from flexengine.guests.stages.server import StageServer
 
         with open_engine(args, group=group) as engine:
-            Server(engine, group).run()
+            StageServer(engine, group).run()
 
 
 def stage_lines(
-    layers: tuple[int, int], first: "Prediction", others: "Sequence[StagePlan]", ram: bool
+    layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool
 ) -> str:  # fmt: skip
     """Return a line for each stage of a pipeline, and one for the slowest of them.
 

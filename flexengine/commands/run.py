@@ -156,8 +156,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
-    from flexengine.engine.pipeline.planner import PipelinePlanner
     from flexengine.engine.survey import Refused
+    from flexengine.guests.stages.planner import PipelinePlanner
     from flexengine.plan.explain import report
     from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import ideas

@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; give less, or hold"
                            " the KV cache in a file with --worker-file")  # fmt: skip
     from flexengine import kernels
-    from flexengine.attention.network import address_of, serve_forever
-    from flexengine.attention.pool import Pool
+    from flexengine.guests.attention_workers.network import address_of, serve_forever
+    from flexengine.guests.attention_workers.pool import WorkerPool
 
     host, port = address_of(args.address)
-    pool = Pool(memory, None if args.worker_file is None else Path(args.worker_file))
+    pool = WorkerPool(memory, None if args.worker_file is None else Path(args.worker_file))
     kernels.load()  # compiling them may take longer than an engine waits
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -7,8 +7,8 @@ import torch
 
 from flexengine import kernels
 from flexengine.activity import activity
+from flexengine.engine.guests import StageDriver
 from flexengine.engine.options import EngineOptions
-from flexengine.engine.pipeline.remote import Driver, ports_of
 from flexengine.engine.stages import JobResources, LocalStage
 from flexengine.engine.summary import Summary, Verified
 from flexengine.errors import InvalidInput
@@ -50,7 +50,9 @@ class Core:
         sample: also gets task spans, from the next job on; None for no sample.
     """
 
-    def __init__(self, options: EngineOptions, layers: Layers | None = None, driver: Driver | None = None) -> None:
+    def __init__(
+        self, options: EngineOptions, layers: Layers | None = None, driver: StageDriver | None = None
+    ) -> None:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:
@@ -142,7 +144,7 @@ class Core:
         others = self.driver.prepare(policy, watch.cost.workload, given, self.lossy)
         with contextlib.ExitStack() as undo:
             undo.callback(self.driver.end)
-            own = self.stage(watch, load_first, ports_of(self.driver))
+            own = self.stage(watch, load_first, self.driver.ports)
             undo.callback(own.close)
             resources = JobResources([own, *others()])
             undo.pop_all()

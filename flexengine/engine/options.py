@@ -5,24 +5,21 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
-from flexengine.attention.local import local_workers, shared_workers
-from flexengine.attention.network import address_of, connecting
-from flexengine.attention.tier import WorkerTier, worker_tiers
 from flexengine.config import cache_root, parse_size, shown
+from flexengine.engine.guests import ProcessGroup, guest
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
-from flexengine.parallel.group import Group
 from flexengine.places import MOST_WORKERS
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
+from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
 
 P = ParamSpec("P")
@@ -82,7 +79,7 @@ class MachineOptions:
                 raise InvalidInput(f"--worker-mem is {self.worker_mem}, but workers at addresses have memory of their"
                                    " own; give it to flexengine serve-attention")  # fmt: skip
             for address in given:
-                address_of(address)
+                guest("check of an address")(address)
             if twice := next((each for each in given if list(given).count(each) > 1), None):
                 raise InvalidInput(f"--attention-workers names {twice} twice; name each worker once")
             return
@@ -118,17 +115,20 @@ class MachineOptions:
                 worker.close()
             raise
 
-    def _workers(self) -> list[WorkerTier]:
+    def _workers(self) -> Sequence[Tier]:
         """Return the attention workers. Raise WorkerLost if one cannot be started, or does not answer."""
-        given = self.attention_workers
-        if isinstance(given, int):
-            return local_workers(given, self._worker_bytes)
-        return worker_tiers(list(map(connecting, given)), self._worker_sharing)
+        if not self.attention_workers:
+            return []
+        memory = parse_size(self.worker_mem or "1", "--worker-mem")
+        workers: Sequence[Tier] = guest("attention workers")(
+            self.attention_workers, memory, self._worker_sharing, self._group
+        )
+        return workers
 
     @property
-    def _worker_bytes(self) -> int:
-        """Bytes for KV cache of each worker that is started, if there are any."""
-        return parse_size(self.worker_mem or "1", "--worker-mem")
+    def _group(self) -> ProcessGroup | None:
+        """The processes that share the attention workers which this machine starts."""
+        return None
 
     @property
     def _worker_sharing(self) -> int:
@@ -193,7 +193,7 @@ class EngineOptions(MachineOptions):
     prefix_sharing: bool = True
     verify: bool = False
     strategy: Strategy | None = None
-    group: Group | None = None
+    group: ProcessGroup | None = None
     sharing: int | None = None
     worker_sharing: int | None = None
     progress: bool | Listener | None = None
@@ -214,7 +214,7 @@ class EngineOptions(MachineOptions):
             raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
                                ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
                                " the policy")  # fmt: skip
-        check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
+        check("group", self.group, ProcessGroup | None, "a Group of flexengine.guests.stages, or None")
         group, given = self.group, self.attention_workers
         if group is not None and isinstance(given, int) and given and group.local_size < group.size:
             raise InvalidInput(f"--attention-workers is {given}, but the stages are on several machines; start workers"
@@ -261,12 +261,9 @@ class EngineOptions(MachineOptions):
     def _worker_sharing(self) -> int:
         return self.worker_sharing or (1 if self.group is None else self.group.size)
 
-    def _workers(self) -> list[WorkerTier]:
-        group, given = self.group, self.attention_workers
-        if group is None or not isinstance(given, int) or not given:
-            return super()._workers()
-        return shared_workers(given, self._worker_bytes, group.rank, group.size,
-                              partial(group.exchange, "attention workers"))  # fmt: skip
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return self.group
 
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.

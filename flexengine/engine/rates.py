@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from flexengine.activity import message
+from flexengine.engine.guests import guest
 from flexengine.engine.options import MachineOptions
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.measure import store
-from flexengine.measure.workers import measure_workers
 from flexengine.model.dtypes import named_dtype
 from flexengine.plan.assumed import assumed
 from flexengine.plan.feedback import SweepMonitor
@@ -106,7 +106,10 @@ class RateStore:
         memory. Empty if a worker is lost meanwhile, which the job will replace, or has no room for a page, which other
         engines may hold."""
         try:
-            return measure_workers(self.machine, self.opened.facts, self.opened.dtype)
+            rates: dict[str, Any] = guest("rates of attention workers")(
+                self.machine, self.opened.facts, self.opened.dtype
+            )
+            return rates
         except (WorkerLost, OutOfMemory) as error:
             message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
                     " the device", logging.WARNING)  # fmt: skip

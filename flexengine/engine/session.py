@@ -13,11 +13,9 @@ from flexengine.engine import fingerprint
 from flexengine.engine.calibrator import BITS, Calibrator, ExactEngine
 from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
+from flexengine.engine.guests import guest
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
-from flexengine.engine.pipeline.alike import check_alike
-from flexengine.engine.pipeline.planner import PipelinePlanner
-from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import PromptReader
@@ -56,7 +54,8 @@ class Session:
             self.core = core = _core(options)
         basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         strategy = options.strategy
-        self.planner = PipelinePlanner(core.driver, strategy, *basis) if core.driver else Planner(*basis)
+        planner = guest("planner of stages") if core.driver else None
+        self.planner = planner(core.driver, strategy, *basis) if planner else Planner(*basis)
         if strategy is not None:
             from flexengine.plan.stages import shape_name
 
@@ -72,7 +71,7 @@ class Session:
         if core.lossy.weights == MIXED:
             self._bits = resolve_name(BITS)(core, self.calibrator)
         if options.group is not None:
-            check_alike(core, options, options.group)
+            guest("check of stages")(core, options, options.group)
         self.on_sweep = options.on_sweep
         self.load_first = False
         self._job: Job | None = None  # the last one
@@ -289,4 +288,4 @@ def _core(options: EngineOptions) -> Core:
         return stage_layers(count, group.rank, group.size, options.strategy)
 
     cuda.take_one(group.local_rank)
-    return Core(options, layers, Driver(group) if group.rank == 0 else None)
+    return Core(options, layers, guest("driver of stages")(group) if group.rank == 0 else None)

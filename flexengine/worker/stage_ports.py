@@ -74,8 +74,10 @@ class Ports(NamedTuple):
         needed = (BEFORE,) * skeleton.enters + (AFTER,) * skeleton.leaves
         if self.names != needed:
             first, end = skeleton.layer_range
-            raise InvalidInput(f"layers {first} to {end - 1} of {skeleton.total} need {_listed(needed)}, but"
-                               f" {_listed(self.names)} is given; let a chain of stages hold all layers")  # fmt: skip
+            raise InvalidInput(
+                f"layers {first} to {end - 1} of {skeleton.total} need {_listed(needed)}, but"
+                f" {_listed(self.names)} is given; let a chain of stages hold all layers"
+            )
 
 
 NO_PORTS = Ports()

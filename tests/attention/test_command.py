@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flexengine.attention import local
 from flexengine.commands.main import main
+from flexengine.guests.attention_workers import local
 from flexengine.plan.assumed import assumed
 from flexengine.plan.brief import waits_for
 from flexengine.plan.capacity import Capacity

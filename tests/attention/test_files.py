@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import files
 from flexengine.errors import InvalidInput
+from flexengine.guests.attention_workers import files
 from flexengine.places import worker_names, workers_in_memory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import local
-from flexengine.attention.server import Server
 from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory
+from flexengine.guests.attention_workers import client, local
+from flexengine.guests.attention_workers.attender import RemoteAttender
+from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.schedule.tasks import Op
-from flexengine.worker.attend import RemoteAttender
 from tests.helpers.attention_workers import NetWorker, ThreadWorker
 from tests.helpers.families import LENGTHS, NEW
 
@@ -92,7 +92,7 @@ def test_attention_over_cached_tokens_overlaps_keys_and_values(
     """A worker finishes the cached tokens of a cell only while the device computes the cell's keys and values, and the
     device finishes these only while the worker computes. The trace shows both at the same time."""
     meeting, begun = threading.Barrier(2, timeout=60), threading.Event()
-    cached, waiting, add = Server._attend_cached, RemoteAttender.attend_cached, RemoteAttender.add
+    cached, waiting, add = AttentionServer._attend_cached, RemoteAttender.attend_cached, RemoteAttender.add
 
     def meet(self: Any, *args: Any) -> Any:
         meeting.wait()
@@ -108,7 +108,7 @@ def test_attention_over_cached_tokens_overlaps_keys_and_values(
         meeting.wait()
         add(self, *args)
 
-    monkeypatch.setattr(Server, "_attend_cached", meet)
+    monkeypatch.setattr(AttentionServer, "_attend_cached", meet)
     monkeypatch.setattr(RemoteAttender, "attend_cached", wait)
     monkeypatch.setattr(RemoteAttender, "add", adding)
     known, trace = families("llama"), tmp_path / "trace.json"
@@ -256,7 +256,7 @@ def test_too_little_memory_of_workers(families: Any) -> None:
 
 
 def test_clients_of_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexengine.attention.client.identity", lambda: "flexengine 9.9 with OtherKernels")
+    monkeypatch.setattr(client, "identity", lambda: "flexengine 9.9 with OtherKernels")
     with pytest.raises(InvalidInput, match=r"worker1 refuses: .* but the engine runs flexengine 9.9"):
         ThreadWorker("worker1", 1000, 1)
 

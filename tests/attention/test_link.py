@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.attention import link as links
-from flexengine.attention.client import Client
-from flexengine.attention.link import HEADER, MAGIC, Broken, Link
-from flexengine.attention.messages import PROTOCOL, Kind, Question, text
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import Server, identity
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import AttentionServer, identity
+from flexengine.guests.wire import link as links
+from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
 from tests.helpers.attention_workers import NetWorker
 
 BODY = torch.arange(100, dtype=torch.uint8)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link, socket.socket]]:
+def pair() -> Iterator[tuple[Connection, Connection, socket.socket]]:
     """Two ends of a connection, and the socket of the first."""
     one, other = socket.socketpair()
-    ends = Link(one), Link(other)
+    ends = Connection(one), Connection(other)
     yield *ends, one
     for end in ends:
         end.close()
@@ -81,7 +81,7 @@ def test_ends(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SILENT_SECONDS", 0.05)
-    one, other = map(Link, socket.socketpair())
+    one, other = map(Connection, socket.socketpair())
     one.send(7)
     other.receive()
     with pytest.raises(Broken, match=r"it gave no sign of life for 0.05 s"):
@@ -92,43 +92,43 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The worker's side.
 
-QUESTION = Question(
+QUESTION = WorkerQuestion(
     handle=0, start=0, pages=4, page_tokens=16, heads=2, kv_heads=1, head_dim=8, bits=0, pool_dtype=0, dtype=0, batch=0,
-    group=0, window=-1, sinks=0, partial=0, first=0, scale=1.0, softcap=-1.0, topk=-1.0,
+    group=0, scale=1.0,
 )  # fmt: skip
 TABLES = torch.tensor([0, 1, 20, 20, 1, 3, 0], dtype=torch.int32)  # one sequence of 20 tokens on pages 0 and 1
 VECTORS = torch.zeros(4 * 8)
 
 
-def refused(*sent: Callable[[Link], None]) -> str:
+def refused(*sent: Callable[[Connection], None]) -> str:
     """Return why a worker ends its connection after these messages."""
-    one, other = map(Link, socket.socketpair())
-    one.send(Kind.HELLO, (PROTOCOL,), text(identity()))
+    one, other = map(Connection, socket.socketpair())
+    one.send(MessageKind.HELLO, (PROTOCOL,), text(identity()))
     for send in sent:
         send(one)
-    server = Server(other, Pool(1 << 16), "worker")
+    server = AttentionServer(other, WorkerPool(1 << 16), "worker")
     with pytest.raises(Broken) as caught:
         server.run()
     one.close()
     return str(caught.value)
 
 
-def allocated(one: Link) -> None:
-    one.send(Kind.ALLOCATE, (0, 4 * 2 * 16 * 8 * 4))
+def allocated(one: Connection) -> None:
+    one.send(MessageKind.ALLOCATE, (0, 4 * 2 * 16 * 8 * 4))
 
 
-def with_tables(one: Link) -> None:
-    one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
+def with_tables(one: Connection) -> None:
+    one.send(MessageKind.TABLES, (0, 0, 2, 1, 0), TABLES)
 
 
-def asked(first: int) -> Callable[[Link], None]:
+def asked(first: int) -> Callable[[Connection], None]:
     """Return what sends question 0. first: whether its queries go first."""
     vectors = VECTORS[: 2 * 8] if first else VECTORS
-    return lambda one: one.send(Kind.ASK, (0, 0), replace(QUESTION, first=first).pack(), vectors)
+    return lambda one: one.send(MessageKind.ASK, (0, 0), replace(QUESTION, first=bool(first)).pack(), vectors)
 
 
-def added(one: Link) -> None:
-    one.send(Kind.ADD, (0,), VECTORS[2 * 8 :])
+def added(one: Connection) -> None:
+    one.send(MessageKind.ADD, (0,), VECTORS[2 * 8 :])
 
 
 @pytest.mark.parametrize(
@@ -136,23 +136,41 @@ def added(one: Link) -> None:
     [
         ([lambda one: one.send(99)], "a message of unknown kind 99 came"),
         ([allocated, allocated], "memory 0 of 4096 bytes cannot be allocated"),
-        ([lambda one: one.send(Kind.ALLOCATE, (0, -1))], "memory 0 of -1 bytes cannot be allocated"),
-        ([lambda one: one.send(Kind.WRITE, (3, 0), BODY)], "bytes 0 to 100 of memory 3 were named, which has none"),
-        ([allocated, lambda one: one.send(Kind.WRITE, (0, 4000), BODY)], "bytes 4000 to 4100 of memory 0 were named"),
-        ([allocated, lambda one: one.send(Kind.READ, (0, 0, -8, 16))], "bytes -8 to 8 of memory 0 were named"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 6 numbers came"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 7 numbers came"),
-        ([allocated, lambda one: one.send(Kind.ASK, (0, 0), QUESTION.pack(), VECTORS)], "before its page tables"),
-        ([allocated, with_tables, lambda one: one.send(Kind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
-        ([lambda one: one.send(Kind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
-        ([lambda one: one.send(Kind.ADD, (0,), VECTORS)], "keys and values of question 0 came, whose queries did not"),
-        ([allocated, with_tables, asked(0), lambda one: one.send(Kind.ADD, (0,), VECTORS)], "queries did not go first"),
+        ([lambda one: one.send(MessageKind.ALLOCATE, (0, -1))], "memory 0 of -1 bytes cannot be allocated"),
+        (
+            [lambda one: one.send(MessageKind.WRITE, (3, 0), BODY)],
+            "bytes 0 to 100 of memory 3 were named, which has none",
+        ),
+        (
+            [allocated, lambda one: one.send(MessageKind.WRITE, (0, 4000), BODY)],
+            "bytes 4000 to 4100 of memory 0 were named",
+        ),
+        ([allocated, lambda one: one.send(MessageKind.READ, (0, 0, -8, 16))], "bytes -8 to 8 of memory 0 were named"),
+        ([lambda one: one.send(MessageKind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 6 numbers came"),
+        ([lambda one: one.send(MessageKind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 7 numbers came"),
+        (
+            [allocated, lambda one: one.send(MessageKind.ASK, (0, 0), QUESTION.pack(), VECTORS)],
+            "before its page tables",
+        ),
+        ([allocated, with_tables, lambda one: one.send(MessageKind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
+        ([lambda one: one.send(MessageKind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
+        (
+            [lambda one: one.send(MessageKind.ADD, (0,), VECTORS)],
+            "keys and values of question 0 came, whose queries did not",
+        ),
+        (
+            [allocated, with_tables, asked(0), lambda one: one.send(MessageKind.ADD, (0,), VECTORS)],
+            "queries did not go first",
+        ),
         ([allocated, with_tables, asked(1), asked(1)], "question 0 came twice"),
         ([allocated, with_tables, asked(1), added, added], "keys and values of question 0 came"),
-        ([allocated, with_tables, asked(1), lambda one: one.send(Kind.ADD, (1,), VECTORS)], "of question 1 came"),
+        (
+            [allocated, with_tables, asked(1), lambda one: one.send(MessageKind.ADD, (1,), VECTORS)],
+            "of question 1 came",
+        ),
     ],
 )
-def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Link], None]], reason: str) -> None:
+def test_a_worker_ends_after_a_wrong_message(sent: list[Callable[[Connection], None]], reason: str) -> None:
     assert reason in refused(*sent)
 
 
@@ -177,7 +195,7 @@ def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tabl
     """The engine's call raises WorkerLost; the worker touches no memory that is not there."""
     worker = NetWorker("worker1", 1 << 16, 1)
     handle = worker.allocate(4 * 2 * 16 * 8 * 4)
-    worker.link.send(Kind.TABLES, (0, 0, 2, 1, 0), tables)
+    worker.link.send(MessageKind.TABLES, (0, 0, 2, 1, 0), tables)
     pending = worker.ask(0, replace(QUESTION, handle=handle, **fields), VECTORS.view(torch.uint8), BODY[:64].clone())
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
         pending.wait()
@@ -200,8 +218,8 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
     """All calls that wait raise WorkerLost, also if keys and values are sent after the error."""
     worker = NetWorker("worker1", 1 << 16, 1)
     handle = worker.allocate(4 * 2 * 16 * 8 * 4)
-    worker.link.send(Kind.TABLES, (0, 0, 2, 1, 0), TABLES)
-    question = replace(QUESTION, handle=handle, first=1, **fields)
+    worker.link.send(MessageKind.TABLES, (0, 0, 2, 1, 0), TABLES)
+    question = replace(QUESTION, handle=handle, first=True, **fields)
     pending = worker.ask(0, question, torch.zeros(queries).view(torch.uint8), BODY[:64].clone())
     worker.add(pending, torch.zeros(added).view(torch.uint8), None)
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
@@ -212,12 +230,12 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
 
 
 def test_an_engine_ends_after_a_wrong_answer() -> None:
-    one, other = map(Link, socket.socketpair())
-    other.send(Kind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
+    one, other = map(Connection, socket.socketpair())
+    other.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
     client = Client(one, "worker1")
     assert (client.memory, client.name) == (1000, "worker1 (here)")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
-    other.send(Kind.ANSWER, (0,), BODY)
+    other.send(MessageKind.ANSWER, (0,), BODY)
     with pytest.raises(WorkerLost, match="it answered with 100 bytes, but 64 were due"):
         pending.wait()
     with pytest.raises(WorkerLost, match="64 were due"):
@@ -229,11 +247,11 @@ def test_an_engine_ends_after_a_wrong_answer() -> None:
 def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
     """The call that waits for the answer raises; a later one, too, and freeing memory does not."""
     one, other = socket.socketpair()
-    link = Link(other)
-    link.send(Kind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
-    client = Client(Link(one), "worker1")
+    link = Connection(other)
+    link.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
+    client = Client(Connection(one), "worker1")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
-    other.sendall(HEADER.pack(MAGIC | Kind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
+    other.sendall(HEADER.pack(MAGIC | MessageKind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
     link.close()
     with pytest.raises(WorkerLost, match=r"it ended in the middle of a message|its connection broke"):
         pending.wait()
@@ -247,9 +265,9 @@ def test_other_programs_are_no_workers() -> None:
     one, other = socket.socketpair()
     other.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" + b"x" * 64)
     with pytest.raises(WorkerLost, match="worker1 is lost: it sends no messages of flexengine"):
-        Client(Link(one), "worker1")
+        Client(Connection(one), "worker1")
     other.close()
     one, other = socket.socketpair()
-    Link(other).send(Kind.REFUSE, (), text("because"))
+    Connection(other).send(MessageKind.REFUSE, (), text("because"))
     with pytest.raises(InvalidInput, match="attention worker worker1 refuses: because; run the same version"):
-        Client(Link(one), "worker1")
+        Client(Connection(one), "worker1")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from flexengine.attention import local
-from flexengine.attention.__main__ import listening
-from flexengine.attention.local import JoinedWorker, LocalWorker, shared_workers
-from flexengine.attention.pool import Pool
 from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers.__main__ import listening
+from flexengine.guests.attention_workers.local import JoinedWorker, LocalWorker, shared_workers
+from flexengine.guests.attention_workers.pool import WorkerPool
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.forked import SLOW, Forked, children
 
@@ -29,7 +29,7 @@ MEMORY = 1 << 20
 def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
     path = tmp_path / "0"
     with (
-        listening(Pool(MEMORY), str(path)),
+        listening(WorkerPool(MEMORY), str(path)),
         closing(JoinedWorker("worker1", path, 1, 7)) as one,
         closing(JoinedWorker("worker1", path, 1, 8)) as two,
     ):
@@ -47,7 +47,7 @@ def test_a_killed_worker_leaves_a_socket_that_the_next_one_replaces(tmp_path: Pa
     path = tmp_path / "0"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
-    with listening(Pool(MEMORY), str(path)), closing(JoinedWorker("worker1", path, 1, 7)) as worker:
+    with listening(WorkerPool(MEMORY), str(path)), closing(JoinedWorker("worker1", path, 1, 7)) as worker:
         assert worker.memory == MEMORY
 
 
@@ -117,7 +117,7 @@ def test_a_pipeline_of_processes_whose_worker_is_killed(
     while "generating" not in log.read_text():
         assert command.poll() is None, log.read_text()
         time.sleep(0.05)
-    workers = [pid for pid in children(command.pid) if b"flexengine.attention" in _words(pid)]
+    workers = [pid for pid in children(command.pid) if b"flexengine.guests.attention_workers" in _words(pid)]
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     assert command.wait(120) == 0, log.read_text()

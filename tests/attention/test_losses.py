@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import local
-from flexengine.attention.server import Server
-from flexengine.attention.tier import WorkerTier
 from flexengine.errors import OutOfMemory, WorkerLost
+from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.lossy import EXACT, Lossy
 from tests.helpers.attention_workers import Losses, NetWorker, ThreadWorker
 from tests.helpers.families import LENGTHS, reference
@@ -160,14 +160,14 @@ def test_scores(families: Any, monkeypatch: pytest.MonkeyPatch, lossy: Lossy) ->
 def test_late_answers_of_other_workers_change_nothing(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """worker2 still computes answers of the sweep that broke off, in buffers that the next sweep uses. There are four
     gpu_batches for each worker, so question 9 is the first of layer 1, when one answer of layer 0 has come."""
-    attend = Server._attend
+    attend = AttentionServer._attend
 
-    def slow(server: Server, asked: Any) -> Any:
+    def slow(server: AttentionServer, asked: Any) -> Any:
         time.sleep(0.05)
         return attend(server, asked)
 
     known, losses = families("llama"), Losses(monkeypatch, (9,), calls=["ask"])
-    monkeypatch.setattr(Server, "_attend", slow)
+    monkeypatch.setattr(AttentionServer, "_attend", slow)
     job = Job(known, 2, dict(gpu_batch_size=1, num_gpu_batches=8, cache=ALL, slots=3),
               params=SamplingParams(max_tokens=3, ignore_eos=True))  # fmt: skip
     assert job.tokens == [[tokens[:3]] for tokens in known.expected]
@@ -177,14 +177,14 @@ def test_late_answers_of_other_workers_change_nothing(families: Any, monkeypatch
 @pytest.mark.slow
 def test_several_losses_at_once(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows are computed again if another worker turns out to be lost, too."""
-    attend = Server._attend
+    attend = AttentionServer._attend
 
     class All(Losses):
         def break_off(self, worker: ThreadWorker) -> None:
             for each in self.workers[-2:]:
                 each.link.close()
 
-    monkeypatch.setattr(Server, "_attend", lambda *args: (time.sleep(0.05), attend(*args))[1])
+    monkeypatch.setattr(AttentionServer, "_attend", lambda *args: (time.sleep(0.05), attend(*args))[1])
     known, losses = families("llama"), All(monkeypatch, (9,), calls=["ask"])
     job = Job(known, 2, dict(gpu_batch_size=1, num_gpu_batches=8, cache=ALL, slots=3),
               params=SamplingParams(max_tokens=6, ignore_eos=True))  # fmt: skip

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention import network, tier
 from flexengine.commands import serve_attention
 from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers import network, tier
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked

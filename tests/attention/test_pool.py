@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.attention.client import Client, Pending
-from flexengine.attention.link import Link
-from flexengine.attention.messages import PROTOCOL, Kind, Question, text
-from flexengine.attention.network import RemoteWorker, connecting
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import identity
-from flexengine.attention.tables import Tables
-from flexengine.attention.tier import WorkerTier
 from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
+from flexengine.guests.attention_workers.client import Client, PendingAnswer
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text
+from flexengine.guests.attention_workers.network import RemoteWorker, connecting
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import identity
+from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.wire.link import Connection
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage
 from tests.helpers.attention_workers import listening
@@ -30,8 +30,7 @@ from tests.helpers.families import NEW
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 MEMORY = 1 << 20
-SHAPE = dict(start=0, page_tokens=1, bits=0, pool_dtype=0, dtype=0, batch=0, group=0, window=-1, sinks=0, partial=0,
-             first=0, scale=1.0, softcap=-1.0, topk=-1.0)  # fmt: skip
+SHAPE = dict(start=0, page_tokens=1, bits=0, pool_dtype=0, dtype=0, batch=0, group=0, scale=1.0)  # fmt: skip
 
 
 @pytest.fixture
@@ -46,22 +45,22 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def question(client: Client, width: int) -> Callable[[], Pending]:
+def question(client: Client, width: int) -> Callable[[], PendingAnswer]:
     """Return a function that asks for attention over one token of one head, whose answer has 4 * width bytes."""
     handle = client.allocate(8 * width)
     assert handle is not None
     one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    client.tables(0, 0, Tables(zero.view(1, 1), one, one, zero, zero, zero, torch.empty(0, 2, dtype=torch.int32)))
-    ask = Question(handle=handle, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
+    client.tables(0, 0, WorkerTables(zero.view(1, 1), one, one, zero, zero, zero, torch.empty(0, 2, dtype=torch.int32)))
+    ask = WorkerQuestion(handle=handle, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
     values = torch.arange(3.0 * width)
 
-    def send() -> Pending:
+    def send() -> PendingAnswer:
         return client.ask(0, ask, values.view(torch.uint8), torch.empty(width).view(torch.uint8))
 
     return send
 
 
-def answered(pending: Pending, width: int) -> bool:
+def answered(pending: PendingAnswer, width: int) -> bool:
     """Attention over a single token is its value, which came third."""
     pending.wait()
     return torch.equal(pending.targets[0].view(torch.float32), torch.arange(2.0 * width, 3.0 * width))
@@ -90,7 +89,7 @@ def test_one_engine_measures_at_a_time(worker: Any) -> None:
 
 
 def test_memory_and_order_of_work() -> None:
-    pool, done = Pool(100), list[int]()
+    pool, done = WorkerPool(100), list[int]()
     assert [pool.take(60), pool.take(41), pool.take(40), pool.take(1)] == [True, False, True, False]
     pool.give_back(60)
     assert (pool.free, pool.taken) == (60, 40)
@@ -199,15 +198,15 @@ def test_no_connection_delays_another(worker: Any) -> None:
     with ExitStack() as stack:
         silent = socket.create_connection((host, int(port)))
         stack.callback(silent.close)
-        deaf = Link(socket.create_connection((host, int(port))))
+        deaf = Connection(socket.create_connection((host, int(port))))
         stack.callback(deaf.close)
-        deaf.send(Kind.HELLO, (PROTOCOL, 7), text(identity()))
+        deaf.send(MessageKind.HELLO, (PROTOCOL, 7), text(identity()))
         width = 1 << 14
-        deaf.send(Kind.ALLOCATE, (0, 8 * width))
-        deaf.send(Kind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.int32))
-        ask = Question(handle=0, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
+        deaf.send(MessageKind.ALLOCATE, (0, 8 * width))
+        deaf.send(MessageKind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.int32))
+        ask = WorkerQuestion(handle=0, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
         for ticket in range(300):  # answers of 20 MB, more than the system keeps for a connection
-            deaf.send(Kind.ASK, (ticket, 0), replace(ask, nbytes=12 * width).pack(), torch.zeros(3 * width))
+            deaf.send(MessageKind.ASK, (ticket, 0), replace(ask, nbytes=12 * width).pack(), torch.zeros(3 * width))
         client = RemoteWorker("worker1", address)
         stack.callback(client.close)
         send = question(client, 64)

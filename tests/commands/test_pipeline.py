@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flexengine.commands.main import main
-from flexengine.parallel import launch
-from flexengine.parallel.group import reason
+from flexengine.guests.stages import launch
 from flexengine.policy import Policy
 from flexengine.strategy import StagePlan, Strategy
 
@@ -81,16 +80,9 @@ def test_an_interrupt_while_stages_start_ends_those_that_run(when: str, monkeypa
             os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(launch.subprocess, "Popen", starting)
+    monkeypatch.setattr(subprocess, "Popen", starting)
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
         launch.LocalStages(5, ["-c", "import time; time.sleep(60)"])
     assert [process.poll() for process in started] == [-signal.SIGKILL] * (2 if when == "before" else 3)
     assert dict(os.environ) == before
-
-
-def test_the_reason_of_a_lost_stage() -> None:
-    gloo = "[/a/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4. This is typically a crash.\nmore"
-    assert reason(gloo) == "Connection closed by peer [127.0.0.1]:4"
-    assert reason("no answer for 25 s") == "no answer for 25 s"
-    assert reason("") == "its connection broke"

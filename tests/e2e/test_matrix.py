@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.attention import local
 from flexengine.errors import InvalidInput
+from flexengine.guests.attention_workers import local
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.durations import ONCE
 from tests.helpers.families import Family, prompts_of, reference

@@ -21,8 +21,8 @@ ROWS, NEW = 12, 6
 DRIVER = """
 import time
 from flexengine.job.journal import Journal
-from flexengine.parallel import heartbeat
-heartbeat.SILENT_SECONDS = 4.0
+from flexengine.guests.wire import link
+link.SILENT_SECONDS = 4.0
 add = Journal.add
 def slow(journal, result):
     add(journal, result)

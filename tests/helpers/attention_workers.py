@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from flexengine.attention import local
-from flexengine.attention.client import Client
-from flexengine.attention.link import Broken, Link
-from flexengine.attention.network import serve_forever
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import serve
-from flexengine.attention.tier import WorkerTier
+from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.network import serve_forever
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import serve
+from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.wire.link import Broken, Connection
 from flexengine.places import worker_names
 from flexengine.schedule.batches import Batch
 from flexengine.worker.worker import Worker
@@ -23,7 +23,7 @@ from flexengine.worker.worker import Worker
 
 def _serve(connection: socket.socket, memory: int) -> None:
     with contextlib.suppress(Broken):  # the test ended the connection
-        serve(connection, Pool(memory))
+        serve(connection, WorkerPool(memory))
 
 
 class ThreadWorker(Client):
@@ -35,7 +35,7 @@ class ThreadWorker(Client):
         own, other = self.sockets()
         self.thread = threading.Thread(target=_serve, args=(other, memory), daemon=True)
         self.thread.start()
-        super().__init__(Link(own), place, shares=self.in_memory, threads=threads)
+        super().__init__(Connection(own), place, shares=self.in_memory, threads=threads)
 
     @staticmethod
     def sockets() -> tuple[socket.socket, socket.socket]:
@@ -73,14 +73,14 @@ def listening(
 
     Args:
         memory: bytes for pages.
-        folder: as in `Pool`.
+        folder: as in `WorkerPool`.
         timeout: of the socket, in seconds.
     """
     said = list[str]()
 
     def run(server: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the test closed the socket
-            serve_forever(server, Pool(memory, folder), said.append)
+            serve_forever(server, WorkerPool(memory, folder), said.append)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from flexengine import Engine
-from flexengine.engine.pipeline.server import Server
-from flexengine.parallel.frames import HEADER_BYTES, Channel, Frame, Queue
-from flexengine.parallel.group import Group
+from flexengine.guests.stages.frames import HEADER_BYTES, Frame, FrameChannel, FrameQueue
+from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.server import StageServer
 
 Key = tuple[int, int, int]  # sender, receiver, tag
 
 
-class _Wire(Queue):
+class _Wire(FrameQueue):
     """Frames on their way, with the bytes that would be sent."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__()
         self.frames, self.nbytes = 0, 0
         self.counts, self.bodies = Counter[int](), Counter[int]()  # by kind: frames, and bytes of bodies
         self.seen: Callable[[Frame], None] = lambda frame: None
@@ -34,14 +34,14 @@ class _Wire(Queue):
         self.seen(frame)
 
 
-class _End(Channel):
+class _End(FrameChannel):
     """One end of a wire."""
 
     def __init__(self, wire: _Wire) -> None:
-        self.queue = wire
+        self.queue: FrameQueue = wire
 
 
-class ThreadGroup(Group):
+class ThreadGroup(PipelineGroup):
     """A group of threads."""
 
     def __init__(self, rank: int, size: int, wires: dict[Key, _Wire], values: dict[str, list[str]]) -> None:
@@ -54,10 +54,10 @@ class ThreadGroup(Group):
         values.append(value)
         return values
 
-    def send(self, rank: int, tag: int, most: int = 2) -> Channel:
+    def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
         return _End(self.wires.setdefault((self.rank, rank, tag), _Wire()))
 
-    def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> Channel:
+    def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> FrameChannel:
         wire = self.wires.setdefault((rank, self.rank, tag), _Wire())
         wire.seen = seen
         return _End(wire)
@@ -77,7 +77,7 @@ class Pipeline:
         values: dict[str, list[str]] = {}
         groups = [ThreadGroup(rank, stages, self.wires, values) for rank in range(stages)]
         self.engine = Engine(**each[0], group=groups[0])
-        self.servers = [Server(Engine(**options, group=group), group)
+        self.servers = [StageServer(Engine(**options, group=group), group)
                         for group, options in zip(groups[1:], each[1:], strict=True)]  # fmt: skip
         self.threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self.threads:

@@ -1,17 +1,23 @@
-"""The group of processes of a pipeline: values that all exchange."""
+"""The group of processes of a pipeline: values that all exchange, and their connections."""
 
+import os
 import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 
-from flexengine.parallel import group
-from flexengine.parallel.group import Group
+from flexengine.errors import InvalidInput, StageLost
+from flexengine.guests.stages import group
+from flexengine.guests.stages.frames import Frame
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
+from flexengine.guests.wire import link
+from flexengine.guests.wire.link import Connection
 
 
 class Store:
-    """A store whose `wait` must not be called, as heartbeats use the same connection."""
+    """A store whose `wait` must not be called, as it does not look at processes that end."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -28,9 +34,12 @@ class Store:
     def wait(self, *_: Any) -> None:
         raise AssertionError("a thread waits in the store")
 
+    def set_timeout(self, _: Any) -> None:
+        pass
 
-def member(store: Store, rank: int) -> Group:
-    made: Group = object.__new__(Group)
+
+def member(store: Store, rank: int) -> PipelineGroup:
+    made: PipelineGroup = object.__new__(PipelineGroup)
     made.rank, made.size, made._store = rank, 2, store
     return made
 
@@ -50,3 +59,84 @@ def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(group, "JOIN_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=r"stages 1 did not come within 0\.1 s"):
         member(Store(), 0).exchange("key", "a")
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, size: int, interface: str | None = None) -> list[PipelineGroup]:
+    """Return the groups of processes, which are threads here, joined by sockets."""
+    store, local = Store(), threading.local()
+    groups: dict[int, PipelineGroup] = {}
+    errors = list[Exception]()
+    monkeypatch.setattr(group, "ranks", lambda: (local.rank, size))
+    monkeypatch.setattr(PipelineGroup, "_join", lambda *_: store)
+
+    def join(rank: int) -> None:
+        local.rank = rank
+        try:
+            groups[rank] = PipelineGroup(interface)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return [groups[rank] for rank in range(size)]
+
+
+def closed(groups: list[PipelineGroup]) -> None:
+    threads = [threading.Thread(target=each.close) for each in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_frames_go_from_process_to_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, *stages = groups = joined(monkeypatch, 3)
+    body = torch.arange(100, dtype=torch.uint8)
+    hidden = stages[0].send(2, HIDDENS), stages[1].receive(1, HIDDENS)
+    hidden[0].queue.put(Frame(20, 1, 2, 3, body))
+    kind, *numbers, taken = hidden[1].queue.get()
+    assert (kind, numbers) == (20, [1, 2, 3])
+    assert torch.equal(taken, body)
+    for rank, stage in enumerate(stages, 1):
+        orders, results = stage.receive(0, ORDERS), driver.receive(rank, RESULTS)
+        driver.send(rank, ORDERS).queue.put(Frame(21, 7))
+        stage.send(0, RESULTS).queue.put(Frame(22, orders.queue.get().job + 1))
+        assert results.queue.get()[:3] == (22, 8, 0)
+    assert driver.names == [f"{os.uname().nodename}, process {os.getpid()}"] * 3
+    closed(groups)
+
+
+def test_a_lost_stage_fails_all_channels_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, _, second = groups = joined(monkeypatch, 3)
+    channels = [driver.send(rank, ORDERS) for rank in (1, 2)] + [driver.receive(rank, RESULTS) for rank in (1, 2)]
+    second._close_links()  # as if its process were killed
+    with pytest.raises(StageLost, match=r"stage 2 of 0 to 2 \(.* is lost: it has ended"):
+        channels[3].queue.get()
+    for channel in channels[:2]:
+        with pytest.raises(StageLost, match="stage 2"):
+            channel.queue.put(Frame(21))
+    with pytest.raises(StageLost, match="stage 2"):
+        channels[2].queue.get()
+    closed(groups)
+
+
+def test_a_silent_stage_is_lost_unless_hidden_states_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(Connection, "beat", lambda _: None)
+    driver, stage = groups = joined(monkeypatch, 2)
+    hidden, results = stage.receive(0, HIDDENS), driver.receive(1, RESULTS)
+    with pytest.raises(StageLost, match=r"it gave no sign of life for 0\.5 s"):
+        results.queue.get()
+    assert hidden._thread.is_alive()
+    closed(groups)
+
+
+def test_an_interface_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"through interface none7: this machine has no such interface .* it has"):
+        joined(monkeypatch, 1, "none7")

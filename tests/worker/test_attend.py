@@ -25,7 +25,7 @@ from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import make_machine
 from flexengine.worker import attend
-from flexengine.worker.attend import Attender, HostAttender
+from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from tests.helpers.attenders import PlainAttender
 from tests.helpers.attention_workers import thread_workers
@@ -231,10 +231,10 @@ class Conformance:
 
 
 class TestHost(Conformance):
-    attender = HostAttender
+    attender = staticmethod(attend.attender_of("host"))
 
     def test_memory_is_what_the_layout_books_or_none(self, tmp_path: Path) -> None:
-        job = Job(CASES["plain"], HostAttender, tmp_path)
+        job = Job(CASES["plain"], self.attender, tmp_path)
         booked = job.cache.layout.account
         added = [{what: n for what, n in after.items() if what not in before}
                  for before, after in zip(job.before, job.entries(), strict=True)]  # fmt: skip
@@ -243,7 +243,7 @@ class TestHost(Conformance):
         job.attender.close()
         job.machine.host.ledger.capacity = job.machine.host.ledger.used + 1
         with pytest.raises(OutOfMemory):
-            HostAttender(job.model, job.cache.layout, job.machine, job.cache, torch.float32)
+            self.attender(job.model, job.cache.layout, job.machine, job.cache, torch.float32)
         assert job.entries() == job.before
 
 
@@ -288,7 +288,7 @@ def test_a_job_runs_with_an_attender_at_another_place(
     """The place is an entry of ATTENDERS, its lanes are in the routes, and a policy names it. No other code does."""
     made = list[PlainAttender]()
 
-    def make(*args: Any) -> PlainAttender:
+    def make(place: str, *args: Any) -> PlainAttender:
         made.append(PlainAttender(*args))
         return made[-1]
 

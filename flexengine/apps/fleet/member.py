@@ -22,10 +22,10 @@ from flexengine.errors import (
     StageLost,
     WorkerLost,
 )
+from flexengine.guests.stages.group import PipelineGroup
 from flexengine.job.columns import generated
 from flexengine.job.same_job import differences
 from flexengine.lossy import Lossy
-from flexengine.parallel.group import Group
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 
@@ -150,7 +150,7 @@ class FleetMember:
         share: part of this machine that the engine may use.
     """
 
-    def __init__(self, recipe: Recipe, group: Group | None = None, share: Share = ALL) -> None:
+    def __init__(self, recipe: Recipe, group: PipelineGroup | None = None, share: Share = ALL) -> None:
         self.recipe, self._group, self._share = recipe, group, share
         self._engine: Engine | None = None
 
@@ -204,7 +204,7 @@ class FleetMember:
         return self._engine
 
 
-def open_engine(recipe: Recipe, group: Group | None, share: Share) -> Engine:
+def open_engine(recipe: Recipe, group: PipelineGroup | None, share: Share) -> Engine:
     """Return the engine of a member, or of a further stage of it. Lossy switches are those that the first member
     chose, if it has described itself."""
     options = dict(recipe.options)

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer, failure_of, open_engine
 from flexengine.apps.fleet.space import Share, Space
-from flexengine.engine.pipeline.server import Server
 from flexengine.errors import FlexError
-from flexengine.parallel.group import Group
+from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.server import StageServer
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class FleetStage:
             group = self._join(address)
             try:
                 with open_engine(self.recipe, group, self.share) as engine:
-                    Server(engine, group).run()
+                    StageServer(engine, group).run()
             finally:
                 group.close()
         except Exception as error:
@@ -68,9 +68,9 @@ class FleetStage:
                 return failure_of(error)
         return call(self._member)
 
-    def _join(self, address: Address) -> Group:
+    def _join(self, address: Address) -> PipelineGroup:
         """Return the group, after all stages have joined."""
         # Each process sees its own GPU only, as if it were alone on its machine.
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.space.stages), "LOCAL_RANK": "0",
                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}  # fmt: skip
-        return Group(self.space.interface)
+        return PipelineGroup(self.space.interface)

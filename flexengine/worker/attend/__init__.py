@@ -2,24 +2,27 @@
 
 from collections.abc import Callable
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 
-from flexengine.places import is_worker
+from flexengine.places import HOST, WORKERS, is_worker
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend.base import Attender
-from flexengine.worker.attend.host import HostAttender
-from flexengine.worker.attend.remote import RemoteAttender
 from flexengine.worker.cache import Cache
 
-__all__ = ["ATTENDERS", "Attender", "HostAttender", "RemoteAttender", "attender_of"]
+__all__ = ["ATTENDERS", "Attender", "attender_of"]
 
-Make = Callable[[ModelFacts, Layout, Machine, Cache, torch.dtype], Attender]
-ATTENDERS: dict[str, Make] = {"host": HostAttender}
+# By kind of place, a class, or its module:name, which is imported on first use. Its first argument is the place.
+ATTENDERS: dict[str, str | Callable[..., Attender]] = {
+    HOST: "flexengine.worker.attend.host:HostAttender",
+    WORKERS: "flexengine.guests.attention_workers.attender:RemoteAttender",
+}
 
 
-def attender_of(place: str) -> Make:
+def attender_of(place: str) -> Callable[[ModelFacts, Layout, Machine, Cache, torch.dtype], Attender]:
     """Return the class of a place's attender. Each attention worker is a place."""
-    return partial(RemoteAttender, place) if is_worker(place) else ATTENDERS[place]
+    attender = ATTENDERS[WORKERS if is_worker(place) else place]
+    return partial(resolve_name(attender) if isinstance(attender, str) else attender, place)

@@ -21,7 +21,7 @@ from flexengine.worker.cache import Cache, View
 from flexengine.worker.regions import Regions
 
 
-class Question(NamedTuple):
+class LayerQuestion(NamedTuple):
     """The question of a gpu_batch in one layer, without its tensors.
 
     Attributes:
@@ -67,7 +67,7 @@ class BufferedAttender(Attender):
         if not self._in_ram_already:
             self._host_buf = self._take("host", layout.delegation[place])
         self._first: dict[int, int] = {}  # by gpu_batch: tokens before its part of a buffer
-        self._asked: dict[int, Question] = {}
+        self._asked: dict[int, LayerQuestion] = {}
         self._sinks: dict[int, Tensor] = {}  # by layer
 
     def _take(self, tier: str, nbytes: int) -> Region:
@@ -116,7 +116,7 @@ class BufferedAttender(Attender):
             self._sinks[event.layer] = event.sinks.to("cpu", torch.float32, copy=True)
         options = (event.scale, event.window, event.softcap, self._sinks.get(event.layer))
         shape = (heads, event.k.shape[1])
-        self._asked[k] = Question(event.layer, tokens, shape, width, event.q.dtype, options, first)
+        self._asked[k] = LayerQuestion(event.layer, tokens, shape, width, event.q.dtype, options, first)
         self._put(k, event, slice(0, 1) if first else slice(0, 3))
 
     def add(self, k: int, event: Attend, view: View) -> None:

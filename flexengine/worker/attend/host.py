@@ -13,8 +13,10 @@ from flexengine.worker.cache import Cache, View, copy_pages
 class HostAttender(BufferedAttender):
     """Computes attention on the CPU, over pages in host RAM."""
 
-    def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype) -> None:
-        super().__init__("host", model, layout, machine, cache, dtype)
+    def __init__(
+        self, place: str, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
+    ) -> None:
+        super().__init__(place, model, layout, machine, cache, dtype)
         self.kernels = load()
         what = "delegation workspace"
         self.regions.keep_room("host", layout.account["host"][what], what)

@@ -14,12 +14,12 @@ from flexengine.apps.fleet.job import FleetRunner
 from flexengine.apps.fleet.member import Agreed, Failure, FleetMember, Recipe, open_engine
 from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
 from flexengine.apps.fleet.space import Share
-from flexengine.attention.network import RemoteWorker
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.engine_runner import EngineRunner
 from flexengine.engine.file_job import FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
+from flexengine.guests.attention_workers.network import RemoteWorker
 from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexengine import SamplingParams
-from flexengine.engine.pipeline.messages import Event, Order, pack_order, pack_result, unpack_order, unpack_result
-from flexengine.engine.pipeline.words import Reader, Writer
 from flexengine.engine.stages import StageResult, Sweep
+from flexengine.guests.stages.messages import Event, JobOrder, Order, SentText
+from flexengine.guests.wire.link import Broken
+from flexengine.guests.wire.packing import pack, unpack
 from flexengine.model.sample import Sampled
 from flexengine.places import place_names
+from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.sequence_text import SequenceText
@@ -30,41 +33,50 @@ SAMPLING = st.builds(
 SAMPLED = st.builds(Sampled, NUMBER, st.none() | REAL, st.lists(st.tuples(COUNT, REAL), max_size=3).map(tuple))
 
 
-@given(st.integers(-(2**63), 2**64 - 1), REAL, st.lists(NUMBER))
-def test_numbers(seed: int, real: float, numbers: list[int]) -> None:
-    writer = Writer()
-    writer.add_long(seed)
-    writer.add_list(numbers)
-    writer.add_real(real)
-    reader = Reader(writer.body)
-    assert (reader.take_long(), list(reader.take_list()), reader.take_real()) == (seed, numbers, real)
-
-
 @given(st.lists(BATCH, max_size=3), st.dictionaries(NUMBER, TOKENS, max_size=2), COUNT, st.booleans(),
        st.dictionaries(COUNT, st.tuples(COUNT, COUNT, TOKENS, SAMPLING, TOKENS), max_size=2),
        st.lists(st.tuples(NUMBER, PLACE, COUNT, st.none() | NUMBER, st.none() | COUNT), max_size=3))  # fmt: skip
 def test_orders(batches, stems, number, another, texts, events) -> None:  # type: ignore[no-untyped-def]
-    order = Order(Sweep(number, batches, stems, another), [
-        Event(Sequence(i, 0, 0, cached=cached, home=home, source=None if source is None else Sequence(source, 0, 0)),
-              tokens)
+    sequences = [
+        (Sequence(i, 0, 0, cached=cached, home=home, source=None if source is None else Sequence(source, 0, 0)), tokens)
         for i, home, cached, source, tokens in events
-    ], {s: SequenceText(row, n, prompt, sampling, None, targets)
-        for s, (row, n, prompt, sampling, targets) in texts.items()},
-        {5: (1, 2), 6: ()})  # fmt: skip
-    found = unpack_order(pack_order(order))
-    assert found.sweep == order.sweep
-    assert {s: tuple(tokens) for s, tokens in found.grown.items()} == order.grown
-    assert found.texts == {
-        s: replace(text, sampling=replace(text.sampling, max_tokens=SamplingParams().max_tokens))
-        for s, text in order.texts.items()
+    ]
+    known = {
+        s: SequenceText(row, n, prompt, drawn, None, targets) for s, (row, n, prompt, drawn, targets) in texts.items()
     }
-    for event, expected in zip(found.events, order.events, strict=True):
-        one, other = event.sequence, expected.sequence
-        assert (one.id, one.home, one.cached, event.tokens) == (other.id, other.home, other.cached, expected.tokens)
+    order = Order(
+        Sweep(number, batches, stems, another),
+        [Event.of(sequence, tokens) for sequence, tokens in sequences],
+        {s: SentText.of(text) for s, text in known.items()},
+        {5: [1, 2], 6: []},
+    )
+    unpacked = unpack(pack(order), Order)
+    assert {s: tuple(tokens) for s, tokens in unpacked.sweep.stems.items()} == stems
+    assert unpacked == order._replace(sweep=order.sweep._replace(stems=unpacked.sweep.stems))
+    assert {s: text.text() for s, text in unpacked.texts.items()} == {
+        s: replace(text, sampling=replace(text.sampling, max_tokens=SamplingParams().max_tokens))
+        for s, text in known.items()
+    }
+    for event, (other, tokens) in zip(unpacked.events, sequences, strict=True):
+        one = event.claimant()
+        assert (one.id, one.home, one.cached, event.tokens) == (other.id, other.home, other.cached, tokens)
         assert (one.source and one.source.id) == (other.source and other.source.id)
+
+
+@given(st.dictionaries(st.tuples(COUNT, COUNT), COUNT, max_size=3), REAL)
+def test_jobs(sizes: dict[tuple[int, int], int], spared: float) -> None:
+    job = JobOrder(workload=Workload(sizes, dict.fromkeys(sizes, spared), scored=3), lossy={"cache": "int8"}, policy={})
+    assert unpack(pack(job), JobOrder) == replace(job, lost=[])
+
+
+def test_a_body_of_another_kind_is_refused() -> None:
+    with pytest.raises(Broken, match="a message is no Order"):
+        unpack(pack({"events": []}), Order)
+    with pytest.raises(Broken, match="a message is no Order"):
+        unpack(pack([1])[:1], Order)
 
 
 @given(REAL, st.dictionaries(NUMBER, SAMPLED, max_size=3), st.dictionaries(NUMBER, st.lists(SAMPLED), max_size=3))
 def test_results(seconds: float, sampled: dict[int, Sampled], scored: dict[int, list[Sampled]]) -> None:
     result = StageResult(seconds, sampled, scored)
-    assert unpack_result(pack_result(result)) == result
+    assert unpack(pack(result), StageResult) == result

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from flexengine import Policy, SamplingParams
-from flexengine.attention.client import Client
-from flexengine.attention.network import RemoteWorker
-from flexengine.attention.tier import WorkerTier
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.network import RemoteWorker
+from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.lossy import Lossy
 from tests.engine.pipeline.test_strategy import strategy
 from tests.helpers.attention_workers import listening

@@ -1,4 +1,4 @@
-"""python -m flexengine.attention FD BYTES [PATH]: serve the engine at the other end of an open socket.
+"""python -m flexengine.guests.attention_workers FD BYTES [PATH]: serve the engine at the other end of an open socket.
 
 With PATH, a Unix socket there serves further engines, until the first one ends.
 """
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexengine.attention.link import Broken
-from flexengine.attention.network import serve_meanwhile
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import serve
+from flexengine.guests.attention_workers.network import serve_meanwhile
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import serve
+from flexengine.guests.wire.link import Broken
 
 
 def main(fd: int, memory: int, path: str | None = None) -> int:
     """Serve until the first engine ends. Return the exit code."""
-    pool = Pool(memory)
+    pool = WorkerPool(memory)
     try:
         with listening(pool, path):
             serve(socket.socket(fileno=fd), pool)
@@ -31,7 +31,7 @@ def main(fd: int, memory: int, path: str | None = None) -> int:
 
 
 @contextlib.contextmanager
-def listening(pool: Pool, path: str | None) -> Iterator[None]:
+def listening(pool: WorkerPool, path: str | None) -> Iterator[None]:
     """Return a context manager in which engines that connect to a Unix socket are served.
 
     Args:

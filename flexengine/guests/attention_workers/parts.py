@@ -5,19 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexengine.attention.tables import Tables
+from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.kernels.merge import merge
 from flexengine.worker.cache import tables as cache_tables
 
 
-def whole(tables: cache_tables.Tables) -> Tables:
+def whole(tables: cache_tables.Tables) -> WorkerTables:
     """Return the page tables of a worker that holds all tokens."""
     lengths, copies = tables.lengths, torch.tensor(tables.copies, dtype=torch.int32).view(-1, 2)
     rows = torch.arange(len(lengths), dtype=torch.int32)
-    return Tables(tables.tables, lengths, lengths, tables.pages, tables.offsets, rows, copies)
+    return WorkerTables(tables.tables, lengths, lengths, tables.pages, tables.offsets, rows, copies)
 
 
-def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None, workers: int) -> list[Tables]:
+def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None, workers: int) -> list[WorkerTables]:
     """Return the page tables of workers that hold slices of every page's tokens.
 
     Args:
@@ -26,7 +26,7 @@ def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None,
         window: tokens that a query sees; None for all.
         workers: number of workers.
     """
-    share, parts, everything = page_tokens // workers, list[Tables](), whole(tables)
+    share, parts, everything = page_tokens // workers, list[WorkerTables](), whole(tables)
     for number in range(workers):
 
         def held(tokens: Tensor, first: int = number * share) -> Tensor:
@@ -36,10 +36,15 @@ def by_tokens(tables: cache_tables.Tables, page_tokens: int, window: int | None,
         lengths = held(tables.lengths)
         unseen = 0 if window is None else held((tables.lengths - window).clamp(min=0))
         new = torch.nonzero(tables.offsets // share == number).flatten()
-        parts.append(everything._replace(
-            lengths=lengths, seen=lengths - unseen, pages=tables.pages[new], offsets=tables.offsets[new] % share,
-            rows=everything.rows[new],
-        ))  # fmt: skip
+        parts.append(
+            everything._replace(
+                lengths=lengths,
+                seen=lengths - unseen,
+                pages=tables.pages[new],
+                offsets=tables.offsets[new] % share,
+                rows=everything.rows[new],
+            )
+        )
     return parts
 
 

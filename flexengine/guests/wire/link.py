@@ -22,6 +22,8 @@ MOST_KINDS = 1 << 16
 MOST_BODY = 1 << 40  # bytes; a larger body is damage
 MOST_TAKEN = 1 << 30  # bytes of a body that is read into new memory
 SILENT_SECONDS = 15.0  # without any byte, until the other process counts as lost
+BEAT_SECONDS = SILENT_SECONDS / 10  # between two messages that show that a process lives
+BEAT = 3  # their kind
 
 
 class Broken(Exception):
@@ -29,7 +31,7 @@ class Broken(Exception):
 
 
 class Message(NamedTuple):
-    """The header of a message. `Link.take` reads the body, which must be read before the next message.
+    """The header of a message. `Connection.take` reads the body, which must be read before the next message.
 
     Attributes:
         kind: number of its kind.
@@ -42,12 +44,13 @@ class Message(NamedTuple):
     nbytes: int
 
 
-class Link:
+class Connection:
     """A connection to another process. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket, first_seconds: float = SILENT_SECONDS) -> None:
         """Take over a connected socket. first_seconds: until the first byte must have come."""
-        self._socket, self._silent = connection, first_seconds
+        self._socket, self._silent, self._may_be_silent = connection, first_seconds, False
+        self._closed = threading.Event()
         self._socket.settimeout(first_seconds)
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,8 +107,30 @@ class Link:
             raise Broken("a message without a file came where one was due")
         return files[0]
 
+    def allow_silence(self) -> None:
+        """Wait for messages, and for room to send them, without a limit: the other process is watched otherwise."""
+        self._may_be_silent = True
+        self._socket.settimeout(None)
+
+    def beat(self) -> None:
+        """Start a thread that sends a message BEAT now and then, until the connection ends."""
+        threading.Thread(target=self._beat, name="flexengine-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                self.send(BEAT)
+            except Broken:
+                return
+
     def receive(self) -> Message:
-        """Wait for a message, and return its header. Raise Broken, also after SILENT_SECONDS without one."""
+        """Wait for a message other than BEAT, and return its header. Raise Broken, also after SILENT_SECONDS without
+        one."""
+        while (message := self._receive()).kind == BEAT and not message.nbytes:
+            pass
+        return message
+
+    def _receive(self) -> Message:
         if self._left:
             raise Broken(f"{self._left} bytes of a message were not read")
         head = bytearray(HEADER.size)
@@ -119,7 +144,8 @@ class Link:
             raise Broken(f"a message of {nbytes} bytes was announced")
         if not self._next_received:
             self._silent = SILENT_SECONDS
-            self._socket.settimeout(SILENT_SECONDS)
+            if not self._may_be_silent:
+                self._socket.settimeout(SILENT_SECONDS)
         self._next_received += 1
         self._left = nbytes
         return Message(magic & (MOST_KINDS - 1), tuple(numbers), nbytes)
@@ -132,10 +158,10 @@ class Link:
             self._fill(_bytes(target))
             self._left -= target.nbytes
 
-    def take(self) -> Tensor:
-        """Return the rest of the body, uint8 [bytes]. Raise Broken if it is too large for the memory."""
-        if self._left > MOST_TAKEN:
-            raise Broken(f"a body of {self._left} bytes came, where at most {MOST_TAKEN} are allowed")
+    def take(self, most: int = MOST_TAKEN) -> Tensor:
+        """Return the rest of the body, uint8 [bytes]. Raise Broken if it has more than `most` bytes."""
+        if self._left > most:
+            raise Broken(f"a body of {self._left} bytes came, where at most {most} are allowed")
         body = torch.empty(self._left, dtype=torch.uint8)
         self.take_into(body)
         return body
@@ -157,6 +183,7 @@ class Link:
 
     def close(self) -> None:
         """End the connection. A thread that waits in `receive` raises Broken."""
+        self._closed.set()
         with contextlib.suppress(OSError):  # the other process has ended it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -41,8 +41,10 @@ def read_rate(folder: Path, memory: int) -> int:
     many bytes. memory: most bytes of all files."""
     try:
         if (free := shutil.disk_usage(folder).free) < memory:
-            raise InvalidInput(f"--worker-mem is {memory:,} bytes, but the disk of {str(folder)!r} has {free:,} free"
-                               " bytes; give less, or a directory of another disk")  # fmt: skip
+            raise InvalidInput(
+                f"--worker-mem is {memory:,} bytes, but the disk of {str(folder)!r} has {free:,} free"
+                " bytes; give less, or a directory of another disk"
+            )
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(MEASURED))
             file.flush()
@@ -53,5 +55,7 @@ def read_rate(folder: Path, memory: int) -> int:
                 pages.read()
             return max(1, round(MEASURED / (time.perf_counter() - began)))
     except OSError as error:
-        raise InvalidInput(f"directory {str(folder)!r} cannot hold a file of pages ({error.strerror or error});"
-                           " give a directory of a disk that can be written") from error  # fmt: skip
+        raise InvalidInput(
+            f"directory {str(folder)!r} cannot hold a file of pages ({error.strerror or error});"
+            " give a directory of a disk that can be written"
+        ) from error

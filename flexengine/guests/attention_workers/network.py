@@ -11,11 +11,11 @@ from contextlib import suppress
 from functools import partial
 
 from flexengine.activity import message
-from flexengine.attention.client import Client
-from flexengine.attention.link import Link
-from flexengine.attention.pool import Pool
-from flexengine.attention.server import serve
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import serve
+from flexengine.guests.wire.link import Connection
 
 CONNECT_SECONDS = 10.0
 
@@ -52,18 +52,18 @@ class RemoteWorker(Client):
             why = f"it does not answer ({error.strerror or error}); start it there with flexengine serve-attention"
             raise WorkerLost(place, f"{place} ({address})", f"{why}, and run the same command again") from error
         try:
-            super().__init__(Link(connection), place, engine=engine)
+            super().__init__(Connection(connection), place, engine=engine)
         except WorkerLost as error:
-            why = f"no attention worker answers there ({error.why}); check the address, or start flexengine" \
-                  " serve-attention there"
+            remedy = "check the address, or start flexengine serve-attention there"
+            why = f"no attention worker answers there ({error.why}); {remedy}"
             raise WorkerLost(place, f"{place} ({address})", why) from error
         if self.others:
             message(f"{self.name}: other engines hold {self.others:,} bytes of its memory; {self.memory:,} are left")
         if not self.memory:
             self.close()
-            raise OutOfMemory(place, "KV cache", 1, self.others, self.others,
-                              f"other engines hold all memory of {self.name}; run the same command again when one of"
-                              " them has ended, or give flexengine serve-attention a larger --worker-mem")  # fmt: skip
+            why = f"other engines hold all memory of {self.name}; run the same command again when one of them has"
+            why += " ended, or give flexengine serve-attention a larger --worker-mem"
+            raise OutOfMemory(place, "KV cache", 1, self.others, self.others, why)
 
 
 def connecting(address: str) -> Callable[[str], RemoteWorker]:
@@ -74,7 +74,7 @@ def connecting(address: str) -> Callable[[str], RemoteWorker]:
     return partial(RemoteWorker, address=address, engine=secrets.randbits(62))
 
 
-def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None]) -> None:
+def serve_forever(server: socket.socket, pool: WorkerPool, say: Callable[[str], None]) -> None:
     """Serve all engines that connect, each in threads of its own. A connection that ends frees its memory.
 
     Args:
@@ -95,7 +95,7 @@ def serve_forever(server: socket.socket, pool: Pool, say: Callable[[str], None])
         pool.close()
 
 
-def serve_meanwhile(server: socket.socket, pool: Pool) -> threading.Thread:
+def serve_meanwhile(server: socket.socket, pool: WorkerPool) -> threading.Thread:
     """Start and return a thread that serves all engines that connect, until the socket is shut down."""
 
     def run() -> None:
@@ -107,7 +107,7 @@ def serve_meanwhile(server: socket.socket, pool: Pool) -> threading.Thread:
     return thread
 
 
-def _serve(connection: socket.socket, pool: Pool, engine: str, say: Callable[[str], None]) -> None:
+def _serve(connection: socket.socket, pool: WorkerPool, engine: str, say: Callable[[str], None]) -> None:
     say(f"serving {engine}")
     try:
         serve(connection, pool)

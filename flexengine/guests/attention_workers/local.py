@@ -9,25 +9,22 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from flexengine.activity import activity
-from flexengine.attention.client import Client
-from flexengine.attention.link import Link
-from flexengine.attention.tier import WorkerTier, worker_tiers
+from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers.client import Client
+from flexengine.guests.attention_workers.network import connecting
+from flexengine.guests.attention_workers.tier import WorkerTier, worker_tiers
+from flexengine.guests.wire.link import Connection
+from flexengine.guests.wire.processes import INTERRUPTS, ChildProcess
 
-END_SECONDS = 5.0  # until a process that should end is killed
-TAIL_BYTES = 2000  # of a worker's messages, shown if it fails
 MOST_PATH = 107  # bytes of the name of a Unix socket
 START_SECONDS = 120.0  # until a process must have loaded its libraries and kernels
 
@@ -35,8 +32,7 @@ START_SECONDS = 120.0  # until a process must have loaded its libraries and kern
 class LocalWorker(Client):
     """A worker in a process of its own, at the other end of a pair of sockets.
 
-    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and SIGTERM, which a
-    terminal, or `timeout`, sends to all processes.
+    The process ends by itself when this one ends, as its connection then does. It ignores SIGINT and SIGTERM.
     """
 
     def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
@@ -52,46 +48,26 @@ class LocalWorker(Client):
             WorkerLost: the process did not start.
         """
         own, other = socket.socketpair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         listens = [] if path is None else [str(path)]
+        argv = ["-m", __package__, str(other.fileno()), str(memory), *listens]
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "flexengine.attention", str(other.fileno()), str(memory), *listens],
-                env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                pass_fds=[other.fileno()], preexec_fn=_ignore_signals,
-            )  # fmt: skip
+            self.process = ChildProcess(argv, {"OMP_NUM_THREADS": str(threads)}, INTERRUPTS, [other.fileno()])
         except BaseException:
             own.close()
-            self._log.close()
             raise
         finally:
             other.close()
         try:
-            super().__init__(Link(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
+            super().__init__(Connection(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
         except BaseException as error:
-            self._end(0.0)
-            tail = self._tail()
-            self._log.close()
+            tail = self.process.end(0.0)
             if isinstance(error, WorkerLost) and tail:
                 raise WorkerLost(place, place, f"{error.why}; its last messages: {tail}") from error
             raise
 
     def close(self) -> None:
         super().close()
-        self._end(END_SECONDS)
-        self._log.close()
-
-    def _end(self, seconds: float) -> None:
-        """Wait for the process. Kill it after some seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        self.process.kill()
-        self.process.wait()
-
-    def _tail(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
+        self.process.end()
 
 
 class JoinedWorker(Client):
@@ -112,7 +88,26 @@ class JoinedWorker(Client):
         except OSError as error:
             connection.close()
             raise WorkerLost(place, place, f"it does not listen ({error.strerror or error})") from error
-        super().__init__(Link(connection), place, shares=True, threads=threads, engine=engine)
+        super().__init__(Connection(connection), place, shares=True, threads=threads, engine=engine)
+
+
+def open_workers(given: int | Sequence[str], memory: int, engines: int, group: ProcessGroup | None) -> list[WorkerTier]:
+    """Return the tiers of an engine's attention workers.
+
+    Args:
+        given: number of processes to start on this machine, or addresses HOST:PORT of running workers.
+        memory: bytes for pages of each process that is started.
+        engines: engines that share the workers at the addresses.
+        group: processes on this machine that share the started workers; None for this process alone.
+
+    Raises:
+        WorkerLost: a worker cannot be started, or does not answer.
+    """
+    if not isinstance(given, int):
+        return worker_tiers(list(map(connecting, given)), engines)
+    if group is None:
+        return local_workers(given, memory)
+    return shared_workers(given, memory, group.rank, group.size, partial(group.exchange, "attention workers"))
 
 
 def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None = None) -> list[WorkerTier]:
@@ -135,7 +130,7 @@ def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None
 
 def shared_workers(
     count: int, memory: int, rank: int, engines: int, exchange: Callable[[str], list[str]]
-) -> list[WorkerTier]:  # fmt: skip
+) -> list[WorkerTier]:
     """Return the tiers of workers on this machine for several engines: the first one starts them, the others join.
 
     Args:
@@ -153,8 +148,10 @@ def shared_workers(
         folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
         try:
             if (length := len(os.fsencode(folder / str(count)))) > MOST_PATH:
-                raise InvalidInput(f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length}"
-                                   f" bytes; at most {MOST_PATH} are possible: set it to a shorter one")  # fmt: skip
+                raise InvalidInput(
+                    f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length}"
+                    f" bytes; at most {MOST_PATH} are possible: set it to a shorter one"
+                )
             tiers = local_workers(count, memory, engines, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -164,15 +161,15 @@ def shared_workers(
         return tiers
     folder = Path(json.loads(exchange("")[0]))
     threads = _threads(count, engines)
-    return worker_tiers([partial(JoinedWorker, path=folder / str(number), threads=threads, engine=secrets.randbits(62))
-                         for number in range(count)], engines)  # fmt: skip
+    return worker_tiers(
+        [
+            partial(JoinedWorker, path=folder / str(number), threads=threads, engine=secrets.randbits(62))
+            for number in range(count)
+        ],
+        engines,
+    )
 
 
 def _threads(count: int, engines: int) -> int:
     """Return the threads of each worker, of which there are `count` beside some engines."""
     return max(1, len(os.sched_getaffinity(0)) // (count + engines))
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)

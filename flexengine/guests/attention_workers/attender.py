@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexengine.attention.client import Client, Pending
-from flexengine.attention.messages import DTYPES, NONE, Question
-from flexengine.attention.tables import Tables
-from flexengine.attention.tier import WorkerTier
 from flexengine.errors import OutOfMemory, WorkerLost
+from flexengine.guests.attention_workers.client import Client, PendingAnswer
+from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
+from flexengine.guests.attention_workers.parts import by_tokens, merged, whole
+from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.facts import ModelFacts
@@ -24,7 +25,6 @@ from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend.buffered import BufferedAttender
-from flexengine.worker.attend.parts import by_tokens, merged, whole
 from flexengine.worker.cache import Cache, View
 
 
@@ -38,7 +38,7 @@ class Desk:
     """
 
     def __init__(self, attender: "RemoteAttender", client: Client, tier: str, nbytes: int, what: str) -> None:
-        self.client, self.handle = client, NONE
+        self.client, self.handle = client, None
         if client.shares:
             attender.regions.keep_room(tier, aligned(nbytes), what)
             handle = client.allocate(nbytes, counted=False)
@@ -49,14 +49,16 @@ class Desk:
             region = attender.regions.take(tier, nbytes, what)
             self.flat = attender.machine.tier(tier).view(region)
 
-    def ask(self, layer: int, question: Question, at: int, nbytes: int, out: int, out_bytes: int) -> Pending:
+    def ask(
+        self, layer: int, question: WorkerQuestion, at: int, nbytes: int, out: int, out_bytes: int
+    ) -> PendingAnswer:
         """Send a question whose vectors are at byte `at`. Its answer comes to byte `out`."""
         question = replace(question, shared=self.handle, at=at, out=out)
         return self.client.ask(layer, question, self.flat[at : at + nbytes], self.flat[out : out + out_bytes])
 
-    def add(self, pending: Pending, at: int, nbytes: int) -> None:
+    def add(self, pending: PendingAnswer, at: int, nbytes: int) -> None:
         """Send keys and values, which are at byte `at`, of a question whose queries went first."""
-        self.client.add(pending, self.flat[at : at + nbytes], None if self.handle == NONE else at)
+        self.client.add(pending, self.flat[at : at + nbytes], None if self.handle is None else at)
 
 
 class RemoteAttender(BufferedAttender):
@@ -81,10 +83,12 @@ class RemoteAttender(BufferedAttender):
             self.regions.free()
             raise
         self.row = model.sent + model.fetched + 4 * model.heads  # bytes of a token at a desk of a team
-        self._told: dict[tuple[int, int], list[Tables]] = {}  # by gpu_batch and group: tables that the workers have
+        self._told: dict[
+            tuple[int, int], list[WorkerTables]
+        ] = {}  # by gpu_batch and group: tables that the workers have
         self._sinks_told = set[int]()  # layers whose sinks the workers have
         self._views: dict[int, View] = {}  # by gpu_batch
-        self._waiting: dict[int, list[Pending]] = {}  # by gpu_batch, answers to its question
+        self._waiting: dict[int, list[PendingAnswer]] = {}  # by gpu_batch, answers to its question
 
     def _take(self, tier: str, nbytes: int) -> Region:
         """Return a buffer. A single worker reads the buffer in RAM itself."""
@@ -154,15 +158,16 @@ class RemoteAttender(BufferedAttender):
         at = self._first[k] * self.row
         return at, at + self.model.sent * self._asked[k].tokens, self._answer_bytes(k)
 
-    def _tell(self, k: int) -> list[Tables]:
+    def _tell(self, k: int) -> list[WorkerTables]:
         """Send page tables and sinks that the workers do not have yet. Return the workers' page tables."""
         layer, sinks = self._asked[k].layer, self._asked[k].options[3]
         group = self.cache.pools.group[layer]
         if (k, group) not in self._told:
             tables, pool = self.cache.tables(self._views[k], layer), self.cache.layout.pool_of(self.place, layer)
             count = len(self.clients)
-            parts = (by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial
-                     else [whole(tables)] * count)  # fmt: skip
+            parts = (
+                by_tokens(tables, pool.page_tokens, pool.window, count) if self._partial else [whole(tables)] * count
+            )
             for client, part in zip(self.clients, parts, strict=True):
                 client.tables(k, group, part)
             self._told[k, group] = parts
@@ -184,7 +189,7 @@ class RemoteAttender(BufferedAttender):
         share = vectors.shape[1] // len(self.clients)
         return vectors[:, number * share : (number + 1) * share]
 
-    def _slice(self, vectors: tuple[Tensor, ...], part: Tables, number: int) -> list[Tensor]:
+    def _slice(self, vectors: tuple[Tensor, ...], part: WorkerTables, number: int) -> list[Tensor]:
         """Return a worker's queries, keys and values. It gets the keys and values of tokens that it will hold."""
         q, *new = vectors
         if self._partial:
@@ -208,7 +213,7 @@ class RemoteAttender(BufferedAttender):
         outs = [x[:cut].view(self.dtype).view(n, heads, dim) for x in answers]
         return merged(outs, [x[cut:].view(torch.float32).view(n, heads) for x in answers], sinks)
 
-    def _question(self, k: int, number: int) -> Question:
+    def _question(self, k: int, number: int) -> WorkerQuestion:
         """Return the question about a gpu_batch to one of the workers, without its vectors."""
         asked, pools = self._asked[k], self.cache.pools
         pool, region = self.cache.layout.pool_of(self.place, asked.layer), pools.region(asked.layer, self.place)
@@ -218,14 +223,12 @@ class RemoteAttender(BufferedAttender):
             kv_heads, page_tokens = team.slice_form(pools.group[asked.layer])
             heads, region = heads * kv_heads, team.slices(region)[number]
         scale, window, softcap, sinks = asked.options
-        topk = self.cache.topk
-        return Question(
+        return WorkerQuestion(
             handle=region.place, start=region.start, pages=pool.pages, page_tokens=page_tokens, heads=heads,
             kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
-            dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer],
-            window=NONE if window is None else window, sinks=int(sinks is not None and not self._partial),
-            partial=int(self._partial), first=int(asked.first), scale=scale,
-            softcap=NONE if softcap is None else softcap, topk=NONE if topk is None else topk,
+            dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer], window=window,
+            sinks=sinks is not None and not self._partial, partial=self._partial, first=asked.first, scale=scale,
+            softcap=softcap, topk=self.cache.topk,
         )  # fmt: skip
 
     def drain(self, lost: str) -> None:
@@ -245,7 +248,7 @@ class RemoteAttender(BufferedAttender):
     def _free_desks(self) -> None:
         for desk in self.desks:
             desk.flat = torch.empty(0, dtype=torch.uint8)
-            if desk.handle != NONE:
+            if desk.handle is not None:
                 desk.client.free(desk.handle)
 
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.attention.link import Broken
-from flexengine.attention.messages import DTYPES, NONE, Question
+from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
+from flexengine.guests.wire.link import Broken
 
 
-class Tables(NamedTuple):
+class WorkerTables(NamedTuple):
     """Page tables of a gpu_batch for a group of layers, all int32.
 
     Attributes:
@@ -30,14 +30,14 @@ class Tables(NamedTuple):
     rows: Tensor
     copies: Tensor
 
-    def cached(self) -> "Tables":
+    def cached(self) -> "WorkerTables":
         """Return the tables without the new tokens."""
         new = torch.zeros_like(self.lengths)
         new[self.rows.long()] = 1
         return self._replace(lengths=self.lengths - new, seen=self.seen - new)
 
     @staticmethod
-    def unpack(numbers: Tensor, pages: int, new: int, copies: int) -> "Tables":
+    def unpack(numbers: Tensor, pages: int, new: int, copies: int) -> "WorkerTables":
         """Return the page tables in the body of a message. Raise Broken if it has a wrong length."""
         negative = min(pages, new, copies) < 0
         sequences, rest = (0, 1) if negative else divmod(len(numbers) - 3 * new - 2 * copies, pages + 2)
@@ -45,18 +45,20 @@ class Tables(NamedTuple):
             raise Broken(f"page tables of {len(numbers)} numbers came, which fit no number of sequences")
         sizes = [sequences * pages, sequences, sequences, new, new, new, 2 * copies]
         tables, lengths, seen, at, offsets, rows, both = torch.split(numbers, sizes)
-        return Tables(tables.view(sequences, pages), lengths, seen, at, offsets, rows, both.view(copies, 2))
+        return WorkerTables(tables.view(sequences, pages), lengths, seen, at, offsets, rows, both.view(copies, 2))
 
 
-def check(ask: Question, tables: Tables, sinks: Tensor | None) -> None:
+def check(ask: WorkerQuestion, tables: WorkerTables, sinks: Tensor | None) -> None:
     """Raise ValueError if a question or its tables name memory that does not exist: kernels read without checks."""
     sizes = (ask.pages, ask.page_tokens, ask.heads, ask.kv_heads, ask.head_dim)
     if min(sizes) < 1 or ask.heads % ask.kv_heads:
-        raise ValueError(f"pages, page_tokens, heads, kv_heads and head_dim are {sizes}; they must be at least 1, and"
-                         " kv_heads must divide heads")  # fmt: skip
+        raise ValueError(
+            f"pages, page_tokens, heads, kv_heads and head_dim are {sizes}; they must be at least 1, and"
+            " kv_heads must divide heads"
+        )
     if not (0 <= ask.dtype < len(DTYPES) and 0 <= ask.pool_dtype < len(DTYPES)):
         raise ValueError(f"dtypes are numbers {ask.dtype} and {ask.pool_dtype}; they must be 0 to {len(DTYPES) - 1}")
-    if ask.topk != NONE and not 0 <= ask.topk <= 1:
+    if ask.topk is not None and not 0 <= ask.topk <= 1:
         raise ValueError(f"the share of values is {ask.topk}; it must be 0 to 1")
     if ask.sinks and (sinks is None or len(sinks) != ask.heads):
         raise ValueError(f"the layer has {0 if sinks is None else len(sinks)} sinks, but {ask.heads} heads")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flexengine.attention.client import Client
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.guests.attention_workers.client import Client
 from flexengine.places import worker_names
 from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
@@ -125,8 +125,10 @@ def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) 
             connected.callback(tiers[-1].close)
             for other in tiers[:-1]:
                 if other.client.pool == tiers[-1].client.pool:
-                    raise InvalidInput(f"{other.client.name} and {tiers[-1].client.name} are one attention worker with"
-                                       " two addresses; name each worker once")  # fmt: skip
+                    raise InvalidInput(
+                        f"{other.client.name} and {tiers[-1].client.name} are one attention worker with"
+                        " two addresses; name each worker once"
+                    )
         connected.pop_all()
     tiers.sort(key=lambda tier: tier.client.file_rate > 0)
     filed = sum(tier.client.file_rate > 0 for tier in tiers)

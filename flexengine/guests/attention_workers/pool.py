@@ -10,20 +10,20 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from flexengine.attention import files
+from flexengine.guests.attention_workers import files
 from flexengine.tier.memory import aligned_buffer
 
 T = TypeVar("T")
 
 
-class Member(Protocol):
+class EngineConnection(Protocol):
     """The connection of one engine."""
 
     def leave(self) -> None:
         """End the connection, and return when its memory is given back."""
 
 
-class Pool:
+class WorkerPool:
     """What engines share. Threads may call all methods at the same time.
 
     Questions of all engines are computed one after the other, in the order in which they came, so each has all
@@ -44,7 +44,7 @@ class Pool:
         self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
         self.measured = threading.Lock()
         self._lock = threading.Lock()
-        self._members: dict[int, Member] = {}  # by number of the engine
+        self._members: dict[int, EngineConnection] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
 
     @property
@@ -73,7 +73,7 @@ class Pool:
         """Queue a computation. Return its result, when it has ended, or its error."""
         return self._thread.submit(work)
 
-    def join(self, engine: int, member: Member) -> None:
+    def join(self, engine: int, member: EngineConnection) -> None:
         """Add a connection. If the same engine has an older one, which is lost, the older one ends first.
 
         Args:
@@ -85,7 +85,7 @@ class Pool:
         if older is not None:
             older.leave()
 
-    def part(self, engine: int, member: Member) -> None:
+    def part(self, engine: int, member: EngineConnection) -> None:
         """Remove a connection, unless a newer one has replaced it."""
         with self._lock:
             if self._members.get(engine) is member:

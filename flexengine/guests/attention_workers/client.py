@@ -12,19 +12,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexengine.attention.files import mapped_file
-from flexengine.attention.link import Broken, Link, Message
-from flexengine.attention.messages import NONE, PROTOCOL, Kind, Question, text, words
-from flexengine.attention.server import BEAT_SECONDS, identity
-from flexengine.attention.tables import Tables
 from flexengine.errors import InvalidInput, WorkerLost
+from flexengine.guests.attention_workers.files import mapped_file
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
+from flexengine.guests.attention_workers.server import identity
+from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.wire.link import Broken, Connection, Message
 from flexengine.tier.base import aligned
 
 END_SECONDS = 5.0  # until `close` no longer waits for a thread
 _NO_BODY = torch.empty(0, dtype=torch.uint8)
 
 
-class Pending:
+class PendingAnswer:
     """Bytes that a worker will send, for a call that waits for them.
 
     Args:
@@ -35,7 +35,7 @@ class Pending:
         open: whether the queries went first, and keys and values are not sent yet.
     """
 
-    def __init__(self, targets: Sequence[Tensor], ticket: int = NONE) -> None:
+    def __init__(self, targets: Sequence[Tensor], ticket: int = -1) -> None:
         self.targets, self.ticket, self.open = targets, ticket, False
         self._cached, self._ended = threading.Event(), threading.Event()
         self._error: WorkerLost | None = None
@@ -88,34 +88,35 @@ class Client:
     _handles = itertools.count()  # of all clients: memory of a new worker may take the handle that a lost worker had
 
     def __init__(
-        self, link: Link, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
+        self, link: Connection, place: str, shares: bool = False, threads: int = 0, engine: int | None = None
     ) -> None:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
         self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
         self._shared: dict[int, Tensor] = {}  # by handle
         self._tickets = itertools.count()
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingAnswer] = {}
         self._ready = queue.SimpleQueue[bool | WorkerLost]()
         self._lost: WorkerLost | None = None
         self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         try:
-            link.send(Kind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity()))
+            link.send(
+                MessageKind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity())
+            )
             answer = link.receive()
             body = words(link.take())
         except Broken as error:
             link.close()
             raise self._error(str(error)) from error
-        if answer.kind != Kind.HELLO:
+        if answer.kind != MessageKind.HELLO:
             link.close()
             raise InvalidInput(f"attention worker {place} refuses: {body}; run the same version on all machines")
         self.memory, self.name = answer.numbers[1], f"{place} ({body})"
         self.others, self.file_rate, self.pool = answer.numbers[2] - self.memory, *answer.numbers[3:5]
-        self._threads = [threading.Thread(target=work, name=f"flexengine-{place}", daemon=True)
-                         for work in (self._receive, self._beat)]  # fmt: skip
-        for thread in self._threads:
-            thread.start()
+        link.beat()
+        self._thread = threading.Thread(target=self._receive, name=f"flexengine-{place}", daemon=True)
+        self._thread.start()
 
     def rename(self, place: str) -> None:
         """Change the name of the worker's place."""
@@ -126,7 +127,7 @@ class Client:
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)
 
-    def _send(self, kind: Kind, numbers: Sequence[int] = (), *parts: Tensor) -> None:
+    def _send(self, kind: MessageKind, numbers: Sequence[int] = (), *parts: Tensor) -> None:
         self._call(lambda: self.link.send(kind, numbers, *parts))
 
     def _call(self, send: Callable[[], None]) -> None:
@@ -154,12 +155,12 @@ class Client:
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
                 try:
                     os.ftruncate(descriptor, size)
-                    self._call(lambda: self.link.send_file(Kind.SHARE, (handle, size, int(counted)), descriptor))
+                    self._call(lambda: self.link.send_file(MessageKind.SHARE, (handle, size, int(counted)), descriptor))
                     self._shared[handle] = mapped_file(descriptor, size)
                 finally:
                     os.close(descriptor)
             else:
-                self._send(Kind.ALLOCATE, (handle, size))
+                self._send(MessageKind.ALLOCATE, (handle, size))
             ready = self._ready.get()
         if isinstance(ready, WorkerLost):
             raise ready
@@ -172,13 +173,13 @@ class Client:
         """Return a context manager in which no other engine measures this worker. Entering it waits until they have
         ended."""
         with self._allocating:
-            self._send(Kind.ALONE, (1,))
+            self._send(MessageKind.ALONE, (1,))
             if isinstance(ready := self._ready.get(), WorkerLost):
                 raise ready
         try:
             yield
         finally:
-            self._send(Kind.ALONE, (0,))
+            self._send(MessageKind.ALONE, (0,))
 
     def memory_of(self, handle: int) -> Tensor:
         """Return shared memory, uint8."""
@@ -189,35 +190,35 @@ class Client:
         self._shared.pop(handle, None)
         if self._lost is None and not self._closed.is_set():
             with contextlib.suppress(WorkerLost):
-                self._send(Kind.FREE, (handle,))
+                self._send(MessageKind.FREE, (handle,))
 
     def write(self, handle: int, start: int, source: Tensor) -> None:
         """Copy a contiguous tensor in RAM to byte `start` of memory."""
         if (shared := self._shared.get(handle)) is not None:
             shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
             return
-        self._send(Kind.WRITE, (handle, start), source)
+        self._send(MessageKind.WRITE, (handle, start), source)
 
-    def read(self, handle: int, start: int, target: Tensor) -> Pending:
+    def read(self, handle: int, start: int, target: Tensor) -> PendingAnswer:
         """Begin to copy bytes from byte `start` of memory on to a contiguous tensor in RAM."""
         if (shared := self._shared.get(handle)) is not None:
             target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
-            (done := Pending([])).end()
+            (done := PendingAnswer([])).end()
             return done
         ticket, pending = self._new([target])
-        self._send(Kind.READ, (ticket, handle, start, target.nbytes))
+        self._send(MessageKind.READ, (ticket, handle, start, target.nbytes))
         return pending
 
-    def tables(self, batch: int, group: int, tables: Tables) -> None:
+    def tables(self, batch: int, group: int, tables: WorkerTables) -> None:
         """Send the page tables of a gpu_batch for a group of layers."""
         numbers = (batch, group, tables.tables.shape[1], len(tables.pages), len(tables.copies))
-        self._send(Kind.TABLES, numbers, *(part.contiguous() for part in tables))
+        self._send(MessageKind.TABLES, numbers, *(part.contiguous() for part in tables))
 
     def sinks(self, layer: int, sinks: Tensor) -> None:
         """Send the sinks of a layer, fp32 [heads] in RAM."""
-        self._send(Kind.SINKS, (layer,), sinks)
+        self._send(MessageKind.SINKS, (layer,), sinks)
 
-    def ask(self, layer: int, question: Question, vectors: Tensor, target: Tensor) -> Pending:
+    def ask(self, layer: int, question: WorkerQuestion, vectors: Tensor, target: Tensor) -> PendingAnswer:
         """Send a question.
 
         Args:
@@ -229,17 +230,17 @@ class Client:
         """
         answer_bytes, targets = target.nbytes, [target]
         question = replace(question, nbytes=vectors.nbytes)
-        if question.shared != NONE:
+        if question.shared is not None:
             vectors, targets = _NO_BODY, []
         ticket, pending = self._new(targets)
-        pending.open = bool(question.first)
-        self._send(Kind.ASK, (ticket, layer), question.pack(), vectors)
+        pending.open = question.first
+        self._send(MessageKind.ASK, (ticket, layer), question.pack(), vectors)
         with self._lock:
             self.asked += question.nbytes
             self.answered += answer_bytes
         return pending
 
-    def add(self, pending: Pending, vectors: Tensor, at: int | None) -> None:
+    def add(self, pending: PendingAnswer, vectors: Tensor, at: int | None) -> None:
         """Send the keys and values of a question whose queries went first.
 
         Args:
@@ -249,13 +250,13 @@ class Client:
         """
         nbytes, body = vectors.nbytes, vectors if at is None else _NO_BODY
         pending.open = False
-        self._send(Kind.ADD, (pending.ticket, at or 0, nbytes), body)
+        self._send(MessageKind.ADD, (pending.ticket, at or 0, nbytes), body)
         with self._lock:
             self.asked += nbytes
 
-    def drain(self, pending: Pending) -> None:
+    def drain(self, pending: PendingAnswer) -> None:
         """Wait until the worker uses memory of a question no more, also if its keys and values are never sent. Raise
-        WorkerLost as `Pending.wait`."""
+        WorkerLost as `PendingAnswer.wait`."""
         if not pending.open:
             pending.wait()
             return
@@ -263,9 +264,9 @@ class Client:
         with self._lock:
             self._pending.pop(pending.ticket, None)  # the worker forgets the question, too
 
-    def _new(self, targets: Sequence[Tensor]) -> tuple[int, Pending]:
+    def _new(self, targets: Sequence[Tensor]) -> tuple[int, PendingAnswer]:
         ticket = next(self._tickets)
-        pending = Pending(targets, ticket)
+        pending = PendingAnswer(targets, ticket)
         with self._lock:
             self._pending[ticket] = pending
         if self._lost is not None:
@@ -281,23 +282,21 @@ class Client:
 
     def _handle(self, message: Message) -> None:
         number = message.numbers[0]
-        if message.kind == Kind.BEAT:
-            return
-        if message.kind == Kind.READY:
+        if message.kind == MessageKind.READY:
             self.others = message.numbers[3] - message.numbers[2]
             self._ready.put(bool(message.numbers[1]))
             return
-        if message.kind not in (Kind.DATA, Kind.CACHED, Kind.ANSWER, Kind.FAILED):
+        if message.kind not in (MessageKind.DATA, MessageKind.CACHED, MessageKind.ANSWER, MessageKind.FAILED):
             raise Broken(f"a message of unknown kind {message.kind} came")
         with self._lock:
             pending = self._pending.get(number)
         if pending is None:
             raise Broken(f"it answered question {number}, which was not asked")
-        if message.kind == Kind.CACHED:
+        if message.kind == MessageKind.CACHED:
             pending.cached()
             return
         error = None
-        if message.kind == Kind.FAILED:
+        if message.kind == MessageKind.FAILED:
             error = self._error(f"it could not answer ({words(self.link.take())})")
         elif message.nbytes != (due := sum(target.nbytes for target in pending.targets)):
             raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
@@ -317,20 +316,12 @@ class Client:
             pending.end(self._lost)
         self._ready.put(self._lost)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS) and self._lost is None:
-            try:
-                self._send(Kind.BEAT)
-            except WorkerLost:
-                return
-
     def close(self) -> None:
         """End the connection."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(WorkerLost):
-                self._send(Kind.BYE)
+                self._send(MessageKind.BYE)
             self.link.close()
-            for thread in self._threads:
-                thread.join(END_SECONDS)
+            self._thread.join(END_SECONDS)
             self._shared.clear()

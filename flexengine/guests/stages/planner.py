@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from flexengine.activity import message
-from flexengine.engine.pipeline.remote import Driver, StagePlan
 from flexengine.engine.planner import Planner
+from flexengine.guests.stages.remote import Driver, RemotePlan
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search
@@ -28,7 +28,7 @@ class PipelinePlanner(Planner):
     def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
         super().__init__(*args)
         self.driver, self.strategy = driver, strategy
-        self.others: list[StagePlan] = []
+        self.others: list[RemotePlan] = []
 
     def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
         """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""

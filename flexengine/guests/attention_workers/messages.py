@@ -5,7 +5,7 @@
 | HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine |
 | HELLO | worker | protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0, its number | name |
 | REFUSE | worker | | why it does not serve the engine |
-| BEAT | both | | none; shows that the process lives |
+| BEAT | both | | none; shows that the process lives (`wire.link`) |
 | ALLOCATE | engine | handle, bytes | none |
 | READY | worker | handle, 1 or 0 (too little memory, or it cannot be mapped), then bytes as in HELLO | none |
 | SHARE | engine | handle, bytes, 1 or 0: whether they count as pages | an open file, which both processes map |
@@ -16,7 +16,7 @@
 | DATA | worker | ticket | bytes of the memory |
 | TABLES | engine | gpu_batch, group, pages of a table, new tokens, copies | page tables, see `tables.Tables` |
 | SINKS | engine | layer | fp32 [heads] |
-| ASK | engine | ticket, layer | a Question, then q, k, v unless they are in shared memory; only q if `first` |
+| ASK | engine | ticket, layer | a WorkerQuestion, then q, k, v unless they are in shared memory; only q if `first` |
 | CACHED | worker | ticket | none; attention of a `first` question over the cached tokens is computed |
 | ADD | engine | ticket, first byte, bytes | k, v of a `first` question, unless they are in shared memory |
 | ANSWER | worker | ticket | attention, then its log-sum-exp if `partial`; none if they are in shared memory |
@@ -26,43 +26,25 @@
 
 import enum
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 PROTOCOL = 3  # raise it with every change of messages or of their meaning
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-NONE = -1  # a window, softcap or share that is not given
-
-
-class Kind(enum.IntEnum):
-    HELLO = 1
-    REFUSE = 2
-    BEAT = 3
-    ALLOCATE = 4
-    READY = 5
-    FREE = 6
-    WRITE = 7
-    READ = 8
-    DATA = 9
-    TABLES = 10
-    SINKS = 11
-    ASK = 12
-    ANSWER = 13
-    FAILED = 14
-    BYE = 15
-    SHARE = 16
-    ADD = 17
-    CACHED = 18
-    ALONE = 19
-
+NONE = -1  # in a packed question, for a field that is None
+# Kinds of messages, numbered from 1; see the table. BEAT is that of `wire.link`.
+MessageKind = enum.IntEnum(
+    "MessageKind",
+    "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE",
+)
 
 _QUESTION = struct.Struct("<16q3d4q")
 
 
-@dataclass(frozen=True)
-class Question:
+@dataclass(frozen=True, kw_only=True)
+class WorkerQuestion:
     """Attention of one gpu_batch in one layer, over pages of one worker.
 
     Attributes:
@@ -78,14 +60,14 @@ class Question:
         dtype: index in DTYPES of q, k, v and the output.
         batch: number of the gpu_batch, whose tables came before.
         group: group of layers.
-        window: tokens that a query sees; NONE for all.
-        sinks: 1 if the layer has sinks, which came before.
-        partial: 1 if other workers hold other tokens of the sequences. The window is then in the page tables.
-        first: 1 if queries go first: keys and values follow in a message ADD.
+        window: tokens that a query sees; None for all.
+        sinks: whether the layer has sinks, which came before.
+        partial: whether other workers hold other tokens of the sequences. The window is then in the page tables.
+        first: whether queries go first: keys and values follow in a message ADD.
         scale: factor of the scores.
-        softcap: cap of the scores; NONE for none.
-        topk: share of the values that are read; NONE for all.
-        shared: handle of shared memory for q, k, v and the output; NONE if messages hold them.
+        softcap: cap of the scores; None for none.
+        topk: share of the values that are read; None for all.
+        shared: handle of shared memory for q, k, v and the output; None if messages hold them.
         at: first byte of q, k, v in it, or of q if `first`.
         nbytes: their bytes.
         out: first byte of the output in it.
@@ -103,28 +85,33 @@ class Question:
     dtype: int
     batch: int
     group: int
-    window: int
-    sinks: int
-    partial: int
-    first: int
+    window: int | None = None
+    sinks: bool = False
+    partial: bool = False
+    first: bool = False
     scale: float
-    softcap: float
-    topk: float
-    shared: int = NONE
+    softcap: float | None = None
+    topk: float | None = None
+    shared: int | None = None
     at: int = 0
     nbytes: int = 0
     out: int = 0
 
     def pack(self) -> Tensor:
         """Return the question as uint8 [QUESTION_BYTES]."""
-        return torch.frombuffer(bytearray(_QUESTION.pack(*astuple(self))), dtype=torch.uint8)
+        values = (getattr(self, name) for name in _NAMES)
+        packed = _QUESTION.pack(*(NONE if value is None else value for value in values))
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @staticmethod
-    def unpack(body: Tensor) -> "Question":
+    def unpack(body: Tensor) -> "WorkerQuestion":
         """Return the question in uint8 [QUESTION_BYTES]."""
-        return Question(*_QUESTION.unpack(body.numpy().tobytes()))
+        values = dict(zip(_NAMES, _QUESTION.unpack(body.numpy().tobytes()), strict=True))
+        return WorkerQuestion(**values | {name: None for name in _OPTIONAL if values[name] == NONE})
 
 
+_NAMES = tuple(WorkerQuestion.__dataclass_fields__)
+_OPTIONAL = ("window", "softcap", "topk", "shared")
 QUESTION_BYTES = _QUESTION.size
 
 

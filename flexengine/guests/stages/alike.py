@@ -6,16 +6,15 @@ from typing import Any
 import torch
 
 from flexengine import __version__
-from flexengine.attention.tier import WorkerTier
 from flexengine.engine.core import Core
 from flexengine.engine.fingerprint import numerics
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.messages import LAYOUT
 from flexengine.lossy import PREDICTORS
 from flexengine.model import identity
-from flexengine.parallel.group import Group
-
-LAYOUT = 1  # of frames; raise it when `messages` changes
 
 
 def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
@@ -29,7 +28,7 @@ def _predictors(core: Core, options: EngineOptions) -> dict[str, str]:
         return {"predictors of neurons": "damaged"}
 
 
-def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
+def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> None:
     """Raise InvalidInput, in all processes, if a stage differs from the first one in version, model, or a switch that
     changes results. Wait for all stages."""
     own: dict[str, Any] = {
@@ -48,5 +47,7 @@ def check_alike(core: Core, options: EngineOptions, group: Group) -> None:
     for rank, other in enumerate(every):
         for name, value in every[0].items():
             if other.get(name) != value:
-                raise InvalidInput(f"stage {rank} ({group.names[rank]}) has {name} {other.get(name)!r}, but stage 0"
-                                   f" ({group.names[0]}) has {value!r}; all stages must have the same")  # fmt: skip
+                raise InvalidInput(
+                    f"stage {rank} ({group.names[rank]}) has {name} {other.get(name)!r}, but stage 0"
+                    f" ({group.names[0]}) has {value!r}; all stages must have the same"
+                )

@@ -15,6 +15,8 @@ def ranks() -> tuple[int, int]:
     """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise InvalidInput(f"the environment has RANK={rank} and WORLD_SIZE={size}, which torchrun sets to a"
-                           " number below the number of processes; unset both to run one process")  # fmt: skip
+        raise InvalidInput(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, which torchrun sets to a"
+            " number below the number of processes; unset both to run one process"
+        )
     return int(rank), int(size)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from flexengine.attention.messages import DTYPES, NONE, Question
-from flexengine.attention.tables import Tables
-from flexengine.attention.tier import WorkerTier
+from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
+from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.page_size import PAGE_TOKENS
@@ -46,8 +46,12 @@ def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> 
         fixed.append(little * tier.engines)
         if tier.client.threads:
             local[tier.name] = min(1.0, tier.client.threads / cores)
-    return {"worker_attention": rates, "worker_links": links, "worker_seconds": max(fixed, default=0.0),
-            "worker_cores": local}  # fmt: skip
+    return {
+        "worker_attention": rates,
+        "worker_links": links,
+        "worker_seconds": max(fixed, default=0.0),
+        "worker_cores": local,
+    }
 
 
 def _link_rate(tier: WorkerTier) -> float:
@@ -90,12 +94,11 @@ def _timed(tier: WorkerTier, region: Region, model: ModelFacts, dtype: torch.dty
     offsets = torch.full((SEQUENCES,), (tokens - 1) % PAGE_TOKENS, dtype=torch.int32)
     last, none = table[:, -1].contiguous(), torch.empty(0, 2, dtype=torch.int32)
     rows = torch.arange(SEQUENCES, dtype=torch.int32)
-    tier.client.tables(0, 0, Tables(table, lengths, lengths, last, offsets, rows, none))
-    question = Question(
-        handle=region.place, start=0, pages=fitting, page_tokens=PAGE_TOKENS, heads=model.heads, kv_heads=kv_heads,
-        head_dim=dim, bits=0, pool_dtype=DTYPES.index(dtype), dtype=DTYPES.index(dtype), batch=0, group=0, window=NONE,
-        sinks=0, partial=0, first=0, scale=dim**-0.5, softcap=NONE, topk=NONE,
-    )  # fmt: skip
+    tier.client.tables(0, 0, WorkerTables(table, lengths, lengths, last, offsets, rows, none))
+    number = DTYPES.index(dtype)
+    pool: dict[str, Any] = {"handle": region.place, "start": 0, "pages": fitting, "page_tokens": PAGE_TOKENS}
+    shape: dict[str, Any] = {"heads": model.heads, "kv_heads": kv_heads, "head_dim": dim, "scale": dim**-0.5}
+    question = WorkerQuestion(**pool, **shape, bits=0, pool_dtype=number, dtype=number, batch=0, group=0)
     vectors = torch.zeros(SEQUENCES * (model.heads + 2 * kv_heads) * dim, dtype=dtype).view(torch.uint8)
     target, seconds = torch.empty(SEQUENCES * model.heads * dim, dtype=dtype).view(torch.uint8), list[float]()
     for _ in range(TURNS + 1):  # the first one is not counted

@@ -1,0 +1,274 @@
+"""An attention worker: holds memory for engines, and computes decode attention over pages in it.
+
+Each engine has a connection, with a thread that receives messages. This thread writes pages straight into the memory,
+and hands questions to the pool, which all connections share (`pool.py`); another thread sends the answers.
+The engine orders its messages: pages that a question names are not written before the answer.
+"""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from flexengine import kernels
+from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
+from flexengine.guests.attention_workers.files import mapped_file
+from flexengine.guests.attention_workers.messages import (
+    PROTOCOL,
+    QUESTION_BYTES,
+    MessageKind,
+    WorkerQuestion,
+    text,
+    words,
+)
+from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message
+from flexengine.tier.base import aligned
+
+LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has been replaced
+
+
+class AttentionServer(PageAttention):
+    """Serves one engine over one connection.
+
+    Args:
+        link: the connection.
+        pool: memory and processors, shared with other connections.
+        name: of this worker, for messages.
+    """
+
+    def __init__(self, link: Connection, pool: WorkerPool, name: str) -> None:
+        super().__init__()
+        self.link, self.pool, self.name = link, pool, name
+        self.engine = 0  # number that the engine has drawn
+        self._alone = False  # whether this engine measures
+        self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
+        self._counted = set[int]()  # handles of memory for pages
+        self._tables: dict[tuple[int, int], WorkerTables] = {}  # by gpu_batch and group
+        self._first: dict[int, PendingQuestion] = {}  # by ticket: questions whose keys and values have not come
+        self._asked = queue.SimpleQueue[tuple[PendingQuestion, Future[tuple[Tensor, ...] | None]] | None]()
+        self._ended, self._leaving, self._left = (threading.Event() for _ in range(3))
+
+    def run(self) -> None:
+        """Serve until the engine ends the connection. Raise Broken if it was not ended in good order."""
+        reply = threading.Thread(target=self._reply, daemon=True)
+        try:
+            self._greet()
+            self.link.beat()
+            reply.start()
+            while (message := self.link.receive()).kind != MessageKind.BYE:
+                try:
+                    self._handle(message)
+                except (RuntimeError, ValueError, MemoryError) as error:  # of a body that is no tensor of its kind
+                    raise Broken(f"a message of kind {message.kind} cannot be read ({error})") from error
+        finally:
+            self._ended.set()
+            self._asked.put(None)
+            self.link.close()
+            if reply.ident is not None:  # it was started
+                reply.join()
+            taken = self._taken
+            self._first.clear()
+            self._held.clear()
+            if self._alone:
+                self._end_alone()
+            self.pool.give_back(taken)
+            self.pool.part(self.engine, self)
+            self._left.set()
+
+    def leave(self) -> None:
+        """End the connection, and return when its memory is given back."""
+        self._leaving.set()
+        self.link.close()
+        self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
+
+    def _greet(self) -> None:
+        """Exchange versions. Raise Broken if the engine has another one."""
+        hello = self.link.receive()
+        engine = words(self.link.take())
+        own = identity()
+        if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
+            why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
+            self.link.send(MessageKind.REFUSE, (), text(why))
+            raise Broken(why)
+        self.engine = hello.numbers[1]
+        self.pool.join(self.engine, self)
+        pool = self.pool
+        self.link.send(
+            MessageKind.HELLO, (PROTOCOL, pool.free, pool.memory, pool.file_rate, pool.number), text(self.name)
+        )
+
+    def _handle(self, message: Message) -> None:
+        """Carry out a message. Raise Broken if it is wrong."""
+        link, (a, b, c, d, e) = self.link, message.numbers
+        if message.kind == MessageKind.ALLOCATE:
+            self._ready(a, self._allocate(a, b, self.pool.buffer))
+        elif message.kind == MessageKind.SHARE:
+            descriptor = link.take_file()
+            try:
+                ready = self._allocate(a, b, lambda nbytes: mapped_file(descriptor, nbytes), counted=bool(c))
+            finally:
+                os.close(descriptor)  # the mapping stays
+            self._ready(a, ready)
+        elif message.kind == MessageKind.ALONE:
+            self._begin_alone() if a else self._end_alone()
+        elif message.kind == MessageKind.FREE:
+            freed = len(self._held[a]) if a in self._counted else 0
+            self._counted.discard(a)
+            self._held.pop(a, None)
+            if not self._held:
+                for known in (self._tables, self.sinks, self._first):
+                    known.clear()
+            self.pool.give_back(freed)
+        elif message.kind == MessageKind.WRITE:
+            link.take_into(self._part(a, b, message.nbytes))
+        elif message.kind == MessageKind.READ:
+            link.send(MessageKind.DATA, (a,), self._part(b, c, d))
+        elif message.kind == MessageKind.TABLES:
+            # A sweep of which the engine sends no keys and values any more broke off.
+            self._first = {ticket: asked for ticket, asked in self._first.items() if asked.question.batch != a}
+            self._tables[a, b] = WorkerTables.unpack(link.take().view(torch.int32), c, d, e)
+        elif message.kind == MessageKind.SINKS:
+            self.sinks[a] = link.take().view(torch.float32)
+        elif message.kind == MessageKind.ASK:
+            self._ask(a, b)
+        elif message.kind == MessageKind.ADD:
+            self._add(a, b, c)
+        else:
+            raise Broken(f"a message of unknown kind {message.kind} came")
+
+    def _begin_alone(self) -> None:
+        """Wait until no other engine measures this worker. Raise Broken if this one does, or if it connects again."""
+        if self._alone:
+            raise Broken("measuring begins twice")
+        while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
+            if self._leaving.is_set():
+                raise Broken("the engine has connected again")
+        self._alone = True
+        self._ready(0, True)
+
+    def _end_alone(self) -> None:
+        """Let another engine measure this worker. Raise Broken if this one does not."""
+        if not self._alone:
+            raise Broken("measuring ends, but did not begin")
+        self._alone = False
+        self.pool.measured.release()
+
+    def _ready(self, handle: int, ready: bool) -> None:
+        """Answer a request for memory."""
+        others = self.pool.taken - self._taken
+        self.link.send(MessageKind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
+
+    def _allocate(self, handle: int, nbytes: int, make: Callable[[int], Tensor], counted: bool = True) -> bool:
+        if nbytes < 0 or handle in self._held:
+            raise Broken(f"memory {handle} of {nbytes} bytes cannot be allocated")
+        size = aligned(nbytes)
+        if counted and not self.pool.take(size):
+            return False
+        try:
+            self._held[handle] = make(size)
+        except (MemoryError, OSError, RuntimeError, ValueError):
+            self.pool.give_back(size * counted)
+            return False
+        if counted:
+            self._counted.add(handle)
+        return True
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of pages."""
+        return sum(len(self._held[handle]) for handle in self._counted)
+
+    def _part(self, handle: int, start: int, nbytes: int) -> Tensor:
+        held = self._held.get(handle)
+        if held is None or not 0 <= start <= start + nbytes <= len(held):
+            size = "none" if held is None else f"{len(held)} bytes"
+            raise Broken(f"bytes {start} to {start + nbytes} of memory {handle} were named, which has {size}")
+        return held[start : start + nbytes]
+
+    def _ask(self, ticket: int, layer: int) -> None:
+        head = torch.empty(QUESTION_BYTES, dtype=torch.uint8)
+        self.link.take_into(head)
+        question, vectors = WorkerQuestion.unpack(head), self.link.take()
+        if question.shared is not None:
+            vectors = self._part(question.shared, question.at, question.nbytes)
+        tables = self._tables.get((question.batch, question.group))
+        if tables is None or (question.sinks and layer not in self.sinks):
+            raise Broken(f"a question about layer {layer} of gpu_batch {question.batch} came before its page tables")
+        asked = PendingQuestion(ticket, layer, question, vectors, tables)
+        if question.first:
+            if ticket in self._first:
+                raise Broken(f"question {ticket} came twice")
+            self._first[ticket] = asked
+        self._queue(asked, lambda: self._attend_cached(asked) if question.first else self._attend(asked))
+
+    def _add(self, ticket: int, at: int, nbytes: int) -> None:
+        vectors, asked = self.link.take(), self._first.pop(ticket, None)
+        if asked is None:
+            raise Broken(f"keys and values of question {ticket} came, whose queries did not go first")
+        if (shared := asked.question.shared) is not None:
+            vectors = self._part(shared, at, nbytes)
+        self._queue(asked, lambda: self._attend_new(asked, vectors))
+
+    def _queue(self, asked: PendingQuestion, work: Callable[[], tuple[Tensor, ...] | None]) -> None:
+        """Let the pool's thread compute a part of an answer, unless the connection has ended by then."""
+
+        def compute() -> tuple[Tensor, ...] | None:
+            if self._ended.is_set():
+                raise Broken("the connection has ended")
+            return work()
+
+        self._asked.put((asked, self.pool.compute(compute)))
+
+    def _reply(self) -> None:
+        """Send answers in the order of the questions. After the connection has ended, wait for those that are being
+        computed."""
+        while (item := self._asked.get()) is not None:
+            asked, answer = item
+            try:
+                try:
+                    if (found := answer.result()) is not None:
+                        self._answer(asked, found)
+                except Exception as error:  # told to the engine, whose job computes the rows again
+                    self.link.send(MessageKind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
+            except Broken:  # the connection has ended, so the thread that receives ends, too
+                continue
+            finally:
+                del item, asked, answer
+
+    def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:
+        """Send an answer, or, if it is empty, that attention over the cached tokens is computed."""
+        ask = asked.question
+        if not answer:
+            self.link.send(MessageKind.CACHED, (asked.ticket,))
+            return
+        if ask.shared is None:
+            self.link.send(MessageKind.ANSWER, (asked.ticket,), *answer)
+            return
+        target = self._part(ask.shared, ask.out, sum(x.nbytes for x in answer))
+        for part, x in zip(torch.split(target, [x.nbytes for x in answer]), answer, strict=True):
+            part.copy_(x.view(-1).view(torch.uint8))
+        self.link.send(MessageKind.ANSWER, (asked.ticket,))
+
+
+def identity() -> str:
+    """Return what must be equal in an engine and its workers, so that results do not depend on the worker."""
+    from flexengine import __version__
+
+    return f"flexengine {__version__} with {type(kernels.load()).__name__}"
+
+
+def name_of(process: int) -> str:
+    """Return the name of a worker, for messages."""
+    return f"{os.uname().nodename}, process {process}"
+
+
+def serve(connection: socket.socket, pool: WorkerPool) -> None:
+    """Serve the engine at the other end of a connection until it ends. Raise Broken as `AttentionServer.run`."""
+    AttentionServer(Connection(connection), pool, name_of(os.getpid())).run()

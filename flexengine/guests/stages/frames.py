@@ -1,0 +1,152 @@
+"""Frames between two processes of a group. They wait in queues, so that no thread that computes waits for a socket.
+
+Frames of one channel arrive in order.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.errors import StageLost
+from flexengine.guests.wire.link import HEADER, MOST_BODY, Broken, Connection
+
+FIRST_KIND = 16  # of frames; lower kinds are those of a connection
+LAST = FIRST_KIND + 100  # kind of the frame after which a channel ends
+HEADER_BYTES = HEADER.size
+EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class Frame(NamedTuple):
+    """A message.
+
+    Attributes:
+        kind: number of its kind.
+        job: number of the job.
+        number: number whose meaning depends on the kind.
+        tokens: tokens of hidden states.
+        body: uint8 [bytes], in RAM.
+    """
+
+    kind: int
+    job: int = 0
+    number: int = 0
+    tokens: int = 0
+    body: Tensor = EMPTY
+
+
+class Ended(Exception):
+    """The job ended while a thread waited for a frame."""
+
+
+class FrameQueue:
+    """Frames that wait, between two threads. After `fail`, `put` and `get` raise its error.
+
+    Args:
+        most: most frames that wait; `put` then waits. None for no limit.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most, self._frames = most, deque[Frame]()
+        self._changed = threading.Condition()
+        self._error: StageLost | None = None
+
+    def put(self, frame: Frame) -> None:
+        """Add a frame. Wait while `most` frames wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._most is None or len(self._frames) < self._most)
+            if self._error is not None:
+                raise self._error
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def get(self, ended: Callable[[], bool] = lambda: False) -> Frame:
+        """Return the first frame. Wait until there is one.
+
+        Args:
+            ended: looked at after every `wake`; if it is true, Ended is raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._frames or ended())
+            if ended():
+                raise Ended
+            if not self._frames:
+                assert self._error is not None
+                raise self._error
+            self._changed.notify_all()
+            return self._frames.popleft()
+
+    def wake(self) -> None:
+        """Let `get` look at its `ended` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def fail(self, error: StageLost) -> None:
+        """Let all calls raise an error. Frames that arrived before it can still be taken."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class FrameChannel:
+    """Frames to or from one process of a group, in a thread that ends with frame LAST.
+
+    Args:
+        step: sends or receives a frame, and returns its kind.
+        lost: called with the queue and the reason if the connection breaks.
+        most: most frames that wait; None for no limit.
+    """
+
+    def __init__(
+        self, step: Callable[[FrameQueue], int], lost: Callable[[FrameQueue, str], None], most: int | None = None
+    ) -> None:
+        self.queue, self._step, self._lost = FrameQueue(most), step, lost
+        self._thread = threading.Thread(target=self._loop, name="flexengine-channel", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the thread has ended: after frame LAST, or an error."""
+        self._thread.join(seconds)
+
+    def _loop(self) -> None:
+        try:
+            while self._step(self.queue) != LAST:
+                pass
+        except StageLost:  # from the queue
+            return
+        except (Broken, MemoryError, RuntimeError) as error:  # RuntimeError: no memory for a tensor
+            self._lost(self.queue, str(error))
+
+
+def sender(link: Connection, lost: Callable[[FrameQueue, str], None], most: int) -> FrameChannel:
+    """Return a channel that sends the frames that are put into its queue. Arguments as for FrameChannel."""
+
+    def step(queue: FrameQueue) -> int:
+        kind, *numbers, body = queue.get()
+        link.send(kind, numbers, body)
+        return kind
+
+    return FrameChannel(step, lost, most)
+
+
+def receiver(link: Connection, lost: Callable[[FrameQueue, str], None], seen: Callable[[Frame], None]) -> FrameChannel:
+    """Return a channel whose queue gets the frames that another process sends. Any number of frames wait, so that the
+    other process never waits for this one.
+
+    Args:
+        link: the connection.
+        lost: as for FrameChannel.
+        seen: called with every frame when it arrives, from the channel's thread.
+    """
+
+    def step(queue: FrameQueue) -> int:
+        kind, (job, number, tokens, *_), _ = link.receive()
+        frame = Frame(kind, job, number, tokens, link.take(MOST_BODY))
+        queue.put(frame)
+        seen(frame)
+        return kind
+
+    return FrameChannel(step, lost)

@@ -1,0 +1,142 @@
+"""Frames between the driver and a stage.
+
+| kind | from | body |
+|---|---|---|
+| CHOOSE | driver | a JobOrder without a policy; answered by ANSWER with a policy |
+| LAY_OUT | driver | a JobOrder; answered by ANSWER if the job fits |
+| PREPARE | driver | a JobOrder; answered by ANSWER with the stage's pools |
+| SWEEP | driver | an Order; answered by RESULT |
+| END | driver | nothing; the job ends, early or not; answered by ANSWER with what the stage has measured |
+| LEAVE | driver | nothing; the process ends |
+| ANSWER | stage | a dict; `number` is the kind of the order |
+| FAILED | stage | a dict: the error |
+| RESULT | stage | a StageResult |
+
+`number` of SWEEP and RESULT is the number of the sweep.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from flexengine.config import SamplingParams
+from flexengine.engine.stages import Sweep
+from flexengine.guests.stages.frames import FIRST_KIND
+from flexengine.model.stop import Stops
+from flexengine.plan.workload import Workload
+from flexengine.schedule import sweeps
+from flexengine.worker.sequence_text import SequenceText
+
+LAYOUT = 2  # of frames; raise it with every change of them
+# Sampling parameters that choose a token. The driver ends sequences, so it alone needs the others.
+CHOOSING = (
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+# Kinds of frames; see the table.
+OrderKind = enum.IntEnum(
+    "OrderKind", "CHOOSE LAY_OUT PREPARE SWEEP END LEAVE ANSWER FAILED RESULT", start=FIRST_KIND + 1
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOrder:
+    """A job that a stage plans or prepares.
+
+    Attributes:
+        workload: sizes of the rows.
+        lossy: the lossy switches that are set.
+        policy: policy of the first stage; empty where the stage chooses one.
+        given: whether the user gave the policy, so that weights are placed as it says in all stages.
+        block: most sequences alive, for the choice of a policy; None for free choice.
+        prefill_tokens: most tokens of a prefill chunk; None for free choice.
+        lost: places of attention workers that are replaced first.
+    """
+
+    workload: Workload
+    lossy: dict[str, Any]
+    policy: dict[str, Any]
+    given: bool = False
+    block: int | None = None
+    prefill_tokens: int | None = None
+    lost: Sequence[str] = ()
+
+
+class Event(NamedTuple):
+    """Pages of a sequence that are claimed or released.
+
+    Attributes:
+        sequence: number of the sequence.
+        home: its place.
+        cached: tokens whose KV is stored.
+        source: number of the trunk whose pages it shares; None if there is none.
+        tokens: tokens to hold; None if the pages are released.
+    """
+
+    sequence: int
+    home: str
+    cached: int
+    source: int | None
+    tokens: int | None
+
+    @staticmethod
+    def of(sequence: sweeps.Sequence, tokens: int | None) -> "Event":
+        """Return the event of a sequence as it is at this time."""
+        source = sequence.source.id if sequence.source is not None else None
+        return Event(sequence.id, sequence.home, sequence.cached, source, tokens)
+
+    def claimant(self) -> sweeps.Sequence:
+        """Return the sequence, with all that claims and releases read of it."""
+        sequence = sweeps.Sequence(self.sequence, 0, 0, cached=self.cached, home=self.home)
+        if self.source is not None:
+            sequence.source = cast("None", sweeps.Sequence(self.source, 0, 0))
+        return sequence
+
+
+class SentText(NamedTuple):
+    """A text that a stage does not have yet; see `SequenceText`.
+
+    Attributes:
+        sampling: values of CHOOSING.
+    """
+
+    row: int
+    sample: int
+    prompt: tuple[int, ...]
+    targets: tuple[int, ...]
+    sampling: dict[str, Any]
+
+    @staticmethod
+    def of(text: SequenceText) -> "SentText":
+        """Return what a stage needs of a text."""
+        sampling = {name: getattr(text.sampling, name) for name in CHOOSING}
+        return SentText(text.row, text.sample, text.prompt, text.targets, sampling)
+
+    def text(self) -> SequenceText:
+        """Return the text."""
+        sampling = SamplingParams(**self.sampling)
+        return SequenceText(self.row, self.sample, self.prompt, sampling, cast(Stops, None), self.targets)
+
+
+class Order(NamedTuple):
+    """A sweep for a stage in another process, with all that has changed since the last sweep.
+
+    Attributes:
+        sweep: the sweep.
+        events: claims and releases of pages, in order.
+        texts: by sequence, texts that the stage does not have yet.
+        grown: by sequence, tokens that were generated since the last order.
+    """
+
+    sweep: Sweep
+    events: list[Event]
+    texts: dict[int, SentText]
+    grown: dict[int, Sequence[int]]

@@ -1,0 +1,172 @@
+"""A stage in a process of its own: it carries out the driver's orders until the driver lets it leave."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexengine.engine.stages import LocalStage, StageResult
+from flexengine.guests.stages.frames import LAST, Ended, Frame
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
+from flexengine.guests.stages.messages import JobOrder, Order, OrderKind
+from flexengine.guests.stages.ports import SendingPort, TakingPort
+from flexengine.guests.stages.remote import TRACE, failure
+from flexengine.guests.wire.packing import pack, unpack
+from flexengine.lossy import Lossy
+from flexengine.plan.layout import Layout
+from flexengine.plan.stages import place_weights
+from flexengine.policy import Policy
+from flexengine.runtime.frames import forget_variables
+from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.stage_ports import Ports
+
+if TYPE_CHECKING:
+    from flexengine.engine.session import Session
+
+
+class StageServer:
+    """Carries out orders with one engine, which holds the layers of this stage."""
+
+    def __init__(self, engine: "Session", group: PipelineGroup) -> None:
+        self.engine, self.core, self.planner = engine, engine.core, engine.planner
+        rank = group.rank
+        self.before = TakingPort(group.receive(rank - 1, HIDDENS))
+        self.after = SendingPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None
+        self.results = group.send(0, RESULTS, most=64)
+        self.orders = group.receive(0, ORDERS, self._seen)
+        self.stage: LocalStage | None = None
+        self.failed = False
+        self._texts: dict[int, SequenceText] = {}
+
+    def _seen(self, frame: Frame) -> None:
+        """Wake a sweep that waits for hidden states, if the job has ended."""
+        if frame.kind == OrderKind.END:
+            self.before.end(frame.job)
+
+    def run(self) -> None:
+        """Carry out orders. Raise StageLost if the driver or a neighbour is lost."""
+        try:
+            while (frame := self.orders.queue.get()).kind not in (OrderKind.LEAVE, LAST):
+                try:
+                    with torch.no_grad():
+                        self._do(frame)
+                except Ended:
+                    self.failed = True
+                except Exception as error:
+                    forget_variables(error)
+                    if not self.failed:
+                        self._reply(OrderKind.FAILED, frame, failure(error))
+                    self.failed = frame.kind == OrderKind.SWEEP
+        finally:
+            self._end()
+
+    def _do(self, frame: Frame) -> None:
+        if frame.kind == OrderKind.SWEEP:
+            if not self.failed:
+                result = self._sweep(unpack(frame.body, Order))
+                self.results.queue.put(Frame(OrderKind.RESULT, frame.job, frame.number, body=pack(result)))
+        elif frame.kind == OrderKind.END:
+            self._reply(OrderKind.ANSWER, frame, self._end())
+        else:
+            if frame.kind == OrderKind.PREPARE:
+                self.failed = False
+                self.before.job = frame.job
+                if self.after:
+                    self.after.job = frame.job
+            answers = {
+                OrderKind.CHOOSE: self._chosen,
+                OrderKind.LAY_OUT: self._planned,
+                OrderKind.PREPARE: self._prepared,
+            }
+            self._reply(OrderKind.ANSWER, frame, answers[OrderKind(frame.kind)](unpack(frame.body, JobOrder)))
+
+    def _reply(self, kind: OrderKind, frame: Frame, values: Any) -> None:
+        self.results.queue.put(Frame(kind, frame.job, frame.kind, body=pack(values)))
+
+    def _use(self, job: JobOrder) -> None:
+        """Set the lossy switches that the driver chose."""
+        if (lossy := Lossy(**job.lossy)) != self.core.lossy:
+            self.core.drop_weights()
+            self.planner.use(lossy)
+
+    def _chosen(self, job: JobOrder) -> dict[str, Any]:
+        """Return the policy that is best for this stage alone."""
+        self._use(job)
+        best = self.planner.choose(job.workload, self.core.resident, job.block, job.prefill_tokens)
+        return best.policy.to_json()
+
+    def _planned(self, job: JobOrder) -> dict[str, Any]:
+        """Return the layers, the policy and the predicted seconds of a job."""
+        self._use(job)
+        layout = self._lay_out(job)
+        seconds = self.planner.cost(job.workload).predict(layout).total_seconds
+        skeleton = self.core.skeleton
+        return {
+            "layers": [*skeleton.layer_range, skeleton.total],
+            "policy": layout.policy.to_json(),
+            "seconds": seconds,
+        }
+
+    def _lay_out(self, job: JobOrder) -> Layout:
+        """Return the layout of a job."""
+        policy, workload = Policy(**job.policy), job.workload
+        if job.given:
+            return self.planner.layout_under(policy, workload)
+        cost = self.planner.cost(workload)
+        return place_weights(cost, policy, self.core.machine.capacity, self.core.resident).layout
+
+    def _prepared(self, job: JobOrder) -> dict[str, Any]:
+        """Allocate the memory of a job. Return the stage's layers, policy and pools."""
+        core, planner = self.core, self.planner
+        for place in job.lost:
+            core.machine.renew(place)
+        self._use(job)
+        workload, layout = job.workload, self._lay_out(job)
+        core.opened.prepare()  # before memory is allocated
+        core.machine.give_back()
+        self.stage = stage = core.stage(planner.watch(workload, layout), ports=Ports(self.before, self.after))
+        stage.__enter__()
+        pools = {
+            tier: [[pool.pages, pool.page_tokens, pool.batch_pages, pool.window] for pool in pools]
+            for tier, pools in stage.pools.items()
+        }
+        return {"layers": stage.layers, "policy": stage.policy.to_json(), "pools": pools, "cuda": stage.cuda}
+
+    def _sweep(self, order: Order) -> StageResult:
+        """Return the result of a sweep, after claims and releases."""
+        stage = self.stage
+        assert stage is not None
+        for event in order.events:
+            if event.tokens is None:
+                stage.release(event.claimant())
+                self._texts.pop(event.sequence, None)
+            else:
+                stage.claim(event.claimant(), event.tokens)
+        self._texts |= {sequence: text.text() for sequence, text in order.texts.items()}
+        for sequence, tokens in order.grown.items():
+            self._texts[sequence].generated.extend(tokens)
+        stage.start(order.sweep, self._texts)
+        result = stage.result()
+        stage.watch.note(order.sweep.batches, result.seconds, stage.executor.times.busy)
+        return result
+
+    def _end(self) -> dict[str, Any]:
+        """Free the memory of the job. Return what was measured."""
+        stage, self.stage = self.stage, None
+        self._texts = {}
+        if stage is None:
+            return {}
+        if self.failed:
+            stage.abandon()
+        stage.__exit__(None, None, None)
+        stage.close()
+        core = self.core
+        core.machine.give_back()
+        return {
+            "layers": stage.layers,
+            "policy": stage.policy.to_json(),
+            "plan": stage.watch.report().to_json(),
+            "busy": dict(stage.executor.times.busy),
+            "bytes": core.traffic(),
+            "peak_bytes": {place: tier.ledger.peak for place, tier in core.machine.tiers.items()},
+            TRACE: core.trace.rows(core.skeleton.first) if core.trace else [],
+        }

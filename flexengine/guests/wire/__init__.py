@@ -1,0 +1,1 @@
+"""The connection of processes: framed messages over sockets, their packing, and processes that this one starts."""
