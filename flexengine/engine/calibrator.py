@@ -12,8 +12,8 @@ import torch
 from flexengine.activity import Activity, Listener, activity
 from flexengine.config import Result
 from flexengine.engine.core import Core
-from flexengine.engine.generating import GENERATING
 from flexengine.engine.planner import Planner
+from flexengine.engine.sweep_reports import GENERATING
 from flexengine.errors import InvalidInput
 from flexengine.lossy import PREDICTORS, Lossy
 

@@ -14,10 +14,10 @@ from flexengine.engine.agreement import (
     switches_part,
     take_over,
 )
-from flexengine.engine.generating import JobRows
 from flexengine.engine.session import Session
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
+from flexengine.engine.sweep_reports import JobRows
 from flexengine.errors import OutOfMemory
 from flexengine.job.resume import JobStore
 from flexengine.job.rows import Row

@@ -14,9 +14,9 @@ import torch
 
 from flexengine.config import Completion, Result, Score
 from flexengine.engine.arrange import Arranged, Arrangement
-from flexengine.engine.generating import Generating
 from flexengine.engine.stages import JobResources, LocalStage, Sweep
 from flexengine.engine.state import Progress
+from flexengine.engine.sweep_reports import SweepReports
 from flexengine.job.prompts import Request
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
@@ -80,7 +80,7 @@ class Generation:
     """
 
     def __init__(
-        self, resources: JobResources, arrangement: Arrangement, tokenizer: Any, eos: set[int], reports: Generating,
+        self, resources: JobResources, arrangement: Arrangement, tokenizer: Any, eos: set[int], reports: SweepReports,
         step_by_step: bool = False,
     ) -> None:  # fmt: skip
         self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, reports.progress

@@ -21,7 +21,6 @@ from flexengine.config import Result, SamplingParams
 from flexengine.engine.arrange import Arrangement
 from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
-from flexengine.engine.generating import Generating, JobRows, best_read_rate
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
 from flexengine.engine.recovery import RENEWALS, Recovery, renewed
@@ -29,6 +28,7 @@ from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import PromptReader
+from flexengine.engine.sweep_reports import JobRows, SweepReports, best_read_rate
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
@@ -178,9 +178,9 @@ class Job:
             state.take_busy(stage.executor.times.busy)
             state.report(renewed(loss, generation.lose(home), whole=False))
 
-    def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> Generating:
+    def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> SweepReports:
         disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]
-        reports = Generating(
+        reports = SweepReports(
             listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
             best_read_rate(watch.cost.hardware), resources.pending_bytes,
         )  # fmt: skip

@@ -12,13 +12,13 @@ from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
 from flexengine.engine.calibrator import BITS, Calibrator, ExactEngine
 from flexengine.engine.core import Core
-from flexengine.engine.generating import JobRows
 from flexengine.engine.guests import guest
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import PromptReader
+from flexengine.engine.sweep_reports import JobRows
 from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.facts import ModelFacts

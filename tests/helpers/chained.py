@@ -10,13 +10,13 @@ from flexengine import Policy, SamplingParams
 from flexengine.config import Result
 from flexengine.engine.arrange import Arrangement
 from flexengine.engine.core import Core
-from flexengine.engine.generating import Generating, JobRows
 from flexengine.engine.generation import Generation
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import Progress
 from flexengine.engine.survey import PromptReader
+from flexengine.engine.sweep_reports import JobRows, SweepReports
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.worker.stage_ports import Ports, RamPort
@@ -49,7 +49,7 @@ class Chain:
             ports = Ports(between[i - 1] if i else None, between[i] if i < len(between) else None)
             stages.append(core.stage(planner.watch(workload, planner.layout(workload)), ports=ports))
         resources = JobResources(stages)
-        reports = Generating(None, Progress(), JobRows())
+        reports = SweepReports(None, Progress(), JobRows())
         arrangement = Arrangement(reader.requests(rows, params), True)
         generation = Generation(resources, arrangement, last.tokenizer, last.eos, reports)
         try:

@@ -10,7 +10,7 @@ from flexengine.apps.fleet.space import ALL, Share
 from flexengine.config import SamplingParams
 from flexengine.engine.agreement import CACHE, LOSSY, PREFILL_TOKENS, engine_part, settings_of, switches_part, take_over
 from flexengine.engine.engine import Engine
-from flexengine.engine.generating import JobRows
+from flexengine.engine.sweep_reports import JobRows
 from flexengine.errors import (
     ONE_SEQUENCE,
     FlexError,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flexengine.engine.engine import Engine
-from flexengine.engine.generating import JobRows
 from flexengine.engine.planner import Planner
+from flexengine.engine.sweep_reports import JobRows
 from tests.helpers.job import Job
 from tests.helpers.resuming import SAMPLED, Watch, journal_of, records, rows_done, state
 

@@ -10,8 +10,8 @@ from flexengine import Policy, SamplingParams, activity
 from flexengine.activity import Activity
 from flexengine.engine import generating as module
 from flexengine.engine.engine import Engine
-from flexengine.engine.generating import GENERATING, Generating, JobRows, Rate, best_read_rate, disk_rate
 from flexengine.engine.state import Progress
+from flexengine.engine.sweep_reports import GENERATING, JobRows, Rate, SweepReports, best_read_rate, disk_rate
 from flexengine.errors import InvalidInput
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
     """A sweep of 40 cells in two stages that generates 10 tokens, 5 of 20 rows were done before."""
     heard, read, progress = Heard(), [0], Progress(most=100)
-    reports = Generating(heard, progress, JobRows(20, 4, 1), lambda: read[0], 50e6, loading=100_000_000)
+    reports = SweepReports(heard, progress, JobRows(20, 4, 1), lambda: read[0], 50e6, loading=100_000_000)
     reports.begin_sweep([30, 10], 10)
     reports.begin_stage(0)
     clock[0] += 1.0
@@ -62,7 +62,7 @@ def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
 def test_lost_tokens_are_no_rate(clock: list[float]) -> None:
     """An attention worker takes tokens with it: the rate is that of the tokens that follow."""
     heard, progress = Heard(), Progress(most=100, tokens=50, decode_seconds=1.0)
-    reports = Generating(heard, progress, JobRows())
+    reports = SweepReports(heard, progress, JobRows())
     for tokens in (60, 70):
         progress.tokens = tokens
         clock[0] += 1.0
@@ -80,7 +80,7 @@ def test_lost_tokens_are_no_rate(clock: list[float]) -> None:
 def test_no_estimate_before_tokens_come_at_a_steady_rate(clock: list[float]) -> None:
     """A sweep that computes prompts takes 50 s and gives 200 of 10,000 tokens; the next ones take 1 s each."""
     heard, progress = Heard(), Progress(most=10_000)
-    reports = Generating(heard, progress, JobRows(200))
+    reports = SweepReports(heard, progress, JobRows(200))
     shown = []
     for seconds, prefill in ((50.0, True), (1.0, False), (1.0, False), (1.0, False)):
         reports.begin_sweep([10], 200)

@@ -51,7 +51,7 @@ class Rate:
         return (value - first) / (now - began) if now - began >= MIN_RATE_SECONDS else None
 
 
-class Generating:
+class SweepReports:
     """Reports of the sweeps of a job. `look` may be called by another thread than the other methods.
 
     Args:
