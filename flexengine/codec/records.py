@@ -43,8 +43,9 @@ class RecordForm:
         if self.kind not in (*PLAIN, *CODED):
             raise InvalidInput(f"records of kind {self.kind!r}; it must be one of {', '.join((*PLAIN, *CODED))}")
         if self.width < 1 or (self.kind in CODED and self.width % 8):
-            raise InvalidInput(f"records of {self.width} {self.kind} elements; a width of encoded vectors must be a"
-                               " multiple of 8")  # fmt: skip
+            raise InvalidInput(
+                f"records of {self.width} {self.kind} elements; a width of encoded vectors must be a multiple of 8"
+            )
 
     @property
     def vectors(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
-from flexengine.kernels.paged import PagedAttention, Prompts
+from flexengine.kernels.paged import PagedAttention, PromptPieces
 
 ACTS = ("silu", "gelu_tanh", "relu")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
@@ -126,7 +126,7 @@ class Kernels(ABC):
 
     def paged(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, prompts: Sequence[Prompts] = (), memory: Tensor | None = None,
+        pages: Tensor, offsets: Tensor, prompts: Sequence[PromptPieces] = (), memory: Tensor | None = None,
     ) -> PagedAttention | None:  # fmt: skip
         """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
         shape; None if these kernels have no such calls.

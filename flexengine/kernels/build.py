@@ -23,8 +23,16 @@ from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
-         "-ffp-contract=off")  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fPIC",
+    "-ffp-contract=off",
+)  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
 COMPILERS = ("c++", "g++", "clang++")  # names to look for
 SECONDS = 300  # limit of one compiler run
 POLL = 0.25  # seconds between two looks at running compilers

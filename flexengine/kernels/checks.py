@@ -10,7 +10,7 @@ from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Past
-from flexengine.kernels.paged import Prompts, Room
+from flexengine.kernels.paged import PromptPieces, Room
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -89,8 +89,9 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they must be [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
         )
-    if out is not None and not (out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
-                                and out.is_contiguous()):  # fmt: skip
+    if out is not None and not (
+        out.shape == q.shape and out.dtype == q.dtype and out.device == q.device and out.is_contiguous()
+    ):
         raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}, {out.device}; it must be contiguous,"
                            f" {list(q.shape)}, {q.dtype}, {q.device}")  # fmt: skip
 
@@ -111,7 +112,7 @@ def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
     return room
 
 
-def check_pieces(prompts: Sequence[Prompts], first: int, pages: Tensor, offsets: Tensor, room: Room) -> None:
+def check_pieces(prompts: Sequence[PromptPieces], first: int, pages: Tensor, offsets: Tensor, room: Room) -> None:
     """Raise InvalidInput unless the prompts are all tokens from `first` on, and have pages for cached tokens."""
     for p in prompts:
         held = 0 if p.table is None else p.table.numel()

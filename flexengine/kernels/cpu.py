@@ -13,11 +13,11 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.cached import append_call, batch_call, decode_call, pieces_of, prompt_call
+from flexengine.kernels.cached import DecodeOptions, append_call, batch_call, decode_call, pieces_of, prompt_call
 from flexengine.kernels.formats import kernels_of
 from flexengine.kernels.native_neurons import NativeNeurons
 from flexengine.kernels.operands import contiguous, in_rows, int32, is_fp32, is_native
-from flexengine.kernels.paged import PagedAttention, Prompts
+from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.steps import KINDS, Steps
@@ -77,7 +77,7 @@ class NativeKernels(NativeNeurons):
 
     def paged(
         self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, prompts: Sequence[Prompts] = (), memory: Tensor | None = None,
+        pages: Tensor, offsets: Tensor, prompts: Sequence[PromptPieces] = (), memory: Tensor | None = None,
     ) -> PagedAttention | None:  # fmt: skip
         if not is_native(pool, tables, lengths, pages, offsets):
             return None
@@ -92,8 +92,8 @@ class NativeKernels(NativeNeurons):
         given = (heads, pool, tables, lengths, window, form, pages, offsets, *pieces_of(prompts))
         found = PagedAttention(*given, room, pool, split=0)
         if len(lengths):
-            options = (window or 0, 1.0, 1.0, 0.0)
-            decode = decode_call(row[: len(lengths)], pool, tables, lengths, form, room, options, (None,) * 5)
+            options = DecodeOptions(1.0, window)
+            decode = decode_call(row[: len(lengths)], pool, tables, lengths, form, room, options)
             if (nbytes := self._decode_bytes(ctypes.addressof(decode))) < 0:
                 raise bad_sequence(-nbytes - 1, room)
             found = found._replace(split=-(-nbytes // ALIGNED) * ALIGNED)
@@ -126,8 +126,8 @@ class NativeKernels(NativeNeurons):
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty((n, heads, dim), dtype=q.dtype)
         lse = torch.empty((n, heads), dtype=torch.float32) if with_lse else None
-        options = (window or 0, 1.0 if topk is None else topk, scale, softcap or 0.0)
-        self._attend(q, pool, tables, lengths, form, options, (out, sinks, lse, None))
+        options = DecodeOptions(scale, window, softcap, topk)
+        self._attend(q, pool, tables, lengths, form, options, out=out, sinks=sinks, lse=lse)
         return out if lse is None else (out, lse)
 
     def choose(
@@ -148,24 +148,18 @@ class NativeKernels(NativeNeurons):
         checks.check_options(window, softcap, None, q.shape[1])
         checks.check_topk(topk)
         chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool)
-        options = (window or 0, topk, scale, softcap or 0.0)
-        self._attend(q, pool, tables, lengths, form, options, (None, None, None, chosen))
+        options = DecodeOptions(scale, window, softcap, topk)
+        self._attend(q, pool, tables, lengths, form, options, chosen=chosen)
         return chosen
 
     def _attend(
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheFormat | None,
-        options: tuple[int, float, float, float], others: tuple[Tensor | None, ...],
+        options: DecodeOptions, **tensors: Tensor | None,
     ) -> None:  # fmt: skip
-        """Call flex_decode.
-
-        Args:
-            q, pool, tables, lengths, form: as in `decode_attention`.
-            options: (window, topk, scale, softcap).
-            others: (out, sinks, lse, chosen).
-        """
+        """Call flex_decode. Arguments are as in `decode_attention` and `decode_call`."""
         room = checks.check_pool(pool, form)
         q, tables, lengths = in_rows(q), int32(tables), int32(lengths)
-        call = decode_call(q, pool, tables, lengths, form, room, options, (*others, None))
+        call = decode_call(q, pool, tables, lengths, form, room, options, **tensors)
         status = self._decode(ctypes.addressof(call))
         if status > 0:
             raise bad_sequence(status - 1, room)
@@ -202,7 +196,7 @@ class NativeKernels(NativeNeurons):
     ) -> None:  # fmt: skip
         """Compute attention in one call. The results are in fp32."""
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        calls, kept = (structs.Prompt * len(prompts))(), list[Any]()
+        calls, kept = (structs.PromptArgs * len(prompts))(), list[Any]()
         for number, prompt in enumerate(prompts):
             checks.check_options(window, softcap, sinks, prompt.q.shape[2])
             q, k, v = (in_rows(x.float()) for x in prompt[:3])
@@ -222,7 +216,8 @@ class NativeKernels(NativeNeurons):
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         threads = torch.get_num_threads()
-        call = structs.Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": head_dim, "batch": 1, "queries": 1 << 30}
+        call = structs.PromptArgs(**sizes, threads=threads)
         return int(self._prompt_scratch(ctypes.addressof(call)))
 
     def pack(self, weight: Tensor, threads: int = 1) -> bool:

@@ -80,9 +80,7 @@ class CudaKernels(ReferenceKernels):
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
             tile = fused.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
-                out, lse = fused.decode_attention(
-                    q, pool, tables, lengths, scale, window, softcap, sinks, tile
-                )
+                out, lse = fused.decode_attention(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
                 return (out, lse) if with_lse else out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -107,8 +105,9 @@ class CudaKernels(ReferenceKernels):
         room = checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, None, q.shape[1])
         checks.check_topk(topk)
-        chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
-                             device=q.device)  # fmt: skip
+        chosen = torch.empty(
+            (len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool, device=q.device
+        )
         for part in _parts(tables, room):  # as in `decode_attention`, since products of one shape round equally
             pages = read(pool, tables[part].long(), form, values=False).float()
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)

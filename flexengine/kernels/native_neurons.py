@@ -29,7 +29,7 @@ class NativeNeurons(ReferenceKernels):
             return super().record_vectors(records, form, index)
         out = torch.empty((len(records), form.width), dtype=torch.float32, device="cpu")
         checks.check_records(out, form.width, records, places := torch.arange(len(records)), form, index)
-        self._with_records(self._record_elements, out, records, places, form, index, (out, None, None, None))
+        self._with_records(self._record_elements, out, records, places, form, index, out=out)
         return out
 
     def record_products(
@@ -40,7 +40,7 @@ class NativeNeurons(ReferenceKernels):
         checks.check_record_products(x, records, places, form, index, bias)
         bias = None if bias is None else bias.contiguous()
         out = torch.empty((len(x), len(places)), dtype=torch.float32, device="cpu")
-        self._with_records(self._record_products, x, records, places, form, index, (out, bias, None, None))
+        self._with_records(self._record_products, x, records, places, form, index, out=out, bias=bias)
         return out.to(x.dtype)
 
     def record_sum(
@@ -52,30 +52,29 @@ class NativeNeurons(ReferenceKernels):
         start = None if start is None else start.contiguous()
         out = torch.empty((len(a), form.width), dtype=torch.float32, device="cpu")
         scratch = torch.empty(sum((4 * rows + 8) * (len(places) + 2) for rows in (len(a), 1)), dtype=torch.uint8)
-        self._with_records(self._record_sum, a, records, places, form, index, (out, None, scratch, start))
+        self._with_records(self._record_sum, a, records, places, form, index, out=out, scratch=scratch, start=start)
         return out
 
     @staticmethod
     def _with_records(
         function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
-        others: tuple[Tensor | None, ...],
+        **tensors: Tensor | None,
     ) -> None:  # fmt: skip
         """Call a function of neurons.cpp.
 
         Args:
             x, records, places, form, index: as in `record_products` and `record_sum`.
-            others: (out, bias, scratch, start).
+            tensors: out, bias, scratch and start of struct Records.
         """
-        rows, places = in_rows(x.float()), places.contiguous()
-        out = others[0]
+        rows, places, out = in_rows(x.float()), places.contiguous(), tensors["out"]
         assert out is not None
-        call = structs.Records(
-            *(x.data_ptr() for x in (rows, records, places)),
-            *(None if x is None else x.data_ptr() for x in (others[1], others[3], out, others[2])),
-            *(len(rows), len(places), len(records), form.nbytes, index * form.vector_bytes, form.width),
-            *(rows.stride(0), out.stride(0)),
-            *(CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16, torch.get_num_threads()),
-        )
+        given = {"x": rows, "records": records, "places": places, **tensors}
+        call = structs.RecordsArgs(
+            rows=len(rows), n=len(places), room=len(records), nbytes=form.nbytes, shift=index * form.vector_bytes,
+            width=form.width, x_row=rows.stride(0), out_row=out.stride(0), threads=torch.get_num_threads(),
+            kind=CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16,
+            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in given.items()},
+        )  # fmt: skip
         if bad := function(ctypes.addressof(call)):
             raise checks.bad_place(places, bad - 1, records)
 

@@ -23,7 +23,7 @@ class Room(NamedTuple):
     dim: int
 
 
-class Prompts(NamedTuple):
+class PromptPieces(NamedTuple):
     """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch.
 
     Attributes:

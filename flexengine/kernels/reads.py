@@ -23,7 +23,7 @@ class _Reads(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Records:
+class RecordReads:
     """Records of a file to read, each to a row of memory.
 
     Attributes:
@@ -58,7 +58,7 @@ class Readers:
         self._finish = weakref.finalize(self, library.flex_readers_close, self._threads)
         self._finish.atexit = False  # a forked process has no such threads to wait for
 
-    def read(self, records: Records, fd: int, align: int, straight: bool) -> Tensor:
+    def read(self, records: RecordReads, fd: int, align: int, straight: bool) -> Tensor:
         """Return which requests were read in full: uint8 [requests].
 
         Args:

@@ -14,7 +14,7 @@ from flexengine.kernels.structs import Step
 WORD = 8  # bytes of an address
 
 
-class Recorded:
+class RecordedSteps:
     """Steps with the addresses of other tensors.
 
     Every address in the structs is found again as an offset in an argument, in a result, or in one block of memory for

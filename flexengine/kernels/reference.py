@@ -90,8 +90,9 @@ class ReferenceKernels(base.Kernels):
         room = checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, None, q.shape[1])
         checks.check_topk(topk)
-        chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
-                             device=q.device)  # fmt: skip
+        chosen = torch.zeros(
+            (len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool, device=q.device
+        )
         for i, (first, scores, _) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
             chosen[i, :, first : first + scores.shape[-1]] = largest(scores, topk).any(1)
         return chosen

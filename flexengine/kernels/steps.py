@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
-from flexengine.kernels.cached import append_call, batch_call, decode_call
+from flexengine.kernels.cached import DecodeOptions, append_call, batch_call, decode_call
 from flexengine.kernels.paged import PagedAttention
-from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.structs import CODES
 
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
@@ -48,14 +48,14 @@ class Steps:
         calls = (structs.Step * len(steps))(*steps)
         self._run(ctypes.addressof(calls), len(calls), self._threads)
 
-    def recorded(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Recorded:
+    def recorded(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> RecordedSteps:
         """Return the steps in a form that can run again with other arguments.
 
         Args:
             arguments: all tensors that were given to the steps.
             results: the returned tensors that are needed, contiguous.
         """
-        return Recorded(self._run, self._steps, self._threads, arguments, self._made, results)
+        return RecordedSteps(self._run, self._steps, self._threads, arguments, self._made, results)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""
@@ -103,7 +103,7 @@ class Steps:
             even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
             pairs = self._pairs and weight.dtype == torch.bfloat16 and even
             x, beside = self._narrow(x, wide=not pairs, beside=beside)
-        call = structs.Linear(
+        call = structs.LinearArgs(
             *(x.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
             *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
             *(CODES[weight.dtype], pairs, False, packed, self._threads),
@@ -113,7 +113,7 @@ class Steps:
 
     def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
         """Add the kernel base.Kernels.add_weighted."""
-        call = structs.Linear(
+        call = structs.LinearArgs(
             *(a.data_ptr(), rows.data_ptr(), None, None, out.data_ptr()),
             *(*out.shape, a.shape[1], a.stride(0), rows.stride(0), out.stride(0)),
             *(CODES[rows.dtype], False, True, False, self._threads),
@@ -131,8 +131,8 @@ class Steps:
         if compute == "bf16":
             source, beside = self._narrow(x, wide=not self._pairs, beside=beside)
 
-        def call(scratch: Tensor | None) -> structs.Product:
-            return structs.Product(
+        def call(scratch: Tensor | None) -> structs.ProductArgs:
+            return structs.ProductArgs(
                 *(source.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
                 *(_address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
                 *(groups, form.codec.bits, group, COMPUTES[compute], self._threads),
@@ -157,7 +157,8 @@ class Steps:
             return found, beside
         rows, n = x.shape
         out = self._rounded[key] = self.new((rows, n if wide else (n + 1) // 2))
-        self._add("narrow", structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide), (x, out), beside)
+        call = structs.NarrowArgs(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide)
+        self._add("narrow", call, (x, out), beside)
         return out, False
 
     def norm(
@@ -172,20 +173,18 @@ class Steps:
             out: as in `linear`.
         """
         out = self.new(x.shape) if out is None else out
-        call = structs.Norm(
+        call = structs.NormArgs(
             *(x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr()),
             *(*x.shape, x.stride(0), eps, shift, centred),
         )
         self._add("norm", call, (x, weight, bias, out), beside)
         return out
 
-    def rotate(
-        self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False, out: Tensor | None = None
-    ) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, beside: bool = False, out: Tensor | None = None) -> Tensor:
         """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate. out: as in
         `linear`."""
         out = self.new(x.shape) if out is None else out
-        call = structs.Rotate(
+        call = structs.RotateArgs(
             *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
         )
         self._add("rotate", call, (x, cos, sin, out), beside)
@@ -193,7 +192,7 @@ class Steps:
 
     def gate(self, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
         """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous. None stands for ones."""
-        call = structs.Gate(gate.data_ptr(), _address(up), gate.numel(), base.ACTS.index(act))
+        call = structs.GateArgs(gate.data_ptr(), _address(up), gate.numel(), base.ACTS.index(act))
         self._add("gate", call, (gate, up))
         return gate
 
@@ -217,9 +216,9 @@ class Steps:
 
         if n:
             append(slice(n))
-            options = (to.window or 0, 1.0, scale, softcap or 0.0)
-            others = (out, None, None, None, to.memory)
-            decode = decode_call(q[:n], to.pool, to.tables, to.lengths, to.form, to.room, options, others)
+            where = (to.pool, to.tables, to.lengths, to.form, to.room)
+            options = DecodeOptions(scale, to.window, softcap)
+            decode = decode_call(q[:n], *where, options, out=out, memory=to.memory)
             self._add("attend", decode, (q, out, to))
             self._add("merge", decode, (q, out, to))
         if to.pieces is not None:

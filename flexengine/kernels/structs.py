@@ -10,7 +10,7 @@ import torch
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
 
 
-class Decode(ctypes.Structure):
+class DecodeArgs(ctypes.Structure):
     """struct Decode of attention.h."""
 
     _fields_ = [
@@ -23,7 +23,7 @@ class Decode(ctypes.Structure):
     ]
 
 
-class Append(ctypes.Structure):
+class AppendArgs(ctypes.Structure):
     """struct Append of cache.h."""
 
     _fields_ = [
@@ -34,7 +34,7 @@ class Append(ctypes.Structure):
     ]
 
 
-class Linear(ctypes.Structure):
+class LinearArgs(ctypes.Structure):
     """struct Linear of linear.h."""
 
     _fields_ = [
@@ -44,7 +44,7 @@ class Linear(ctypes.Structure):
     ]
 
 
-class Product(ctypes.Structure):
+class ProductArgs(ctypes.Structure):
     """struct Product of encoded.h."""
 
     _fields_ = [
@@ -54,7 +54,7 @@ class Product(ctypes.Structure):
     ]
 
 
-class Prompt(ctypes.Structure):
+class PromptArgs(ctypes.Structure):
     """struct Prompt of prompt.h."""
 
     _fields_ = [
@@ -67,7 +67,7 @@ class Prompt(ctypes.Structure):
     ]
 
 
-class Batch(ctypes.Structure):
+class BatchArgs(ctypes.Structure):
     """struct Batch of prompt.h."""
 
     _fields_ = [
@@ -79,7 +79,7 @@ class Batch(ctypes.Structure):
     ]
 
 
-class Norm(ctypes.Structure):
+class NormArgs(ctypes.Structure):
     """struct Norm of elementwise.h."""
 
     _fields_ = [
@@ -90,7 +90,7 @@ class Norm(ctypes.Structure):
     ]
 
 
-class Rotate(ctypes.Structure):
+class RotateArgs(ctypes.Structure):
     """struct Rotate of elementwise.h."""
 
     _fields_ = [
@@ -99,13 +99,13 @@ class Rotate(ctypes.Structure):
     ]
 
 
-class Gate(ctypes.Structure):
+class GateArgs(ctypes.Structure):
     """struct Gate of elementwise.h."""
 
     _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32)]
 
 
-class Narrow(ctypes.Structure):
+class NarrowArgs(ctypes.Structure):
     """struct Narrow of elementwise.h."""
 
     _fields_ = [
@@ -122,7 +122,7 @@ class Step(ctypes.Structure):
     _fields_ = [("call", c_void_p), ("kind", c_int32), ("beside", c_int32)]
 
 
-class Records(ctypes.Structure):
+class RecordsArgs(ctypes.Structure):
     """struct Records of neurons.h."""
 
     _fields_ = [
@@ -132,11 +132,9 @@ class Records(ctypes.Structure):
     ]
 
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "decode": Decode, "append": Append, "linear": Linear, "product": Product,
-    "prompt": Prompt, "batch": Batch, "norm": Norm, "rotate": Rotate, "gate": Gate, "records": Records,
-    "narrow": Narrow, "step": Step,
-}  # fmt: skip
+_ARGS = (DecodeArgs, AppendArgs, LinearArgs, ProductArgs, PromptArgs, BatchArgs, NormArgs, RotateArgs, GateArgs,
+         RecordsArgs, NarrowArgs, Step)  # fmt: skip
+STRUCTS: dict[str, type[ctypes.Structure]] = {args.__name__.removesuffix("Args").lower(): args for args in _ARGS}
 
 
 def bound(library: ctypes.CDLL, name: str, returns: Any = None, takes: Sequence[Any] = (c_void_p,)) -> Any:

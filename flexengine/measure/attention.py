@@ -51,7 +51,7 @@ Call = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Trial:
+class AttentionTrial:
     """Maker of attention calls to time.
 
     Attributes:
@@ -140,7 +140,7 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
     Figures that do not fit in memory are left out; the planner uses the machine's general rates for a shape without
     tables. The ledgers are unchanged afterwards.
     """
-    trial = Trial(opened.facts, machine, opened.dtype)
+    trial = AttentionTrial(opened.facts, machine, opened.dtype)
     most = opened.skeleton.context_length or max(LENGTHS)
     tables = {}
     with unnoticed(machine):
@@ -150,7 +150,7 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
 
 
 @dataclass(frozen=True)
-class Figure:
+class AttentionFigure:
     """A call to time.
 
     Attributes:
@@ -166,9 +166,9 @@ class Figure:
     call: AbstractContextManager[Call]
 
 
-def _measured(trial: Trial, window: int | None, most: int) -> Tables:
+def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
     """Return all tables of one shape, for contexts of at most `most` tokens; {} if the first figure does not fit."""
-    figures, calls = list[Figure](), list[Call]()
+    figures, calls = list[AttentionFigure](), list[Call]()
     with ExitStack() as stack:
         for figure in _figures(trial, window, most):
             tick()
@@ -192,7 +192,7 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
     return {what: tuple(points) for what, points in tables.items()}
 
 
-def _product(trial: Trial) -> Callable[[], object]:
+def _product(trial: AttentionTrial) -> Callable[[], object]:
     """Return a function that computes a product like a layer's, which evicts attention's data from the CPU's caches."""
     on, dtype = trial.machine.compute, trial.dtype
     x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
@@ -218,20 +218,20 @@ def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Ma
     return times[1:]
 
 
-def _figures(trial: Trial, window: int | None, most: int) -> Iterator[Figure]:
+def _figures(trial: AttentionTrial, window: int | None, most: int) -> Iterator[AttentionFigure]:
     """Yield the figures to time. The first one reads almost no data, and so gives the fixed cost of a call."""
     facts = trial.facts
-    yield Figure("call", 1, 0.0, trial.call(1, 15, 1, window))
+    yield AttentionFigure("call", 1, 0.0, trial.call(1, 15, 1, window))
     apart = not trial.machine.capacity.shared and facts.topk is None
     for home in ("device", "host") if apart else ("device",):
         for length in (n for n in LENGTHS if n <= most and trial.layers(SEQUENCES, n, home)):
             seen = SEQUENCES * min(length, window or length) * facts.kv_token
             what = "decode" if home == "device" else home
-            yield Figure(what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home))
+            yield AttentionFigure(what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home))
     for tokens in (n for n in PROMPTS if n <= most):
-        yield Figure("prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window))
+        yield AttentionFigure("prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window))
     for past in (n for n in PASTS if n + PIECE <= most):
-        yield Figure("continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window))
+        yield AttentionFigure("continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window))
 
 
 def _flop(facts: ModelFacts, past: int, count: int, window: int | None) -> float:

@@ -11,7 +11,7 @@ import torch
 from flexengine import kernels
 from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
-from flexengine.measure.model import Trial, random_weights
+from flexengine.measure.model import PassTrial, random_weights
 from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.runtime.execute import Executor, causes_raised
@@ -53,7 +53,7 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
             with causes_raised(), run as executor:
                 turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
                          for _ in range(TURNS)]  # fmt: skip
-                executor.abandon("device", lambda: Trial.end_all([cell.trial for cell in cells]))
+                executor.abandon("device", lambda: PassTrial.end_all([cell.trial for cell in cells]))
         except OutOfMemory:
             return None
         finally:
@@ -76,7 +76,7 @@ class _Cell:
     def __init__(self, opened: OpenModel, machine: Machine, regions: Regions, depth: int) -> None:
         self.depth, facts, dtype = depth, opened.facts, opened.dtype
         self.machine, self.kernels, self.scale = machine, kernels.load(), facts.head_dim**-0.5
-        self.trial, self.answer = Trial(opened.skeleton, machine, TOKENS), torch.empty(0)
+        self.trial, self.answer = PassTrial(opened.skeleton, machine, TOKENS), torch.empty(0)
         shape = (TOKENS * PAGES, 2, facts.kv_heads, PAGE_TOKENS, facts.head_dim)
         pool = machine.host.view(regions.take("host", torch.Size(shape).numel() * dtype.itemsize, WHAT, dtype))
         self.pool = fill(pool).view(shape)

@@ -100,7 +100,7 @@ def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
 
 
 @dataclass(frozen=True)
-class Work:
+class ProductWork:
     """Products to time.
 
     Attributes:
@@ -113,7 +113,7 @@ class Work:
 
 
 @contextmanager
-def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], Work]]:
+def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], ProductWork]]:
     """Yield a function that makes products for a number of rows; they cycle through matrices that exceed the caches.
 
     Args:
@@ -125,18 +125,16 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
     size = width * width * held.itemsize
     count = max(1, min(working, room(machine, "device")) // size)
-    regions, product = Regions(machine), Product(dtype)
-    try:
+    product = Product(dtype)
+    with Regions(machine) as regions:
         home = regions.take("device", count * size, WHAT, held)
         weights = fill(machine.device.view(home)).view(count, width, width)
 
-        def work(rows: int) -> Work:
+        def work(rows: int) -> ProductWork:
             x = fill(torch.empty(rows, width, dtype=dtype, device=machine.compute), 1.0)
-            return Work(lambda i: product(x, weights[i % count]), 2.0 * rows * width * width)
+            return ProductWork(lambda i: product(x, weights[i % count]), 2.0 * rows * width * width)
 
         yield work
-    finally:
-        regions.free()
 
 
 def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
@@ -181,8 +179,8 @@ def _decode(
     heads = max(1, min(HEADS // group, working // one))
     page = heads * one
     pages = max(1, working // page)
-    regions, generator = Regions(machine), torch.Generator().manual_seed(0)
-    try:
+    generator = torch.Generator().manual_seed(0)
+    with Regions(machine) as regions:
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
         pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
         q = fill(torch.empty(SEQUENCES, group * heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
@@ -197,8 +195,6 @@ def _decode(
             seconds = seconds_per_call(call, SECONDS, machine)
             points.append((float(length), SEQUENCES * length * page / PAGE_TOKENS / seconds))
         return tuple(points)
-    finally:
-        regions.free()
 
 
 def _elementwise(machine: Machine, dtype: torch.dtype) -> float:
@@ -275,8 +271,7 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
     place = lane.removesuffix("_read") if is_disk(lane) else "host"
     size = min(MOVED, room(machine, "device", "host"), room(machine, place), max(files.values())) // ALIGN * ALIGN
     size = size or ALIGN
-    regions = Regions(machine)
-    try:
+    with Regions(machine) as regions:
         tier = "host" if staged else "device"
         target = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16, reads=True)))
         if lane == "disk_read":
@@ -288,5 +283,3 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
             for i in range(count):
                 source.store(target, home.part(i * size, size))
             yield lambda i: source.load_all([(home.part(i % count * size, size), target)])
-    finally:
-        regions.free()

@@ -161,8 +161,7 @@ def copies(machine: Machine, seconds: float = COPY_SECONDS) -> dict[str, Table]:
     most = min(COPIED, room(machine, "device", "host"))
     sizes = _sizes(COPIES, most // 2)
     total = max(sizes[-1], most // sizes[-1] * sizes[-1])
-    regions = Regions(machine)
-    try:
+    with Regions(machine) as regions:
         host, device = (regions.take(tier, total, WHAT, DTYPE) for tier in ("host", "device"))
         fill(machine.host.view(host))
         target = fill(machine.device.view(device))
@@ -178,8 +177,6 @@ def copies(machine: Machine, seconds: float = COPY_SECONDS) -> dict[str, Table]:
         tables = {"h2d": _table(sizes, seconds, load, machine)}
         if not machine.capacity.shared:
             tables["d2h"] = _table(sizes, seconds, store, machine)
-    finally:
-        regions.free()
     return tables
 
 
@@ -201,8 +198,7 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
     sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, place)))
     total = max(sizes[-1], min(SPILLED, room(machine, place)) // sizes[-1] * sizes[-1])
     disk = machine.tier(place)
-    regions = Regions(machine)
-    try:
+    with Regions(machine) as regions:
         spill = regions.take(place, total, WHAT, DTYPE)
         buffer = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
         fill(buffer)
@@ -220,8 +216,6 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
         writes = _table(sizes, SPILL_SECONDS, write, machine)
         reads = _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)
         return dict(zip(disk_lanes(place), (reads, writes), strict=True))
-    finally:
-        regions.free()
 
 
 def _assumed_spills(machine: Machine) -> dict[str, Table]:
@@ -233,20 +227,16 @@ def _assumed_spills(machine: Machine) -> dict[str, Table]:
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     """Return the rate of reads of the model's files, or of a file made for this."""
     tier = "device" if machine.capacity.shared else "host"
-    regions = Regions(machine)
-    try:
-        with readable(machine, checkpoint) as files:
-            sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
-            target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE, reads=True)))
-            streams = {size: stretches(machine, files, size) for size in sizes}
+    with Regions(machine) as regions, readable(machine, checkpoint) as files:
+        sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
+        target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE, reads=True)))
+        streams = {size: stretches(machine, files, size) for size in sizes}
 
-            def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
-                first = _offset(sizes[-1], size, i) // DTYPE.itemsize
-                machine.disk.load_all([(next(streams[size]), target[first : first + size // DTYPE.itemsize])])
+        def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
+            first = _offset(sizes[-1], size, i) // DTYPE.itemsize
+            machine.disk.load_all([(next(streams[size]), target[first : first + size // DTYPE.itemsize])])
 
-            return _table(sizes, READ_SECONDS, read, machine)
-    finally:
-        regions.free()
+        return _table(sizes, READ_SECONDS, read, machine)
 
 
 def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Region]:

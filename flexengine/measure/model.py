@@ -100,7 +100,7 @@ def time_layers(
         tokens: numbers of tokens, the most important first.
         budget: seconds for all of them.
     """
-    trials = {n: Trial(skeleton, machine, n) for n in tokens}
+    trials = {n: PassTrial(skeleton, machine, n) for n in tokens}
     times_of: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
     cold: dict[int, tuple[str, float]] = {}  # time of the very first layer, used if there is no other
     took: dict[int, float] = {}
@@ -120,14 +120,14 @@ def time_layers(
                 break
         took[n] = time.perf_counter() - began
         tick()
-    Trial.end_all(list(trials.values()))
+    PassTrial.end_all(list(trials.values()))
     for n, (name, seconds) in cold.items():
         times_of[n] = times_of[n] if name in times_of[n] else {**times_of[n], name: [seconds]}
     return {n: {name: median(times) for name, times in by.items()} for n, by in times_of.items() if n in cold}
 
 
 @dataclass
-class Trial:
+class PassTrial:
     """Passes of packed tokens through a skeleton whose first layers have weights. Attention is left out.
 
     Attributes:
@@ -174,7 +174,7 @@ class Trial:
             self.forward = None
 
     @staticmethod
-    def end_all(trials: "Sequence[Trial]") -> None:
+    def end_all(trials: "Sequence[PassTrial]") -> None:
         """End the passes of several trials."""
         for trial in trials:
             trial.end()
@@ -322,8 +322,7 @@ def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine,
     row = width * dtype.itemsize if form is None else -(-form.nbytes // vocabulary)
     rows = min(vocabulary, max(1, room(machine, "device") // row))
     form = form.with_rows(rows) if form is not None else None
-    regions = Regions(machine)
-    try:
+    with Regions(machine) as regions:
         shape = (rows, width) if form is None else (form.nbytes,)
         home = regions.take("device", prod(shape) * dtype.itemsize, WHAT, dtype)
         weight = fill(machine.device.view(home)).view(shape)
@@ -338,5 +337,3 @@ def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine,
             seconds = seconds_per_call(call, HEAD_SECONDS, machine)
             points.append((float(count), start + seconds * vocabulary / rows))
         return tuple(points)
-    finally:
-        regions.free()

@@ -53,9 +53,6 @@ def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
 def _halves(machine: Machine) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield two tensors of equal size in device memory."""
     size = max(ALIGN, min(MOVED, room(machine, "device") // 2) // ALIGN * ALIGN)
-    regions = Regions(machine)
-    try:
+    with Regions(machine) as regions:
         first, second = (machine.device.view(regions.take("device", size, WHAT)) for _ in range(2))
         yield fill(first), fill(second)
-    finally:
-        regions.free()

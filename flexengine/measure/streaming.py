@@ -10,7 +10,7 @@ import torch
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.measure.links import disk_of
-from flexengine.measure.model import Trial
+from flexengine.measure.model import PassTrial
 from flexengine.measure.timing import measuring, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
@@ -101,12 +101,12 @@ def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict
 def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
     """Return `Hardware.streaming` from passes with one weight slot (no overlap) and two (overlap)."""
     machine, added = weights.machine, list[float]()
-    short = Trial(weights.skeleton, machine, WAITING)
+    short = PassTrial(weights.skeleton, machine, WAITING)
     waited = [_passes(weights, [short], depth, slots=1) for _ in range(TURNS)]
     read, wake = (median(x) for x in ([x.read for x in waited], [x.device - at(layer, WAITING) for x in waited]))
     batches = (round(ratio * read / at(layer, TOKENS)) for ratio in (LESS, MORE))
     for count in sorted({min(MAX_BATCHES, max(1, number)) for number in batches}):
-        trials = [Trial(weights.skeleton, machine, TOKENS) for _ in range(count)]
+        trials = [PassTrial(weights.skeleton, machine, TOKENS) for _ in range(count)]
         for _ in range(TURNS):
             alone, both = (_passes(weights, trials, depth, slots) for slots in (1, 2))
             device = min(alone.device, count * at(layer, TOKENS))
@@ -126,7 +126,7 @@ def _depth(opened: OpenModel) -> int:
     return min(alike, max(2, PASS_BYTES // max(1, nbytes)))
 
 
-def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -> Streamed:
+def _passes(weights: Weights, trials: Sequence[PassTrial], depth: int, slots: int) -> Streamed:
     """Run passes over the first `depth` layers, each computed once for every trial. Return the mean times."""
     batches = [Batch((Piece(k, 0, trial.tokens, True),), "device", "device") for k, trial in enumerate(trials)]
 
@@ -150,7 +150,7 @@ def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -
         while more:
             number, more = number + 1, time.perf_counter() - began < PASSES_SECONDS
             executor.run(program.sweep(number, batches, more))
-        executor.abandon("device", lambda: Trial.end_all(trials))
+        executor.abandon("device", lambda: PassTrial.end_all(trials))
         layers = number * depth
         lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.times.busy.items()}
         seconds = (time.perf_counter() - began) / layers

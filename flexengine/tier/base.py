@@ -108,9 +108,7 @@ class Tier(ABC):
         last = torch.nonzero(rows.diff() != 1).flatten().tolist()
         bounds = pairwise([0, *(i + 1 for i in last), len(rows)]) if len(rows) else ()
         plain = replace(region, dtype=torch.uint8)
-        self.load_all([
-            (plain.part(int(rows[a]) * width, (b - a) * width), target[a:b].view(-1)) for a, b in bounds
-        ])  # fmt: skip
+        self.load_all([(plain.part(int(rows[a]) * width, (b - a) * width), target[a:b].view(-1)) for a, b in bounds])
 
     def read_by(self, read: Callable[[], int]) -> None:
         """Read by a function that has its own way to the tier's bytes, such as other files of a disk. It returns how

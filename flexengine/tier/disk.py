@@ -26,7 +26,7 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Region, Tier, aligned
-from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, Shared, chunks, disk_reads
+from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, SharedIterator, chunks, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_cores
@@ -147,7 +147,7 @@ class DiskTier(Tier):
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
         readers = self.readers[bool(long) and self._reads_direct(long[0].file)]
-        shared = Shared(chunks(long, self._reads_direct, readers))
+        shared = SharedIterator(chunks(long, self._reads_direct, readers))
         waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._pool().submit(self._read_short, read) for read in short)
@@ -213,7 +213,7 @@ class DiskTier(Tier):
                 self._ring = ring
             return self._ring
 
-    def _stream(self, chunks: Shared[Chunk], waiting: list[Future[None]], cached: bool) -> None:
+    def _stream(self, chunks: SharedIterator[Chunk], waiting: list[Future[None]], cached: bool) -> None:
         """Read chunks until none is left, or a read of any thread fails. cached: whether to go on after a cached read,
         as `way` may change in a load; if not, the other threads read the rest."""
         try:

@@ -43,11 +43,11 @@ class DiskRead:
         high = min(low // size * size + size, aligned(self.end))
         if not direct:
             low, high = max(low, self.start), min(high, self.end)
-        pieces, at = list[Piece](), low
+        pieces, at = list[ReadPiece](), low
         for piece in self._straight(low, high, direct):
-            pieces += [Piece(at, piece.begin, None), piece]
+            pieces += [ReadPiece(at, piece.begin, None), piece]
             at = piece.end
-        pieces.append(Piece(at, high, None))
+        pieces.append(ReadPiece(at, high, None))
         return Chunk(self, low, high, direct, [piece for piece in pieces if piece.begin < piece.end])
 
     def between(self, low: int, high: int) -> Iterator[tuple[Region, torch.Tensor, int, int]]:
@@ -57,7 +57,7 @@ class DiskRead:
             if begin < end:
                 yield region, flat, begin, end
 
-    def _straight(self, low: int, high: int, direct: bool) -> "Iterator[Piece]":
+    def _straight(self, low: int, high: int, direct: bool) -> "Iterator[ReadPiece]":
         """Yield what can be read straight into the targets: bytes that need no conversion, and for direct I/O whole
         blocks that begin in memory where blocks of the disk do."""
         for region, flat, begin, end in self.between(low, high):
@@ -69,10 +69,10 @@ class DiskRead:
                 in_step = (target.data_ptr() + begin - region.start) % ALIGN == 0
                 if end - begin < WORTHWHILE or not in_step or not in_huge_pages(target):
                     continue
-            yield Piece(begin, end, target[begin - region.start : end - region.start])
+            yield ReadPiece(begin, end, target[begin - region.start : end - region.start])
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """Bytes begin .. end of a file. target: uint8 memory that receives them; None for a part of a buffer, from which
     they are copied to their targets."""
 
@@ -97,7 +97,7 @@ class Chunk:
     low: int
     high: int
     direct: bool
-    pieces: list[Piece]
+    pieces: list[ReadPiece]
 
     @property
     def buffered(self) -> int:
@@ -140,7 +140,7 @@ def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: i
             low = chunk.high
 
 
-class Shared(Generic[T]):
+class SharedIterator(Generic[T]):
     """Items that several threads take one by one, each once."""
 
     def __init__(self, items: Iterable[T]) -> None:

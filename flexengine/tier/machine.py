@@ -101,8 +101,9 @@ def _is_number(value: object) -> bool:
 
 def _check_rate(name: str, value: Any) -> None:
     if value is not None and not (_is_number(value) and value > 0):
-        raise InvalidInput(f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no"
-                           " limit")  # fmt: skip
+        raise InvalidInput(
+            f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no limit"
+        )
 
 
 @dataclass
@@ -228,8 +229,7 @@ def make_machine(
     if kind == "auto":
         kind = "cuda" if cuda.available() else "cpu"
     if kind == "cuda" and not cuda.available():
-        raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device"
-                           " out")  # fmt: skip
+        raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device out")
     if links is not None and kind != "sim":
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
     if kind != "cuda":
@@ -263,8 +263,9 @@ def make_machine(
                         engines=max((worker.engines for worker in workers), default=1))  # fmt: skip
     compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
     routes = Routes.between(capacity.places, staged=capacity.staged)
-    return Machine(kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes,
-                   directories, fault)  # fmt: skip
+    return Machine(
+        kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes, directories, fault
+    )
 
 
 def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...]:

@@ -1,6 +1,7 @@
 """Memory of one part of the worker: allocated one region at a time, freed as a whole."""
 
 from contextlib import ExitStack
+from typing import Self
 
 import torch
 
@@ -14,6 +15,12 @@ class Regions:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
 
     def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False) -> Region:
         """Return a new region of `nbytes` bytes, booked as `what`.

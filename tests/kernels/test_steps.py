@@ -11,7 +11,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.paged import Prompts
+from flexengine.kernels.paged import PromptPieces
 from flexengine.kernels.steps import Steps
 from tests.helpers.builds import NATIVE, kernels_named
 
@@ -136,7 +136,7 @@ def test_recorded_steps_run_again_with_other_tensors(
 def test_steps_with_a_tensor_that_is_not_given_are_not_recorded(kernel: NativeKernels) -> None:
     steps, x = kernel.steps(), torch.randn(3, WIDTH)
     out = steps.norm(x, torch.ones(WIDTH), 1e-5)
-    with pytest.raises(RuntimeError, match=r"Norm\.weight has the address of a tensor that is not given"):
+    with pytest.raises(RuntimeError, match=r"NormArgs\.weight has the address of a tensor that is not given"):
         steps.recorded([x], [out])
 
 
@@ -162,12 +162,12 @@ def test_pages_outside_of_the_pool_are_found_before_a_call(kernel: NativeKernels
 def test_prompts_that_do_not_fit_their_pages_are_found_before_a_call(kernel: NativeKernels) -> None:
     pool, none, two = torch.zeros(4, 2, 1, 8, 16), torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for prompt, message in (
-        (Prompts(0, 1, 2, 3, torch.tensor([4]).int()), "pages among the pool's 4"),
-        (Prompts(0, 1, 2, 9, torch.tensor([1]).int()), "9 cached tokens do not fit in 1 pages of 8 tokens"),
-        (Prompts(0, 1, 2, 1, None), "1 cached tokens do not fit in 0 pages"),
-        (Prompts(0, 2, 1, 1, torch.tensor([1]).int()), "only one prompt after cached tokens"),
-        (Prompts(1, 1, 2, 0, None), "from token 0 on"),
-        (Prompts(0, 1, 3, 0, None), "has 3 tokens, but there are 2 pages and 2 offsets"),
+        (PromptPieces(0, 1, 2, 3, torch.tensor([4]).int()), "pages among the pool's 4"),
+        (PromptPieces(0, 1, 2, 9, torch.tensor([1]).int()), "9 cached tokens do not fit in 1 pages of 8 tokens"),
+        (PromptPieces(0, 1, 2, 1, None), "1 cached tokens do not fit in 0 pages"),
+        (PromptPieces(0, 2, 1, 1, torch.tensor([1]).int()), "only one prompt after cached tokens"),
+        (PromptPieces(1, 1, 2, 0, None), "from token 0 on"),
+        (PromptPieces(0, 1, 3, 0, None), "has 3 tokens, but there are 2 pages and 2 offsets"),
     ):
         with pytest.raises(InvalidInput, match=message):
             kernel.paged(2, pool, none.view(0, 1), none, None, None, two, two, [prompt])

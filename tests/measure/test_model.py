@@ -65,14 +65,15 @@ def test_random_weights(families: Any, tmp_path: Path) -> None:
                     assert tensor.unique().numel() > 1
                     places.add(tensor.data_ptr())
             assert len(places) == sum(map(len, (*skeleton.layers, skeleton.others)))
-            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(3)] == [-1, 0, 1, 2]
-            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(9)] == [-1, 0, 1, 2, 3]
+            trials = [model.PassTrial(skeleton, engine.core.machine, 5) for _ in range(2)]
+            assert [layer for layer, _ in trials[0].walk(3)] == [-1, 0, 1, 2]
+            assert [layer for layer, _ in trials[1].walk(9)] == [-1, 0, 1, 2, 3]
 
 
 def test_medians_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each signature's layers in all passes; the very first layer is left out."""
     times = iter([[(-1, 7.0), (0, 99.0), (1, 2.0), (2, 3.0)], [(-1, 5.0), (0, 4.0), (1, 6.0), (2, 8.0)]])
-    monkeypatch.setattr(model.Trial, "walk", lambda self, count: next(times))
+    monkeypatch.setattr(model.PassTrial, "walk", lambda self, count: next(times))
     monkeypatch.setattr(model, "PASSES", 2)
     skeleton: Any = None
     machine: Any = None
@@ -84,14 +85,14 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     """Sizes that others are derived from are always measured; rates are in the order of their tokens."""
     clock, asked = [0.0], list[int]()
 
-    def walk(trial: model.Trial, _: int) -> Iterator[tuple[int, float]]:
+    def walk(trial: model.PassTrial, _: int) -> Iterator[tuple[int, float]]:
         asked.append(trial.tokens)
         for layer, seconds in ((-1, 0.5), (0, trial.tokens * 0.01), (1, trial.tokens * 0.01)):
             clock[0] += seconds if layer > 0 else 0.0
             yield layer, seconds
 
     monkeypatch.setattr(model.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(model.Trial, "walk", walk)
+    monkeypatch.setattr(model.PassTrial, "walk", walk)
     monkeypatch.setattr(model, "PASSES", 1)
     monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
     skeleton: Any = None
@@ -105,7 +106,7 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_single_cold_pass_is_better_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.Trial, "walk", lambda trial, _: iter([(-1, 0.5), (0, 9.0)]))
+    monkeypatch.setattr(model.PassTrial, "walk", lambda trial, _: iter([(-1, 0.5), (0, 9.0)]))
     monkeypatch.setattr(model, "PASSES", 1)
     skeleton: Any = None
     machine: Any = None
@@ -130,7 +131,8 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
         assert engine.facts.softcap == cap == 50.0
         key = engine.facts.attention_signature(None)
         assert key == replace(engine.facts, softcap=None).attention_signature(None) + ", soft cap"
-        assert attention.Trial(engine.facts, engine.core.machine, engine.core.dtype)._event(1, None).softcap == cap
+        trial = attention.AttentionTrial(engine.facts, engine.core.machine, engine.core.dtype)
+        assert trial._event(1, None).softcap == cap
 
 
 @pytest.mark.slow

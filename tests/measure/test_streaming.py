@@ -87,7 +87,7 @@ def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.Monkey
         return streaming.Streamed(together if slots == 2 else device + 1.0, device, 1.0)
 
     monkeypatch.setattr(streaming, "_passes", passes)
-    monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
+    monkeypatch.setattr(streaming, "PassTrial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
     found = streaming._compared(weights, ((1.0, 0.1), (16.0, 1.1), (64.0, 0.3)), 4)
     few, less, more = [16], [64] * 2, [64] * 5  # tokens of each gpu_batch
@@ -104,7 +104,7 @@ def test_what_hardly_overlaps_says_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return streaming.Streamed(2.9 if slots == 2 else 3.0, 0.001 * len(trials), 2.7)
 
     monkeypatch.setattr(streaming, "_passes", passes)
-    monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
+    monkeypatch.setattr(streaming, "PassTrial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
     found = streaming._compared(weights, ((16.0, 0.001), (64.0, 0.001)), 4)
     assert asked == [1] * 3 + [32] * 6

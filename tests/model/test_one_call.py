@@ -10,7 +10,7 @@ from torch import Tensor
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Past
-from flexengine.kernels.paged import PagedAttention, Prompts
+from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
 from flexengine.model.native.layer import MOST_PRODUCTS
 from flexengine.model.skeleton import Skeleton
@@ -87,7 +87,7 @@ class Mixed:
         self.pages = torch.cat([torch.tensor([3, 1, 10, 10, 11]), *(12 + i * own + at // 4 for i in range(2))]).int()
         self.offsets = torch.cat([torch.tensor([0, 1, 2, 3, 0]), at % 4, at % 4]).int()
         table = torch.tensor([8, 10, 11]).int()
-        self.prompts = [Prompts(2, 1, 3, 6, table), Prompts(5, 2, length, 0, None)]
+        self.prompts = [PromptPieces(2, 1, 3, 6, table), PromptPieces(5, 2, length, 0, None)]
         self.tokens = 5 + 2 * length
 
     def paged(self, pool: Tensor, window: int | None = None) -> PagedAttention:
@@ -143,7 +143,7 @@ def test_a_call_recorded_for_prompts_without_cached_tokens_reads_cached_ones(fam
     hidden, positions = arguments(skeleton, mixed.tokens)
     cached, other = mixed.prompts
     for whole in (False, True):
-        for prompts in ([Prompts(2, 1, 3, 0, None), other], [cached, other]):
+        for prompts in ([PromptPieces(2, 1, 3, 0, None), other], [cached, other]):
             mixed.prompts, pool = prompts, mixed.pool.clone()
             current = Pass(lambda: called(layers[0], hidden, positions))
             current.switch()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recorded import RecordedSteps
 
 LAYERS = 6
 NEW = 4
@@ -53,13 +53,13 @@ def test_tokens_are_those_of_transformers(
     ids = torch.randint(3, 600, (9, 40), generator=generator).tolist()
     first = torch.randint(3, 600, (common,), generator=generator).tolist()
     rows = [first + row[: 5 + 4 * number] for number, row in enumerate(ids)]
-    together, run = list[int](), Recorded.run
+    together, run = list[int](), RecordedSteps.run
 
-    def counted(self: Recorded, *addresses: Any) -> None:
+    def counted(self: RecordedSteps, *addresses: Any) -> None:
         together.append(len(addresses))
         run(self, *addresses)
 
-    monkeypatch.setattr(Recorded, "run", counted)
+    monkeypatch.setattr(RecordedSteps, "run", counted)
     offloaded = fields.keys() & {"weights", "cache", "activations"}
     with Engine(directory, policy=Policy(**fields), device="sim" if offloaded else "cpu") as engine:
         results = engine.generate([{"prompt_token_ids": row} for row in rows], GREEDY)

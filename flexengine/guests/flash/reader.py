@@ -21,7 +21,7 @@ from torch import Tensor
 from flexengine.codec import records as codec
 from flexengine.guests.flash.bundles import Bundle
 from flexengine.kernels import reads
-from flexengine.kernels.reads import Readers, Records
+from flexengine.kernels.reads import Readers, RecordReads
 from flexengine.tier.base import ALIGN, aligned
 from flexengine.tier.file import File, memory, read_fully
 from flexengine.tier.memory import aligned_buffer
@@ -114,7 +114,7 @@ class RecordReader:
             return Traffic(0, 0)
         numbers, nbytes = numbers.contiguous(), bundle.form.nbytes
         bounds = requests(numbers.numpy(), nbytes, self._gap)
-        records = Records(numbers, places.contiguous(), torch.from_numpy(bounds), target)
+        records = RecordReads(numbers, places.contiguous(), torch.from_numpy(bounds), target)
         with self._turn:
             self._read(self._files[bundle.path], records)
         ends = numbers.numpy()
@@ -124,7 +124,7 @@ class RecordReader:
         """Begin a call that reads, in a thread of the reader, and return its end. Calls run one after the other."""
         return self._ahead.submit(call)
 
-    def _read(self, file: "_BundleFile", records: Records) -> None:
+    def _read(self, file: "_BundleFile", records: RecordReads) -> None:
         """Read by native threads. Without them, and for what they could not read, use threads of Python."""
         missing = list(range(len(records.bounds) - 1))
         if self._native is not None:
@@ -133,7 +133,7 @@ class RecordReader:
         if missing:
             self._read_in_python(file, records, missing)
 
-    def _read_in_python(self, file: "_BundleFile", records: Records, missing: Iterable[int]) -> None:
+    def _read_in_python(self, file: "_BundleFile", records: RecordReads, missing: Iterable[int]) -> None:
         """Read some requests, as many at a time as there are threads. Raise the first error after all have ended."""
         free: SimpleQueue[Tensor] = SimpleQueue()
         for buffer in self._scratch:
@@ -213,7 +213,7 @@ class _BundleFile:
             return self._file.cached, 1, True
         return fd, self.align, rows.data_ptr() % self.align == 0 and rows.shape[1] % self.align == 0
 
-    def read(self, records: Records, request: int, buffer: Tensor) -> None:
+    def read(self, records: RecordReads, request: int, buffer: Tensor) -> None:
         """Read one request to `buffer`, and copy the records to their rows.
 
         Args:

@@ -22,7 +22,7 @@ from flexengine import kernels
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.formats import in_steps
 from flexengine.kernels.paged import PagedAttention
-from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
@@ -217,7 +217,7 @@ class NativeLayer:
         call.run(self._addresses(bound, given, results))
         return results
 
-    def _results(self, call: Recorded) -> list[Tensor]:
+    def _results(self, call: RecordedSteps) -> list[Tensor]:
         """Return memory for the results of a call."""
         return [self._empty(shape, dtype) for shape, dtype in call.results]
 
@@ -238,7 +238,7 @@ class NativeLayer:
         bound: BoundWeights,
         given: Sequence[Tensor],
         paged: PagedAttention | None = None,
-    ) -> Recorded:
+    ) -> RecordedSteps:
         """Return the call of a part of the layer, or of the whole, for tensors of these shapes.
 
         Args:
@@ -248,7 +248,7 @@ class NativeLayer:
             paged: the last argument of `_whole`.
         """
 
-        def record() -> Recorded:
+        def record() -> RecordedSteps:
             steps, last = cast(NativeKernels, kernels.load()).steps(), [] if paged is None else [paged]
             tensors = (*given, *(paged.tensors if paged else ()), *bound.given)
             return steps.recorded(tensors, part(steps, bound, *given, *last))

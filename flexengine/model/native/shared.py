@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flexengine.kernels.recorded import Recorded
+from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.recycled import Recycled
 
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
@@ -55,16 +55,16 @@ class LayerKind:
 
     def __init__(self, trial: "LayerProof | None", scratch: Scratch) -> None:
         self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
-        self._calls: dict[Hashable, Recorded] = {}  # the one used last is the last one
+        self._calls: dict[Hashable, RecordedSteps] = {}  # the one used last is the last one
         self.release()
 
     def release(self) -> None:
         """Drop all tensors."""
         self.scratch.release()
-        self.recent: tuple[Tensor, Hashable, Recorded] | None = None
+        self.recent: tuple[Tensor, Hashable, RecordedSteps] | None = None
         self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
 
-    def call(self, key: Hashable, record: Callable[[], Recorded]) -> Recorded:
+    def call(self, key: Hashable, record: Callable[[], RecordedSteps]) -> RecordedSteps:
         """Return the call with a key, and make room for it. If there is none, record it."""
         if (found := self._calls.pop(key, None)) is None:
             found = record()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Kernels, Past, PromptCall
-from flexengine.kernels.paged import PagedAttention, Prompts
+from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -268,7 +268,7 @@ class Cache:
         self._regions.free()
 
 
-def _of(prompts: Prompts, x: Tensor) -> Tensor:
+def _of(prompts: PromptPieces, x: Tensor) -> Tensor:
     """Return the tokens of prompts, [rows, length, ...], of x [tokens, ...]."""
     tokens = x[prompts.first : prompts.first + prompts.rows * prompts.length]
     return tokens.view(prompts.rows, prompts.length, *x.shape[1:])

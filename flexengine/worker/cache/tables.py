@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.kernels.paged import PagedAttention, Prompts
+from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool
 from flexengine.worker.rows import TokenRows, rows_of
@@ -59,7 +59,7 @@ class Tables:
     pages: Tensor
     offsets: Tensor
     kept: Tensor | None
-    prompts: list[Prompts]
+    prompts: list[PromptPieces]
     load: Runs
     keys: Runs
     store: Runs
@@ -256,16 +256,16 @@ def _runs(pairs: Pairs) -> Runs:
     return runs
 
 
-def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: torch.device) -> list[Prompts]:
+def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: torch.device) -> list[PromptPieces]:
     """Return the pieces in order. Consecutive pieces of equal length without cached tokens are one `Prompts`."""
-    groups: list[Prompts] = []
+    groups: list[PromptPieces] = []
     for piece, table in zip(pieces, tables, strict=True):
         last = groups[-1] if groups else None
         if piece.start:
-            groups.append(Prompts(first, 1, piece.count, piece.start, _int32(table, device)))
+            groups.append(PromptPieces(first, 1, piece.count, piece.start, _int32(table, device)))
         elif last and last.table is None and last.length == piece.count:
             groups[-1] = last._replace(rows=last.rows + 1)
         else:
-            groups.append(Prompts(first, 1, piece.count, 0, None))
+            groups.append(PromptPieces(first, 1, piece.count, 0, None))
         first += piece.count
     return groups
