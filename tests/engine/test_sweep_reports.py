@@ -8,7 +8,7 @@ import pytest
 
 from flexengine import Policy, SamplingParams, activity
 from flexengine.activity import Activity
-from flexengine.engine import generating as module
+from flexengine.engine import sweep_reports as module
 from flexengine.engine.engine import Engine
 from flexengine.engine.state import Progress
 from flexengine.engine.sweep_reports import GENERATING, JobRows, Rate, SweepReports, best_read_rate, disk_rate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, InvalidInput, OutOfMemory, Policy, Progress, SamplingParams, Summary
-from flexengine.engine import generating
+from flexengine.engine import sweep_reports
 from flexengine.engine.summary import JobCounts
 from flexengine.engine.sweep_reports import JobRows
 from tests.helpers.families import NEW
@@ -274,8 +274,8 @@ def test_killed(job: Job, whole: Any) -> None:
 
 def test_progress_of_the_next_job_does_not_count_this_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[JobRows] = []
-    made = generating.SweepReports.__init__
-    monkeypatch.setattr(generating.SweepReports, "__init__", lambda *given: (counted.append(given[3]), made(*given))[1])
+    made = sweep_reports.SweepReports.__init__
+    monkeypatch.setattr(sweep_reports.SweepReports, "__init__", lambda *given: (counted.append(given[3]), made(*given))[1])
     with opened(job, device="cpu") as engine:
         engine.run_job(job.input, job.output, PARAMS)
         engine.generate(job.family.rows[:2], PARAMS)
