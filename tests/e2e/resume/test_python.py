@@ -275,7 +275,12 @@ def test_killed(job: Job, whole: Any) -> None:
 def test_progress_of_the_next_job_does_not_count_this_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[JobRows] = []
     made = sweep_reports.SweepReports.__init__
-    monkeypatch.setattr(sweep_reports.SweepReports, "__init__", lambda *given: (counted.append(given[3]), made(*given))[1])
+
+    def counting(*given: Any) -> None:
+        counted.append(given[3])
+        made(*given)
+
+    monkeypatch.setattr(sweep_reports.SweepReports, "__init__", counting)
     with opened(job, device="cpu") as engine:
         engine.run_job(job.input, job.output, PARAMS)
         engine.generate(job.family.rows[:2], PARAMS)
