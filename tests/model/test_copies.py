@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from flexengine.model.skeleton import build
+from flexengine.model.build import build
 from tests.helpers.families import FAMILIES
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.kernels import CudaKernels, reference
 from flexengine.lossy import Lossy
-from flexengine.model import products
+from flexengine.model import experts
 from flexengine.schedule.tasks import Op, Task
 from flexengine.worker.worker import Worker
 from tests.helpers.families import FAMILIES, NEW
@@ -98,7 +98,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's kernels on the CPU, without Triton, and its experts where they are plain."""
     plain = CudaKernels(fused=False)
     monkeypatch.setattr(kernels, "load_for", lambda device: plain)
-    monkeypatch.setattr(products, "has_grouped_product", lambda x: True)
+    monkeypatch.setattr(experts, "has_grouped_product", lambda x: True)
     monkeypatch.setattr(reference, "check_pages", lambda pages, room: None)  # on a GPU tables are trusted
     watched(monkeypatch)
 
