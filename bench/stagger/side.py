@@ -18,20 +18,20 @@ from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.attention_workers.attention import PendingQuestion
 from flexengine.guests.attention_workers.network import address_of, serve_forever
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.attention_workers.attention import PageAttention
 
 
 def pool(job: dict[str, Any]) -> None:
     """Serve engines until the process is ended."""
-    attend = AttentionServer._attend
+    attend = PageAttention._attend
 
-    def slowed(self: AttentionServer, asked: PendingQuestion) -> tuple[Tensor, ...]:
+    def slowed(self: PageAttention, asked: PendingQuestion) -> tuple[Tensor, ...]:
         end = time.perf_counter() + job["seconds"]
         answer = attend(self, asked)
         time.sleep(max(0.0, end - time.perf_counter()))
         return answer
 
-    AttentionServer._attend = slowed  # type: ignore[method-assign]
+    PageAttention._attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
         serve_forever(server, WorkerPool(1 << 26), lambda text: print(text, file=sys.stderr))
 

@@ -54,10 +54,12 @@ class StageDriver(ABC):
     Attributes:
         ports: ports of the first stage.
         lost: places of attention workers that all stages replace before they prepare the next job.
+        measured: by stage, what it measured in the last job, as JSON values.
     """
 
     ports: Ports
     lost: list[str]
+    measured: dict[int, dict[str, Any]]
 
     @abstractmethod
     def prepare(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> Callable[[], Sequence[Stage]]:
