@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.guests.attention_workers.attention import PendingQuestion
+from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
 from flexengine.guests.attention_workers.network import address_of, serve_forever
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.attention import PageAttention
 
 
 def pool(job: dict[str, Any]) -> None:
