@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.arrange import Arranged, Arrangement
-from flexengine.engine.scoring import encode_scored
 from flexengine.engine.spool import RequestSpool
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
@@ -146,7 +146,7 @@ class PromptReader:
             if scored and self.unscored:
                 yield row.refused(f"cannot be scored with this model: {self.unscored}")
                 continue
-            encoder = encode_scored if scored else encode
+            encoder = resolve_name("flexengine.engine.scoring:encode_scored") if scored else encode
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):

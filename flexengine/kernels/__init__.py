@@ -12,11 +12,10 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
 from flexengine.kernels.cpu import load_native
-from flexengine.kernels.cuda import CudaKernels, sum_in_fp32
 from flexengine.kernels.onednn import has_onednn
 from flexengine.kernels.reference import ReferenceKernels
 
-__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "choice", "load", "load_for"]
+__all__ = ["Kernels", "ReferenceKernels", "choice", "load", "load_for"]
 
 
 def load_for(device: torch.device) -> Kernels:
@@ -26,6 +25,8 @@ def load_for(device: torch.device) -> Kernels:
 
 @cache
 def _load_cuda() -> Kernels:
+    from flexengine.kernels.cuda import CudaKernels, sum_in_fp32  # not without a GPU
+
     sum_in_fp32()
     return CudaKernels(fused=choice() != "reference")
 

@@ -6,7 +6,7 @@ The native kernel widens 16-bit weights to fp32, which is exact.
 """
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ def numerics(device: torch.device | None = None) -> str:
     An example is "native 512 bits and bf16", followed by the version of the native kernels. None for the device means a
     CPU.
     """
-    kernel = kernels.load_for(device or torch.device("cpu"))
-    if isinstance(kernel, kernels.CudaKernels):
-        return kernel.numerics()
+    kernel: Any = kernels.load_for(device or torch.device("cpu"))
+    if device is not None and device.type == "cuda":
+        return str(kernel.numerics())
     if not isinstance(kernel, NativeKernels):
         return f"onednn {torch.backends.cpu.get_cpu_capability()}, {kernel.name}"
     return f"{kernel.name} {kernel.simd} bits{' and bf16' if kernel.bf16 else ''}, {version()}"

@@ -9,8 +9,7 @@ weights ahead of it. Guests expand the cells that they need: `schedule.delegated
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import import_module
-from typing import Any
+from pkgutil import resolve_name
 
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.demand import NOTHING, Demand
@@ -66,7 +65,7 @@ class Program:
         rings = Ring("c", self.buffers), Ring("h", self.buffers)
         self.frame = ProgramFrame(layers, slots, routes, demand, self.prefetch, *rings)
         self._expanders: dict[str, Expander] = {}  # by class
-        self._ports = _imported("flexengine.schedule.ports:PortTasks")(self.frame, ports) if ports else None
+        self._ports = resolve_name("flexengine.schedule.ports:PortTasks")(self.frame, ports) if ports else None
         if demand.embedding:
             self.frame.entering.append(lambda batch: (("embedded", batch),))
 
@@ -84,7 +83,7 @@ class Program:
         if not prefetch.cycle:
             yield from prefetch.arrivals(units)
         if self.demand.embedding:
-            yield from _imported("flexengine.schedule.rows:embedding_rows")(self.frame, number, self.streamed[0])
+            yield from resolve_name("flexengine.schedule.rows:embedding_rows")(self.frame, number, self.streamed[0])
         yield from prefetch.loads()
         for step in cells(number, units, batches, self._begin, self._closed, self.buffers):
             yield from prefetch.arrivals(step.cell.layer)
@@ -96,7 +95,7 @@ class Program:
         """Return the tasks of a step, by the expander of its part."""
         name = EXPANDERS[step.part]
         if name not in self._expanders:
-            self._expanders[name] = _imported(name)(self.frame)
+            self._expanders[name] = resolve_name(name)(self.frame)
         tasks = self._expanders[name](step)
         return tasks if self._ports is None else self._ports.around(step, tasks)  # type: ignore[no-any-return]
 
@@ -114,9 +113,3 @@ class Program:
         """Return whether a layer must end before the next one begins: with fewer than three slots, no slot would be
         free to load a streamed layer ahead."""
         return bool(self.streamed[layer]) and self.slots < 3
-
-
-def _imported(name: str) -> Any:
-    """Return an object of a module. name: "module:object"."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)

@@ -40,7 +40,6 @@ from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import device_of, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
-from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
 HEADROOM = 0.92  # share of the free memory that is used if no size is set
@@ -249,6 +248,8 @@ def make_machine(
         memory, sizes = Ledger("device", ram), (ram, None)
         device, host = MemoryTier("device", memory), MemoryTier("host", memory)
     elif kind == "sim":
+        from flexengine.tier.wrap import Throttled  # not on a real machine
+
         links, sizes = links or Links(), (device_mem, host_mem)
         device = MemoryTier("device", Ledger("device", device_mem))
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)

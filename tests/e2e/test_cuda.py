@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.kernels import CudaKernels, ReferenceKernels
-from flexengine.kernels.cuda import triton_module
+from flexengine.kernels import ReferenceKernels
+from flexengine.kernels.cuda import CudaKernels, triton_module
 from tests.e2e.test_exactness import GRID
 from tests.helpers.families import FAMILIES, LENGTHS, NEW, make_checkpoint, prompts_of
 from tests.kernels import test_cache as caches

@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexengine import Engine, Policy, SamplingParams, kernels
-from flexengine.kernels import CudaKernels, reference
+from flexengine.kernels import reference
+from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import experts
 from flexengine.schedule.tasks import Op, Task

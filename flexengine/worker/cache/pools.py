@@ -1,7 +1,7 @@
 """Page pools per tier: memory, page ids of every sequence, and layout of pages."""
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache.teams import Group, Team
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import PageShape
 
@@ -56,12 +55,14 @@ class Pools:
         self.shared: dict[int, Shared] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
         self._by_tier: dict[str, Region] = {}  # by tier
-        self.teams: dict[str, Team] = {}
+        self.teams: dict[str, Any] = {}
         for tier, pools in layout.pools.items():
             each = zip(pools, layout.page_bytes[tier], layout.groups, strict=True)
             sizes = [pool.pages * page * len(group.layers) for pool, page, group in each]
             self._starts[tier] = list(accumulate(sizes, initial=0))
             if len(members := layout.policy.team(tier, layout.places)) > 1:
+                from flexengine.worker.cache.teams import Group, Team  # not without attention workers
+
                 groups = [Group(start, page, pool.page_tokens) for start, page, pool in
                           zip(self._starts[tier], layout.page_bytes[tier], pools, strict=False)]  # fmt: skip
                 self.teams[tier] = Team(machine, members, layout.policy.partition, groups, model.kv_heads,
