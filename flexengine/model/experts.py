@@ -18,7 +18,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     """Return the weighted sum of the chosen experts' outputs, [tokens, hidden], added in the order of the experts.
 
     The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`. If the module has a
-    block (worker/expert_blocks.py), which reads the chosen experts, the block computes the sum.
+    block (guests/flash/expert_blocks.py), which reads the chosen experts, the block computes the sum.
 
     On a GPU this synchronises once, to read the router's choice, unless the GPU supports grouped products (`_grouped`).
 
