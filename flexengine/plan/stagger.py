@@ -1,8 +1,8 @@
 """Engines that share attention workers: their pace, and the numbers of engines and workers that pay.
 
 Several engines on one pool of workers run the fixed order (`bench/stagger/orders.py`). With k gpu_batches each, R
-engines have n = k R gpu_batches in flight. A slice of a gpu_batch takes t_m seconds, its attention t_a on the whole pool. The
-seconds per layer of all gpu_batches are
+engines have n = k R gpu_batches in flight. A slice of a gpu_batch takes t_m seconds, its attention t_a on the whole
+pool. The seconds per layer of all gpu_batches are
 
     period = max(n t_a, n t_m / R, t_m + t_a)
 
