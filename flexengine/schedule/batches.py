@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     Attributes:
         pieces: tokens to compute, of sequences with KV cache on one tier.
         cache_home: tier of the KV cache.
-        hidden_home: tier of the hidden states between layers.
+        hidden_home: tier of the hidden states between layers; those of a delegated gpu_batch stay on the device.
         attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
         queries_first: whether queries are sent there before keys and values are computed.
     """

@@ -6,8 +6,8 @@
 | ("near kv", k), ("far kv", k) | k, v of batch k, if its queries go first |
 
 A cell has five tasks: the layer up to attention (device), copy of q, k, v to the place, attention, copy of its output
-to the device, rest of the layer (device). `Routes.attend` has the lanes of the other three. The place computes
-attention of one batch while the device computes other batches:
+to the device, rest of the layer (device). `Routes.attend` has the lanes of the copies and of attention. The place
+computes attention of one batch while the device computes other batches:
 
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
@@ -51,16 +51,16 @@ class DelegatedCell(WholeCell):
     def attention(self, step: CellStep) -> Iterator[Task]:
         """Yield the tasks that may run while the device computes other cells."""
         cell, place = step.cell, self.batch(step).attention
-        down, there, up = self.frame.routes.attend[place]
+        send, attend, fetch = self.frame.routes.attend[place]
         k = cell.batch
         near, far, kv = ("near", k), ("far", k), ("kv", cell.layer, k)
         asked: Resources = (far,)
-        yield Delegate(Op.SEND, cell, down, (near,), (far,), place)
+        yield Delegate(Op.SEND, cell, send, (near,), (far,), place)
         if self.batch(step).queries_first:
             near_kv, far_kv = ("near kv", k), ("far kv", k)
             yield self.compute(Op.PROJECT_KEYS, step, writes=(near_kv,))
-            yield Delegate(Op.SEND_KEYS, cell, down, (near_kv,), (far_kv,), place)
-            yield Delegate(Op.ATTEND_CACHED, cell, there, (far,), (far,), place)
+            yield Delegate(Op.SEND_KEYS, cell, send, (near_kv,), (far_kv,), place)
+            yield Delegate(Op.ATTEND_CACHED, cell, attend, (far,), (far,), place)
             asked = (far, far_kv)
-        yield Delegate(Op.ATTEND, cell, there, asked, (kv, far), place)
-        yield Delegate(Op.FETCH, cell, up, (far,), (near,), place)
+        yield Delegate(Op.ATTEND, cell, attend, asked, (kv, far), place)
+        yield Delegate(Op.FETCH, cell, fetch, (far,), (near,), place)

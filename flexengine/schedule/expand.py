@@ -1,4 +1,4 @@
-"""Tasks of a cell: FlexGen's six operations (algorithm 1). Guests have expanders of their own for parts of cells."""
+"""Tasks of a cell: FlexGen's six operations (algorithm 1). Parts of cells have expanders of their own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class WholeCell:
         cache, hidden = self.take_buffers(step)
         yield from self.load_cache(step, cache)
         yield from self.load_hidden(step, hidden)
-        yield from self.frame.prefetch.in_cell(step)  # load weight, of units ahead
+        yield from self.frame.prefetch.in_cell(step)  # load weight: those that are due
         yield self.compute(Op.COMPUTE, step, cache, hidden)
         yield from self.store_cache(step, cache)
         yield from self.store_hidden(step, hidden)
@@ -81,7 +81,7 @@ class WholeCell:
         reads: Resources = (),
         writes: Resources = (),
     ) -> Compute:
-        """Return a task of the device.
+        """Return a task of the device. It waits for the loads of its buffers, as it writes to them, too.
 
         Args:
             op: the operation.

@@ -8,18 +8,20 @@ are needed once per sweep, however many gpu_batches there are (zig-zag, FlexGen 
     layer 1        4         5         6          the next sweep begins when the last cell has ended
     head           7         8         9
 
-Schedules differ in the admission of sequences only (`schedule.admission`).
+All schedules have this order of cells; row, zigzag, diagonal and continuous differ in the admission of sequences
+(`schedule.admission`).
 
 A cell that waits in the middle for data from elsewhere is computed in two parts, with other cells between them:
 
 - Attention at another place (delegation). The second part comes right before the next layer of the same gpu_batch, so
   the place attends for one gpu_batch while the device computes another one: P first part, F second part, of layer j,
-  gpu_batch k.
+  gpu_batch k. With one or two slots, a streamed layer ends before the next one begins: P00 P01 P02 F00 F01 F02 P10 ...
 
       P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...
 
 - Experts that are loaded after the router has chosen them. The second parts come after the first parts of all
-  gpu_batches: C up to the choice of experts, R the rest.
+  gpu_batches, or earlier if the buffers for hidden states are taken: C up to the choice of experts, R the rest. If
+  attention is delegated, too, experts are loaded and used right after F.
 
       C00 C01 C02 R00 R01 R02 C10 ...
 

@@ -4,15 +4,17 @@ Streamed units (layers and head chunks with weights off the device) pass through
 since the job began uses slot n % slots. Its load is emitted when two conditions hold:
 
 - All cells of unit n - slots are emitted. Edges link a task to earlier tasks only, so a load must come after the last
-  task that reads the previous content of its slot. The number of slots is all that limits the depth: 1 means no
-  overlap, 2 double buffering, 3 rides out jitter.
-- The loads of KV and hidden states of the first min(slots, gpu_batches) cells of the present unit are emitted. A lane
-  runs its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it.
+  task that reads the previous content of its slot. So the number of slots bounds the depth: 1 means no overlap, 2
+  double buffering, 3 rides out jitter.
+- Within a layer, the loads of KV and hidden states of its first min(slots, gpu_batches) cells are emitted. A lane runs
+  its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it. Before the first
+  cell of a sweep and after the last one, the first condition alone holds.
 
     two slots:   cells      00 01 02   10 11 12   20 21 22    (layer, gpu_batch)
                  loads    0 1             2          3        unit 2 takes the slot of unit 0 while 11 is prepared
 
-The loads of the next sweep's first units are emitted in the same way.
+The loads of the next sweep's first units are emitted in the same way; only one of them if embedding rows, for which
+all gpu_batches wait, are read in the same lane.
 """
 
 from collections import Counter
@@ -37,7 +39,7 @@ class Prefetch:
         layers: number of units that are layers.
         slots: number of weight slots.
         routes: lanes of the machine.
-        arriving: units with resident weights that are not read yet, rising, once per batch of reads.
+        arriving: units with resident weights that are not read yet, rising; one entry per read.
         demand: weights that are loaded by rows.
 
     Attributes:

@@ -4,8 +4,9 @@
         yield from expanders[step.part](step)
 
 `schedule.order` has the order of the cells, `schedule.expand` the tasks of a cell, and `schedule.prefetch` the loads of
-weights ahead of it. Guests expand the cells that they need: `schedule.delegated` (attention at another place),
-`schedule.rows` (experts and embedding rows on demand), `schedule.ports` (stages).
+weights ahead of it. Parts that a plain job does not need have modules of their own, which are imported on first use:
+`schedule.delegated` (attention at another place), `schedule.rows` (experts and embedding rows on demand),
+`schedule.ports` (stages).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,12 +41,12 @@ class Program:
         layers: number of units that are layers.
         slots: number of weight slots.
         routes: lanes of the machine.
-        arriving: units with resident weights that are not read yet, rising, once per batch of reads. The first sweep
-            reads them.
+        arriving: units with resident weights that are not read yet, rising; one entry per read. The first sweep reads
+            them.
         demand: weights that are loaded by rows.
         ports: names of ports (schedule.ports), if the program is a stage of a pipeline.
-        joined: returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. All of
-            them are resident.
+        joined: returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their
+            weights, KV and hidden states are on the device.
     """
 
     def __init__(

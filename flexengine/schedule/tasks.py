@@ -13,7 +13,7 @@ earlier tasks it waits for.
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, on their tier |
 | ("run", k) | the forward pass of batch k |
 
-Guests add: `schedule.delegated`, `schedule.rows` and `schedule.ports` have the names of theirs.
+`schedule.delegated`, `schedule.rows` and `schedule.ports` add names of their own.
 """
 
 import enum
@@ -101,7 +101,7 @@ class Compute(Task):
     Attributes:
         slot: number of the weight slot; None if all weights are resident.
         cache, hidden: numbers of the buffers that KV and hidden states pass through; None if they are on the device.
-        by_rows: whether RESUME computes the layer's experts.
+        by_rows: whether COMPUTE or FINISH ends at the layer's experts, which RESUME computes.
         layers: number of layers, from that of the cell on, that one call of kernels computes.
     """
 
