@@ -28,14 +28,15 @@ class Shortages:
     """Makes one compute task of the second sweep fail for lack of memory, in the jobs of these numbers."""
 
     def __init__(self, jobs: list[int]) -> None:
-        from flexengine.schedule.tasks import Op
+        from flexengine.schedule.tasks import Compute
         from flexengine.worker.worker import Worker
 
         self.jobs, self.armed = jobs, False
         perform = Worker.perform
 
         def failing(worker: Any, task: Any) -> None:
-            if self.armed and task.op is Op.COMPUTE and task.cell.sweep == 1 and task.cell.layer == 1:
+            layers = range(task.cell.layer, task.cell.layer + getattr(task, "layers", 1))
+            if self.armed and isinstance(task, Compute) and task.cell.sweep == 1 and 1 in layers:
                 self.armed = False
                 raise MemoryError
             perform(worker, task)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flexengine.activity import message
 from flexengine.config import Result, SamplingParams
@@ -14,7 +15,6 @@ from flexengine.engine.agreement import (
     switches_part,
     take_over,
 )
-from flexengine.engine.session import Session
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.engine.sweep_reports import JobRows
@@ -23,6 +23,9 @@ from flexengine.job.resume import JobStore
 from flexengine.job.rows import Row
 from flexengine.job.same_job import Manifest
 from flexengine.plan.min_memory import SHORTEST
+
+if TYPE_CHECKING:
+    from flexengine.engine.session import Session  # imports torch, which a job that is finished does not need
 
 
 class EngineRunner:
@@ -33,7 +36,7 @@ class EngineRunner:
         params: sampling parameters of rows without fields of these names.
     """
 
-    def __init__(self, engine: Session, params: SamplingParams) -> None:
+    def __init__(self, engine: "Session", params: SamplingParams) -> None:
         self.engine, self.params = engine, params
 
     def open(self, store: JobStore) -> str:

@@ -118,7 +118,8 @@ class Job:
                 yield from self._attempt(self.planner.watch(workload, layout), state)
                 return
             except (Shortage, WorkerLost) as error:
-                layouts.recover(error.with_traceback(None))
+                failure = error.with_traceback(None)
+            layouts.recover(failure)  # outside of `except`: its errors do not have the failure as their context
 
     def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result]:
         """Yield results until all rows are done.
@@ -208,11 +209,12 @@ class Job:
             forget_variables(error)
             if lack is None:
                 raise
-            core.machine.give_back()
-            raise lack from None
-        state.load_seconds += time.perf_counter() - began
-        state.bytes_before = state.bytes_before or core.traffic()
-        return resources
+        else:
+            state.load_seconds += time.perf_counter() - began
+            state.bytes_before = state.bytes_before or core.traffic()
+            return resources
+        core.machine.give_back()
+        raise lack
 
     def _write_trace(self) -> None:
         """Write the trace, if any. Report it if it cannot be written, so that the job still returns its results."""

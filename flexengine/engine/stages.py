@@ -13,7 +13,7 @@ from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
-from flexengine.runtime.execute import Executor, TaskFailed
+from flexengine.runtime.execute import Executor, TaskFailed, cause_of
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule import sweeps
 from flexengine.schedule.batches import Batch
@@ -178,8 +178,7 @@ class LocalStage(Stage):
         except TaskFailed as failed:
             if (lack := shortage(failed, self.cuda)) is not None:
                 return lack
-            failed.cause.add_note(f"in task: {failed.task}")
-            return failed.cause
+            return cause_of(failed)
         return None
 
     def result(self) -> StageResult:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.lane import Done, Lane, new_lane
 from flexengine.runtime.times import TaskTimes
 from flexengine.runtime.trace import Spans
@@ -25,13 +26,24 @@ class TaskFailed(Exception):
         super().__init__(f"{task}: {cause}")
 
 
+def cause_of(failed: TaskFailed) -> Exception:
+    """Return the error of a failed task, with the task in a note. The variables of ended frames are cleared: they would
+    keep the job's objects alive."""
+    for note in (f"in task: {failed.task}", *getattr(failed, "__notes__", ())):
+        failed.cause.add_note(note)
+    forget_variables(failed)
+    return failed.cause
+
+
 @contextmanager
 def causes_raised() -> Iterator[None]:
     """Raise the error of a failed task itself."""
     try:
         yield
+        return
     except TaskFailed as failed:
-        raise failed.cause from failed
+        cause = cause_of(failed)
+    raise cause  # outside of `except`: else the TaskFailed would stay referenced as its context
 
 
 class Cancelled(Exception):

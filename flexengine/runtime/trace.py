@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from flexengine.errors import InvalidInput
 from flexengine.schedule.routes import by_way
-from flexengine.schedule.tasks import Copy, Delegate, Task
+from flexengine.schedule.tasks import Compute, Copy, Delegate, Task
 
 PROCESS = "flexengine"  # name of the process in the trace
 Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: JSON values that other processes read
@@ -79,7 +79,8 @@ def _arguments(task: Task, first: int) -> dict[str, object]:
     layer = cell.layer + first if cell.layer >= 0 else cell.layer
     home = task.home if isinstance(task, Copy) else task.place if isinstance(task, Delegate) else ""
     hop = task.hop if isinstance(task, Copy) else 0
-    return {"sweep": cell.sweep, "layer": layer, "batch": cell.batch, "home": home, "hop": hop}
+    several = {"layers": task.layers} if isinstance(task, Compute) and task.layers > 1 else {}
+    return {"sweep": cell.sweep, "layer": layer, "batch": cell.batch, "home": home, "hop": hop, **several}
 
 
 def _events(process: int, name: str, rows: Sequence[Row], zero: float) -> list[dict[str, object]]:

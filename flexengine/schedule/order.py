@@ -63,6 +63,16 @@ class CellPart(enum.Enum):
     TO_EXPERTS = "up to experts"
     FROM_EXPERTS = "from experts on"
 
+    @property
+    def begins(self) -> bool:
+        """Whether it computes a layer from its input on."""
+        return self in (CellPart.WHOLE, CellPart.TO_ATTENTION, CellPart.TO_EXPERTS)
+
+    @property
+    def ends(self) -> bool:
+        """Whether it computes a layer to its output."""
+        return self in (CellPart.WHOLE, CellPart.FROM_ATTENTION, CellPart.FROM_EXPERTS)
+
 
 class CellStep(NamedTuple):
     """A cell, or a part of it, in the order of a sweep.

@@ -9,12 +9,10 @@
 from collections.abc import Collection, Iterator
 
 from flexengine.schedule.expand import ProgramFrame
-from flexengine.schedule.order import CellPart, CellStep
+from flexengine.schedule.order import CellStep
 from flexengine.schedule.tasks import Op, Task
 
 BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
-_BEGIN = (CellPart.WHOLE, CellPart.TO_ATTENTION, CellPart.TO_EXPERTS)
-_END = (CellPart.WHOLE, CellPart.FROM_ATTENTION, CellPart.FROM_EXPERTS)
 
 
 class PortTasks:
@@ -35,10 +33,10 @@ class PortTasks:
     def around(self, step: CellStep, tasks: Iterator[Task]) -> Iterator[Task]:
         """Yield the tasks of a step, and the task before or after them."""
         cell, k, slots = step.cell, step.cell.batch, self.frame.slots
-        if BEFORE in self.ports and cell.layer == 0 and step.part in _BEGIN:
+        if BEFORE in self.ports and cell.layer == 0 and step.part.begins:
             yield Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (_buffer("inbuf", k, slots),))
         yield from tasks
-        if AFTER in self.ports and cell.layer + step.layers == self.frame.layers and step.part in _END:
+        if AFTER in self.ports and cell.layer + step.layers == self.frame.layers and step.part.ends:
             yield Task(Op.LEAVE, cell, "leave", (_buffer("outbuf", k, slots),), ((AFTER, k),))
 
 

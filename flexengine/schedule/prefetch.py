@@ -23,12 +23,10 @@ from collections.abc import Iterator, Sequence
 from flexengine.places import DISK
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.demand import Demand
-from flexengine.schedule.order import NO_BATCH, Cell, CellPart, CellStep
+from flexengine.schedule.order import NO_BATCH, Cell, CellStep
 from flexengine.schedule.rings import slot_part, slot_stage
 from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Copy, Op, Resources, Task, legs
-
-_ENDS = (CellPart.WHOLE, CellPart.FROM_ATTENTION, CellPart.FROM_EXPERTS)
 
 
 class Prefetch:
@@ -153,7 +151,7 @@ class Prefetch:
     def end(self, step: CellStep) -> None:
         """Note that all tasks of a step are emitted. A unit gives its slot back with the end of its last cell."""
         unit = step.cell.layer
-        if not self.streamed[unit] or step.part not in _ENDS:
+        if not self.streamed[unit] or not step.part.ends:
             return
         self._ended[unit] += 1
         if self._ended[unit] == self._batches:

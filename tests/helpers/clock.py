@@ -142,7 +142,8 @@ class Clock:
             return part * self.curves[j].one(tokens[k]) + hardware.task_seconds
 
         def price(task: Task) -> float:
-            later = expert_share(self.cost.model, task.cell.layer) if getattr(task, "by_rows", False) else 0.0
+            experts = task.op is Op.RESUME or getattr(task, "by_rows", False)
+            later = expert_share(self.cost.model, task.cell.layer) if experts else 0.0
             if task.op is Op.OPEN:
                 return hardware.task_seconds
             if task.op is Op.RESUME:

@@ -10,6 +10,7 @@ from flexengine.schedule.batches import Batch, Piece
 from flexengine.worker.joined import JoinedLayers
 
 LAYERS = 5
+MOST = 8  # token layers of one call
 
 
 class Model:
@@ -18,7 +19,7 @@ class Model:
     def __init__(self) -> None:
         self.modules = [PausingLayer(nn.Identity(), j) for j in range(LAYERS)]
         for module in self.modules:
-            module.native = SimpleNamespace(joined=True)
+            module.native = SimpleNamespace(joined=True, most_layers=lambda tokens: MOST // tokens)
         skeleton: Any = SimpleNamespace(model=nn.ModuleList(self.modules), layers=[{}] * LAYERS)
         self.weights: Any = SimpleNamespace(arrived=True, units=[{} for _ in range(LAYERS + 1)])
         self.joined = JoinedLayers(skeleton, self.weights)
@@ -83,3 +84,10 @@ def test_a_gpu_batch_waits_for_what_an_earlier_one_appends() -> None:
     for later in (decoding(1, start=8), decoding(3, source=1)):
         model.joined.begin([decoding(1), decoding(2), later])
         assert [model.layers(0, batch) for batch in range(3)] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0]]
+
+
+def test_no_more_than_one_call_computes() -> None:
+    model = Model()
+    model.joined.begin([Batch((Piece(1, 0, 4, True),), "device", "device"), decoding(2)])
+    assert [model.layers(0, batch) for batch in range(2)] == [[0, 1], [0, 1, 2, 3, 4]]
+    assert model.layers(4) == [4]

@@ -17,6 +17,7 @@ from flexengine.guests.wire.packing import pack, unpack
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.runtime.shortage import Shortage
 from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
@@ -135,6 +136,8 @@ class Driver(StageDriver):
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error as values that can be packed."""
     values: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, Shortage):  # of a task
+        error = OutOfMemory(error.tier, error.what, error.needed)
     if isinstance(error, OutOfMemory):
         values |= {name: getattr(error, name) for name in ("tier", "what", "needed", "used", "capacity")}
     if isinstance(error, WorkerLost):

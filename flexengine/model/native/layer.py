@@ -162,6 +162,10 @@ class NativeLayer:
             out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
         return out
 
+    def most_layers(self, rows: int) -> int:
+        """Return the most layers of one call for a number of tokens."""
+        return max(1, MOST_PRODUCTS // (rows * sum(m.in_features * m.out_features for m in self._linear)))
+
     def _together(self, rows: int) -> list[tuple["NativeLayer", PagedAttention]]:
         """Return the layers that one call can compute with their attention, from this one on, and their pages."""
         given: Sequence[PagedAttention] = getattr(greenlet.getcurrent(), "paged", ())
@@ -169,7 +173,7 @@ class NativeLayer:
         sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
         if not given or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
-        most = max(1, MOST_PRODUCTS // (rows * sum(m.in_features * m.out_features for m in self._linear)))
+        most = self.most_layers(rows)
         format, layer = self._bind().format, cast(NativeLayer | None, self)
         for paged in given[:most]:
             if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
