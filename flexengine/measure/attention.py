@@ -121,7 +121,7 @@ class AttentionTrial:
 
 def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
     """Compute call `number`, on the next layer."""
-    return cache.attend(event._replace(layer=number % cache.layers), view, "device", -1)
+    return cache.attend(event._replace(layer=number % cache.layers), view, "device", None)
 
 
 def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
