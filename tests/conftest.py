@@ -5,7 +5,8 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def left_threads() -> Callable[[], list[threading.Thread]]:
+    """Return a function that returns the threads of the package that began in this test and still run. Connections that
+    other tests ended may keep a thread for some seconds."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name.startswith("flexengine-") and t not in before]
 
 
 @pytest.fixture

@@ -316,7 +316,7 @@ def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
         assert 0 < engine.summary.peak_bytes["device"] < large
 
 
-def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
+def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path, left_threads: Any) -> None:
     """close() between two results: lanes end first, then files and memory are freed; the stream raises an error."""
     from flexengine.errors import InvalidInput
 
@@ -330,7 +330,7 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="closed before this stream had ended"):
         next(stream)
     assert all(engine.core.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+    assert not left_threads()
 
 
 @pytest.mark.usefixtures("sigint")

@@ -30,7 +30,9 @@ from tests.helpers.toy import MACHINES, Toy, arriving_of, generate, jobs, oracle
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=6)
-def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, data: Any, seed: int) -> None:
+def test_programs_are_right_on_real_lanes(
+    slots: int, routes: str, kind: str, data: Any, seed: int, left_threads: Any
+) -> None:
     machine, lazy = MACHINES[routes], random.Random(seed)
     streamed, layers, policy, rows = data.draw(jobs(slots, machine))
     arriving = arriving_of(lazy, layers)
@@ -45,7 +47,7 @@ def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, da
         program = Program(streamed, layers, slots, machine, arriving)
         in_time(lambda: generate(toy, executor.run, program, policy, rows))
     assert {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+    assert not left_threads()
 
 
 def is_task(task: Task, op: Op, layer: int, batch: int, hop: int = 0) -> bool:
@@ -83,7 +85,9 @@ def test_lanes_are_new_if_it_is_entered_again(kind: str) -> None:
     [(Op.COMPUTE, 0, 0, 0), (Op.COMPUTE, 2, 1, 0), (Op.LOAD_WEIGHT, 1, -1, 0), (Op.LOAD_WEIGHT, 2, -1, 1),
      (Op.STORE_CACHE, 1, 1, 1), (Op.LOAD_CACHE, 2, 0, 0), (Op.STORE_HIDDEN, 0, 1, 0)],
 )  # fmt: skip
-def test_the_first_error_surfaces_with_its_task(kind: str, op: Op, layer: int, batch: int, hop: int) -> None:
+def test_the_first_error_surfaces_with_its_task(
+    kind: str, op: Op, layer: int, batch: int, hop: int, left_threads: Any
+) -> None:
     batches = uniform(2, "disk", "host")
     failed = threading.Event()
 
@@ -103,7 +107,7 @@ def test_the_first_error_surfaces_with_its_task(kind: str, op: Op, layer: int, b
     assert isinstance(caught.value.cause, ArithmeticError)
     assert str(caught.value).startswith(f"{op.value}, {Cell(0, layer, batch)}, lane ")
     assert str(caught.value).endswith(": disk on fire")
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+    assert not left_threads()
 
 
 @pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
@@ -196,7 +200,7 @@ def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:
     in_time(work)
 
 
-def test_an_error_of_the_program_itself_ends_the_threads() -> None:
+def test_an_error_of_the_program_itself_ends_the_threads(left_threads: Any) -> None:
     def program() -> Iterator[Task]:
         yield from Program([("host",)], 1, 1, DIRECT).sweep(0, uniform(1), False)
         raise LookupError("no such layer")
@@ -207,7 +211,7 @@ def test_an_error_of_the_program_itself_ends_the_threads() -> None:
 
     with pytest.raises(LookupError, match="no such layer"):
         in_time(work)
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+    assert not left_threads()
 
 
 def test_run_returns_when_all_but_loads_ahead_have_ended() -> None:
@@ -237,7 +241,7 @@ def test_run_returns_when_all_but_loads_ahead_have_ended() -> None:
 
 
 @pytest.mark.parametrize("error", [LookupError("broken"), KeyboardInterrupt()])
-def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -> None:
+def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException, left_threads: Any) -> None:
     """After a failure, or Ctrl-C in the caller, the loads queued behind it are not run."""
     begun: list[Task] = []
 
@@ -257,7 +261,7 @@ def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -
     with pytest.raises(type(error)):
         in_time(work)
     assert len(begun) <= 2  # one on each of the two lanes
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+    assert not left_threads()
 
 
 def test_the_next_layer_is_loaded_while_one_is_computed() -> None:
