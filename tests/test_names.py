@@ -26,7 +26,7 @@ def shared_names() -> set[str]:
 
 
 def test_class_names_are_unique() -> None:
-    """A reader who searches for a name finds one class. If this fails, rename the new one."""
+    """A search for a name finds one class. If this fails, rename the new one."""
     assert shared_names() - {*CLASHES.split()} == set()
 
 
