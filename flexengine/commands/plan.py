@@ -38,18 +38,17 @@ from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput, ModelNotFound
 from flexengine.lossy import MIXED, Lossy, choices
 from flexengine.plan import explain, links, lp, stagger
+from flexengine.plan.candidates import Options
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fitting import fitting, left_out
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.min_memory import lay_out_given
+from flexengine.plan.min_memory import fitting, lay_out_given, left_out
 from flexengine.plan.picture import check, plot
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.search import check as check_least
-from flexengine.plan.shapes import Options
 from flexengine.plan.whatif import ideas
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

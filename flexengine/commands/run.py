@@ -159,7 +159,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.engine.survey import Refused
     from flexengine.guests.stages.planner import PipelinePlanner
     from flexengine.plan.explain import report
-    from flexengine.plan.fitting import left_out
+    from flexengine.plan.min_memory import left_out
     from flexengine.plan.whatif import ideas
 
     with open_rows(args) as rows, pipeline(args) as group, open_engine(args, group=group) as engine:

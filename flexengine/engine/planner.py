@@ -14,17 +14,16 @@ from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy, choices
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import is_worker
+from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import SweepMonitor
-from flexengine.plan.fitting import fitting
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.min_memory import lay_out_given, planned
+from flexengine.plan.min_memory import fitting, lay_out_given, planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.search import check as check_least
-from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine

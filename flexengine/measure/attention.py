@@ -26,7 +26,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Table
 from flexengine.plan.layout import lay_out
-from flexengine.plan.page_size import page_tokens
+from flexengine.plan.pages import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.batches import Batch, Piece

@@ -13,7 +13,7 @@ from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import PassTrial, random_weights
 from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
-from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.runtime.execute import Executor, causes_raised
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program

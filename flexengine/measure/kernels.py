@@ -21,7 +21,7 @@ from flexengine.measure.timing import beside, fill, room, seconds_per_call, unno
 from flexengine.model.linear import Product
 from flexengine.places import is_disk
 from flexengine.plan.hardware import Table
-from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions

@@ -16,7 +16,7 @@ from flexengine.model.stop import Stops
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
-from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor

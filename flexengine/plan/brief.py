@@ -4,8 +4,7 @@ from flexengine.places import is_disk, is_worker, link_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import clock, count, digits, percent, place_name, size, worker_lane
-from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
-from flexengine.plan.prediction import Prediction
+from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction, fraction
 from flexengine.plan.workload import Workload
 
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data

@@ -11,10 +11,10 @@ import numpy as np
 
 from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fractions import CACHE
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
-from flexengine.plan.paging import Array
+from flexengine.plan.pages import Array
+from flexengine.plan.prediction import CACHE
 from flexengine.plan.terms import LaneWork, Sweeping, Term, routes
 
 MAX_GAP_BYTES = 128 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py

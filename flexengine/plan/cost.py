@@ -17,20 +17,16 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import is_filed, is_worker, workers_in_memory
-from flexengine.plan.compute import PromptBatches, parts
+from flexengine.places import DEVICE, DISK, HOST, disk_lanes, further_disks, is_filed, is_worker, workers_in_memory
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.guests import guest
-from flexengine.plan.hardware import Hardware
+from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
-from flexengine.plan.loading import reading, touched
-from flexengine.plan.page_size import PAGE_TOKENS
-from flexengine.plan.paging import Array, ModelPages, layer_pages
-from flexengine.plan.prediction import Prediction
+from flexengine.plan.pages import PAGE_TOKENS, Array, ModelPages, layer_pages
+from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction, fraction
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
-from flexengine.plan.terms import Lanes, LaneWork, Sweeping, Term, by_lane, embedding
+from flexengine.plan.terms import Lanes, LaneWork, PromptBatches, Sweeping, Term, by_lane, embedding, parts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import cache_homes, count_by_tier
@@ -311,3 +307,42 @@ def _cached(method: Callable[..., T]) -> Callable[..., T]:
         return bound(*args)
 
     return cache(call)
+
+
+LOAD_BYTES = 8 << 20  # of one read or write of weights
+RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
+
+
+def reading(hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of reading all weights that are not streamed from the checkpoint, if no other lane is busy.
+
+    The same lane copies weights to further disks, so these writes are included.
+    """
+    read = sum(nbytes for place, nbytes in layout.stored_bytes.items() if place != DISK)
+    return read / at(hardware.checkpoint_read, LOAD_BYTES) + copying(hardware, layout)
+
+
+def copying(hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of writing weights to further disks."""
+    return sum(write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+
+
+def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:
+    """Return the seconds of writing copies of weights to a disk."""
+    return nbytes / at(hardware.lane_rates(disk_lanes(disk)[1]), LOAD_BYTES)
+
+
+def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
+    """Return the seconds of page faults of new RAM: in the KV cache, and in everything else.
+
+    The KV cache's page faults happen as it fills, all others in the first sweep.
+
+    Args:
+        missing: share of the resident weights that are not yet in RAM.
+    """
+    tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else (HOST,)
+    booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
+    cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
+    rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
+    busy = hardware.touch_busy if hardware.kind != "cuda" else 0.0  # a GPU computes without the processor
+    return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)

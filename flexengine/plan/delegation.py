@@ -7,16 +7,14 @@ import numpy as np
 
 from flexengine.errors import InvalidInput
 from flexengine.places import is_worker, workers_in_memory
-from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.compute import decode_attention
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fractions import CACHE
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.paging import Array
-from flexengine.plan.sizes import aligned, delegated
-from flexengine.plan.terms import LaneWork, Move, Sweeping, Term, routes
+from flexengine.plan.pages import Array
+from flexengine.plan.prediction import CACHE
+from flexengine.plan.sizes import DELEGATION, DESKS, aligned, delegated
+from flexengine.plan.terms import LaneWork, Move, Sweeping, Term, decode_attention, routes
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.place import cache_homes
 

@@ -19,7 +19,7 @@ import numpy as np
 from flexengine.places import off_device
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout
-from flexengine.plan.paging import Array
+from flexengine.plan.pages import Array
 from flexengine.plan.sizes import aligned
 from flexengine.schedule.demand import Demand
 

@@ -19,10 +19,9 @@ from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, size
-from flexengine.plan.fractions import CACHE, WEIGHTS, fraction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.links import price_words, worker_words
-from flexengine.plan.prediction import Prediction, busiest
+from flexengine.plan.prediction import CACHE, WEIGHTS, Prediction, busiest, fraction
 from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from flexengine.plan.cost import Cost
-from flexengine.plan.fractions import CACHE, HIDDEN, fraction
 from flexengine.plan.layout import Layout
-from flexengine.plan.paging import Array
+from flexengine.plan.pages import Array
+from flexengine.plan.prediction import CACHE, HIDDEN, fraction
 from flexengine.plan.profile import Profile, SweepCounts
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.tasks import LOADING

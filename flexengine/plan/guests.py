@@ -8,8 +8,7 @@ model reaches a guest, it calls a function of this module by name, such as `book
 | delegation | the policy delegates attention, or has attention workers | buffers, links, attention, waits |
 | experts | the model has experts | experts that no token chose are not loaded; paused forward passes |
 | gpu | a GPU computes | scratch memory of kernels |
-| neurons | neurons, or experts, are read on demand | records in memory, reads |
-| neuron_memory | as neurons | their bytes in a layout |
+| neurons | neurons, or experts, are read on demand | records in memory and their bytes in a layout, reads |
 | topk | attention reads chosen values | loads that the device waits for |
 | workers | the machine has attention workers | policies to try |
 """
@@ -23,7 +22,6 @@ MODULES = {
     "experts": "flexengine.plan.experts",
     "gpu": "flexengine.plan.gpu",
     "neurons": "flexengine.plan.neurons",
-    "neuron_memory": "flexengine.plan.neuron_memory",
     "topk": "flexengine.plan.chosen",
     "workers": "flexengine.plan.attended",
 }

@@ -218,8 +218,10 @@ class Hardware:
             for other, share in _object(f"crosstalk {lane}", others).items():
                 known = lane in lanes and other in lanes
                 if not known or not 0 <= _number(f"crosstalk {lane}", share) <= MOST_SLOWED:
-                    raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
-                                       f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(lanes)}")
+                    raise InvalidInput(
+                        f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
+                        f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(lanes)}"
+                    )
 
         for name, figures in _object("streaming", self.streaming).items():
             if set(_object(f"streaming {name}", figures)) != set(STREAMING):

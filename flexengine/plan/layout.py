@@ -10,11 +10,10 @@ from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
-from flexengine.plan.buffers import read_buffers
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.guests import guest
-from flexengine.plan.pools import empty_pools, shared_out
+from flexengine.plan.pages import empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
     aligned,
@@ -22,6 +21,7 @@ from flexengine.plan.sizes import (
     kernel_buffers,
     open_passes,
     paused,
+    read_buffers,
     slot_bytes,
     sweep_tokens,
     workspace,
@@ -202,7 +202,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
     if model.blocks or policy.neurons:
-        guest("neuron_memory").book(layout, model, capacity.shared)
+        guest("neurons").book(layout, model, capacity.shared)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))

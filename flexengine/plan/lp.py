@@ -22,7 +22,7 @@ from functools import lru_cache
 import pulp
 
 from flexengine.errors import FlexError
-from flexengine.plan.fractions import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
+from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
 from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem, checked, unique
 
 Terms = list[tuple[pulp.LpVariable, float]]

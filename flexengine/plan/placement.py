@@ -7,18 +7,15 @@ from typing import Self
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import is_filed, is_worker, workers_of
-from flexengine.plan.candidates import Candidates
+from flexengine.plan.candidates import Candidates, Options, Shapes, sensible
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
-from flexengine.plan.memories import memories
 from flexengine.plan.min_memory import capacity_for
-from flexengine.plan.phases import phases
-from flexengine.plan.problem import MemoryLimit, Problem
-from flexengine.plan.shapes import Options, Shapes, sensible
+from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
+from flexengine.plan.problem import MemoryLimit, Problem, memories, phases
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers

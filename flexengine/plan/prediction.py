@@ -1,11 +1,31 @@
-"""Predicted numbers of a job under a policy."""
+"""Predicted numbers of a job under a policy, and names of fractions: the share of a kind of data on a place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from flexengine.places import link_of
+from flexengine.places import TIERS, link_of
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
+
+WEIGHTS, CACHE, HIDDEN = "weights", "cache", "hidden"
+KINDS = {WEIGHTS: "weights", CACHE: "cache", HIDDEN: "hidden states"}  # kinds of data, and their names in messages
+
+
+def fraction(kind: str, place: str) -> str:
+    """Return the name of the fraction of a kind of data on a place, such as "weights@disk"."""
+    return f"{kind}@{place}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of data of a fraction."""
+    return name.partition("@")[0]
+
+
+@lru_cache
+def fractions(places: tuple[str, ...] = TIERS) -> tuple[str, ...]:
+    """Return the names of all fractions on a list of places: those of the weights, then of the other kinds."""
+    return tuple(fraction(kind, place) for kind in KINDS for place in places)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,35 @@
 """Input of the linear program: seconds of lanes and bytes of memories, as linear functions of the fraction of each kind
-of data on each tier."""
+of data on each tier.
+
+The memory rows are computed from the corners: one layout per place, with all data that may move on this place. Between
+corners, the bytes of each purpose are linear in the fractions of one kind of data. A real layout differs from this line
+in three ways:
+
+* Whole tensors, sequences and gpu_batches are rounded.
+* Buffers and staging count at full size in the program as soon as a kind of data may leave the device.
+* The program counts KV pages at the mean job's peak under the schedule; `layout` reserves pages for the longest
+  sequences if memory is left.
+"""
 
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from flexengine.config import shown
 from flexengine.errors import InvalidInput
-from flexengine.places import TIERS
-from flexengine.plan.fractions import KINDS, fractions, kind_of
+from flexengine.places import TIERS, further_disks
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.cost import LOAD_BYTES, RESIDENT, Cost, write_seconds
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import Layout
+from flexengine.plan.pages import Array
+from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, fractions, kind_of
+from flexengine.plan.profile import Profile
+from flexengine.plan.sizes import DELEGATION
+from flexengine.policy import Policy
 
 
 @lru_cache(maxsize=256)
@@ -194,3 +214,125 @@ def _check_allowed(allowed: frozenset[str], names: tuple[str, ...]) -> None:
         own = [name for name in names if kind_of(name) == kind]
         if not allowed.intersection(own):
             raise InvalidInput(f"allowed has no place for the {what}; it must have one of {', '.join(own)}")
+
+
+# Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
+_KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
+         DELEGATION: CACHE}  # fmt: skip
+
+
+def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[MemoryLimit, ...]:
+    """Return one row of the program per memory that has a limit, without attention workers.
+
+    Args:
+        corners: by tier, the layout with all data that may move on that tier, planned without memory limits.
+        cache: by tier, bytes of the KV cache if all of it is on that tier.
+        capacity: capacity of the machine.
+    """
+    used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
+    limits = capacity.limits
+    if capacity.shared:
+        used["device"], limits["host"] = used["device"] + used["host"], None
+    return tuple(MemoryLimit(tier, used[tier], float(limit)) for tier in used if (limit := limits[tier]) is not None)
+
+
+def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Affine:
+    """Return the bytes of one tier. cache: as in `memories`, of this tier."""
+    accounts = {at: layout.account[tier] for at, layout in corners.items()}
+    delegates = any(layout.policy.delegate for layout in corners.values())
+    line = Affine(0.0)
+    for what in dict.fromkeys(what for account in accounts.values() for what in account):
+        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
+        if what == "KV cache":
+            line += Affine(0.0, {fraction(CACHE, tier): cache})
+        elif what == "paused forwards":  # held by delegated sequences, else by gpu_batches with hidden states on device
+            line += _between(booked, CACHE if delegates else HIDDEN)
+        elif what in _KIND:
+            line += _between(booked, _KIND[what])
+        else:
+            line += Affine(max(booked.values()))
+    return line
+
+
+def _between(booked: Mapping[str, float], kind: str) -> Affine:
+    """Return the linear function through the corners.
+
+    Args:
+        booked: bytes of one purpose, by the tier that has all data of the kind.
+    """
+    least = min(booked.values())
+    return Affine(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})
+
+
+PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps
+
+
+def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, float]) -> tuple[Phase, ...]:
+    """Return the first sweep as one phase, and phases of the other sweeps by kind and by the device's seconds.
+
+    Resident weights are read in the first sweep. Arguments as in `Cost.terms`.
+    """
+    lanes, first = cost.lanes(policy, sweeps, split), load_resident(cost.hardware, cost.streamed_bytes)
+    labels, weights = _groups(lanes["device"][""], sweeps)
+    totals = weights.sum(0)
+    names = [(lane, name) for lane, by in lanes.items() for name in by]
+    means = (np.array([lanes[lane][name] for lane, name in names]) @ weights / totals).T.tolist()
+    lives = (sweeps.live @ weights / max(1, sweeps.rows)).tolist()
+    result = []
+    for label, times, seconds, life in zip(labels, totals.tolist(), means, lives, strict=True):
+        work: dict[str, dict[str, float]] = {lane: {} for lane in lanes}
+        for (lane, name), mean in zip(names, seconds, strict=True):
+            work[lane][name] = mean
+        lines = {lane: Affine(by.pop("", 0.0), by) for lane, by in work.items()}
+        result.append(Phase(label, times, lines, life))
+    return (replace(result[0], lanes=_sum(result[0].lanes, first)), *result[1:])
+
+
+def _groups(compute: Array, sweeps: Profile) -> tuple[list[str], Array]:
+    """Return the labels of the groups, and how often each sweep occurs in each group.
+
+    Args:
+        compute: seconds of the device by sweep.
+
+    Returns:
+        Labels, and an array [sweeps, groups].
+    """
+    entering, times = sweeps.prompt > 1e-9, sweeps.times.copy()
+    first = int(np.argmax(entering))
+    labels, columns = ["first"], [np.zeros_like(times)]
+    columns[0][first] = min(1.0, times[first])
+    times[first] -= columns[0][first]
+    for kind, of_kind in (("prefill", entering), ("decode", ~entering)):
+        members = np.flatnonzero(of_kind & (times > 0))
+        order = members[np.argsort(compute[members], kind="stable")]
+        for number, group in enumerate(g for g in np.array_split(order, PHASES_PER_KIND) if len(g)):
+            labels.append(f"{kind} {number + 1}")
+            columns.append(np.zeros_like(times))
+            columns[-1][group] = times[group]
+    return labels, np.array(columns).T
+
+
+def _sum(one: Mapping[str, Affine], other: Mapping[str, Affine]) -> dict[str, Affine]:
+    """Return the work of both, by lane."""
+    nothing = Affine(0.0)
+    return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
+
+
+def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Affine]:
+    """Return the work, by lane, of reading weights once into new RAM, or of copying them to further disks.
+
+    The lane of the checkpoint's disk reads and writes copies. Without a GPU, page faults take the processor that
+    computes. With a GPU, they are a lane of their own ("touch"), because they overlap disk reads.
+
+    Args:
+        nbytes: number of bytes of all weights.
+    """
+    read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
+    faults = nbytes / hardware.touch if hardware.touch else 0.0
+    lane = "touch" if hardware.kind == "cuda" else "device"
+    seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
+    reads = dict.fromkeys(RESIDENT, read)
+    for disk in further_disks(hardware.places):
+        reads[disk] = read + write_seconds(hardware, disk, nbytes)
+    work = {"disk_read": reads, lane: seconds}
+    return {lane: Affine(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.paging import Array, ModelPages, moved_pages
+from flexengine.plan.pages import Array, ModelPages, moved_pages
 from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool

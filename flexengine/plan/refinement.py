@@ -7,11 +7,10 @@ from operator import attrgetter
 
 from flexengine.activity import message
 from flexengine.places import TIERS, workers_in_memory
-from flexengine.plan.candidates import Candidates
+from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates, Shapes
 from flexengine.plan.guests import guest
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.shapes import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Shapes
 from flexengine.policy import Policy, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.candidates import Candidates
+from flexengine.plan.candidates import (
+    PREFILL_TOKENS_GPU,
+    Candidates,
+    Options,
+    Shapes,
+    placed_like,
+)
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -21,12 +27,6 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import capacity_for, smallest, smallest_layout
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.shapes import (
-    PREFILL_TOKENS_GPU,
-    Options,
-    Shapes,
-    placed_like,
-)
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from flexengine.activity import activity
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.places import MOST_DISKS, is_disk, place_names
+from flexengine.places import MOST_DISKS, is_disk, is_worker, place_names
+from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.formatting import size
@@ -23,7 +24,6 @@ from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
-from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares, thousandths
 
@@ -289,7 +289,7 @@ def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[
             yield replace(policy, num_gpu_batches=batches)
     total = sum(t.held_bytes for t in change.model.tensors)
     for fill in (0.9, 0.6, 0.3):  # share of the added memory
-        if change.grown is not None:
+        if change.grown is not None and not is_worker(change.grown[0]):
             yield _moved_up(policy, change.grown[0], fill * change.grown[1] / total)
         elif change.label.startswith("4-bit"):
             yield _moved_up(policy, "device", fill * (1 - policy.weights[0]))

@@ -12,8 +12,8 @@ from markupsafe import Markup
 
 from flexengine.plan.formatting import clock, count, digits, percent, plain, size
 from flexengine.report import figures
+from flexengine.report.figures import SERIES
 from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, ReportRecord
-from flexengine.report.svg import SERIES
 
 HEADLINES = {RUNNING: "running when this page was written", DONE: "done", INTERRUPTED: "interrupted", FAILED: "failed"}
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)

@@ -18,9 +18,19 @@ from flexengine.job.resume import JobStore
 from flexengine.job.whole_file import part_path
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.report.base import NoReport
-from flexengine.report.machine import machine
-from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Lengths, ReportRecord, planned
-from flexengine.report.series import Bucket, ErrorCounts, SweepRates
+from flexengine.report.record import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RUNNING,
+    Bucket,
+    ErrorCounts,
+    Lengths,
+    ReportRecord,
+    SweepRates,
+    machine,
+    planned,
+)
 from flexengine.report.timeline import SweepSample
 
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened

@@ -14,8 +14,7 @@ from flexengine.lossy import EXACT, Lossy
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
-from flexengine.plan.paging import LayerPages, ModelPages
-from flexengine.plan.pools import shared_out
+from flexengine.plan.pages import LayerPages, ModelPages, shared_out
 from flexengine.plan.profile import profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import split_prompt

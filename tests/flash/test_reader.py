@@ -23,7 +23,7 @@ from flexengine.guests.flash import reader as module
 from flexengine.guests.flash.bundles import Bundle
 from flexengine.guests.flash.reader import GAP, MOST, THREADS, RecordReader, Traffic, requests
 from flexengine.kernels import reads
-from flexengine.plan.neuron_memory import RECORD_READ, RECORD_READERS
+from flexengine.plan.neurons import RECORD_READ, RECORD_READERS
 from flexengine.read_retries import PAUSES
 from flexengine.tier.base import ALIGN
 from flexengine.tier.memory import aligned_buffer

@@ -16,8 +16,8 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import Crossing, keys_share, projection_share
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.fractions import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.layout import Layout
+from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
 from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import Solution, solve
+from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
 
 FRACTIONS = fractions()

@@ -7,8 +7,7 @@ from typing import Any
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.plan.feedback import LaneSeconds, PlanReport
-from flexengine.report.record import DONE, Lengths, Planned, ReportRecord
-from flexengine.report.series import Bucket, ErrorCounts
+from flexengine.report.record import DONE, Bucket, ErrorCounts, Lengths, Planned, ReportRecord
 from flexengine.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine
 
 GB = 10**9

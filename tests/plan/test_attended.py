@@ -10,6 +10,7 @@ import pytest
 from flexengine.errors import OutOfMemory
 from flexengine.places import WORKERS, is_worker
 from flexengine.plan.attended import partitions, split_of
+from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.explain import report
 from flexengine.plan.hardware import Hardware
@@ -17,7 +18,6 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.search import Search, search
-from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.place import cache_homes

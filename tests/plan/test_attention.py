@@ -1,4 +1,4 @@
-"""plan.attention and products of formats without a table: rates by shape, measured or derived by the stated rules."""
+"""plan.rates: attention and products of formats without a table, by shape, measured or derived by the stated rules."""
 
 from dataclasses import replace
 
@@ -7,13 +7,12 @@ import pytest
 from flexengine.errors import InvalidInput
 from flexengine.plan import rates
 from flexengine.plan.assumed import assumed
-from flexengine.plan.attention import Attention
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.paging import LayerPages, ModelPages
+from flexengine.plan.pages import LayerPages, ModelPages
 from flexengine.plan.profile import unit
-from flexengine.plan.rates import Rates, derived
+from flexengine.plan.rates import Attention, Rates, derived
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import split_prompt
 from flexengine.schedule.pages import Pool

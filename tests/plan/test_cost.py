@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from flexengine.places import TIERS
-from flexengine.plan.attention import Attention
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import LOAD_BYTES, Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.loading import LOAD_BYTES
-from flexengine.plan.phases import phases as phases_of
-from flexengine.plan.rates import Rates
+from flexengine.plan.problem import phases as phases_of
+from flexengine.plan.rates import Attention, Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

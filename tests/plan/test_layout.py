@@ -9,11 +9,19 @@ from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import TIERS
-from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ, SHORT_READERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.sizes import STRAIGHT, slot_bytes, slot_offsets, workspace
+from flexengine.plan.sizes import (
+    READ,
+    READ_BUFFERS,
+    SHORT_READ,
+    SHORT_READERS,
+    STRAIGHT,
+    slot_bytes,
+    slot_offsets,
+    workspace,
+)
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import assign_tiers, place_groups

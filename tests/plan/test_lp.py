@@ -8,8 +8,8 @@ import numpy as np
 import pulp
 import pytest
 
-from flexengine.plan.fractions import fractions
 from flexengine.plan.lp import optimum, program, share_name, solve
+from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, Phase
 from tests.helpers.programs import (
     ALL,

@@ -1,4 +1,4 @@
-"""plan.memories: the program's bytes against the layout's accounts, for every placement of small models."""
+"""plan.problem: the program's bytes against the layout's accounts, for every placement of small models."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +9,7 @@ import pytest
 from flexengine.places import TIERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.memories import memories
-from flexengine.plan.problem import MemoryLimit
+from flexengine.plan.problem import MemoryLimit, memories
 from flexengine.plan.sizes import ALIGN, sweep_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split

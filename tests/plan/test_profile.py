@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.plan import profile as profiles
-from flexengine.plan.paging import LayerPages, ModelPages
+from flexengine.plan.pages import LayerPages, ModelPages
 from flexengine.plan.profile import MAX_SIZES, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy

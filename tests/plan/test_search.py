@@ -12,6 +12,7 @@ import pytest
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import placement
+from flexengine.plan.candidates import Options, Shapes
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -21,7 +22,6 @@ from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search
-from flexengine.plan.shapes import Options, Shapes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.drawn import policy_of, work_of

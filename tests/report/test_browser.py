@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexengine.report.page import render
-from flexengine.report.series import ErrorCounts
+from flexengine.report.record import ErrorCounts
 from tests.helpers.reports import record
 from tests.report.test_page import HOSTILE, SECTIONS
 

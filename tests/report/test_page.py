@@ -10,8 +10,7 @@ import pytest
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.report.page import render
-from flexengine.report.record import FAILED, INTERRUPTED, RUNNING, Lengths
-from flexengine.report.series import ErrorCounts
+from flexengine.report.record import FAILED, INTERRUPTED, RUNNING, ErrorCounts, Lengths
 from tests.helpers.reports import PLAN, record
 
 pytest.importorskip("matplotlib")
@@ -143,7 +142,7 @@ def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
 
 def test_a_large_job_is_a_small_page() -> None:
     """The bounds of all series together stay below 1 MB."""
-    from flexengine.report.series import MOST_BUCKETS, Bucket
+    from flexengine.report.record import MOST_BUCKETS, Bucket
     from flexengine.report.timeline import KINDS, MOST_DRAWN, LaneSpan, SweepLine
 
     lanes = ["disk_read", "cpu", "h2d", "device", "d2h", "disk_write"]

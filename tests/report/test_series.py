@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.report.series import MOST_CHARACTERS, MOST_KINDS, Bucket, ErrorCounts, LengthCounts, SweepRates
+from flexengine.report.record import MOST_CHARACTERS, MOST_KINDS, Bucket, ErrorCounts, LengthCounts, SweepRates
 
 sweeps = st.builds(Bucket, st.just(1), st.integers(0, 9), st.integers(0, 9), st.integers(0, 99), st.integers(0, 9))
 

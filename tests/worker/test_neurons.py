@@ -16,9 +16,9 @@ from flexengine.guests.flash.arena import IntArray
 from flexengine.guests.flash.feed_forward import FeedForward
 from flexengine.guests.flash.neurons import NeuronBlock, Neurons
 from flexengine.lossy import Lossy
-from flexengine.plan import neuron_memory
+from flexengine.plan import neurons as neuron_plan
 from flexengine.plan.layout import lay_out_weights
-from flexengine.plan.neuron_memory import RECORDS, STREAMED
+from flexengine.plan.neurons import RECORDS, STREAMED
 from flexengine.policy import Policy
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import make_machine
@@ -115,7 +115,7 @@ def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str
     layout = lay_out_weights(opened.facts, Policy(neurons=0.5), machine.capacity)
     neurons = Neurons(opened, layout, machine, DemandReads(machine.disk))
     for place in ("device", "host"):
-        booked = {what: n for what, n in layout.account[place].items() if what in (neuron_memory.NEURONS, RECORDS)}
+        booked = {what: n for what, n in layout.account[place].items() if what in (neuron_plan.NEURONS, RECORDS)}
         assert machine.tier(place).ledger.entries == booked
     record = RecordForm(weights or "float32", 64).nbytes
     decoded = -(-(STREAMED // record * 4 * 64) // ALIGN) * ALIGN if weights else 0

@@ -17,9 +17,9 @@ from flexengine.guests.attention_workers.parts import by_tokens, merged, whole
 from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.model.forward import Attend, Query
-from flexengine.plan.buffers import DELEGATION, DESKS
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
+from flexengine.plan.sizes import DELEGATION, DESKS
 from flexengine.policy import HEADS, TOKENS
 from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region, aligned

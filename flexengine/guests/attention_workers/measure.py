@@ -12,7 +12,7 @@ from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 

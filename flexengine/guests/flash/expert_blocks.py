@@ -28,9 +28,9 @@ from flexengine.guests.flash.expert_layers import ExpertLayer, bind_meta
 from flexengine.guests.flash.expert_reads import ExpertRead, ExpertReads, Pair
 from flexengine.guests.flash.neurons import Counts
 from flexengine.model.experts import add_expert, by_expert
-from flexengine.plan.buffers import SHORT_READ
 from flexengine.plan.layout import Layout
-from flexengine.plan.neuron_memory import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
+from flexengine.plan.neurons import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
+from flexengine.plan.sizes import SHORT_READ
 from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import part_of, spread

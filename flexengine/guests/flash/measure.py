@@ -27,8 +27,7 @@ from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Table
-from flexengine.plan.neuron_memory import STREAMED
-from flexengine.plan.neurons import Use
+from flexengine.plan.neurons import STREAMED, Use
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions

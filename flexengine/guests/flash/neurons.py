@@ -24,8 +24,7 @@ from flexengine.guests.flash.predictors import Predictor
 from flexengine.guests.flash.reader import RecordReader
 from flexengine.model.linear import FastLinear
 from flexengine.plan.layout import Layout
-from flexengine.plan.neuron_memory import NEURONS, PREDICTORS, RECORDS, STREAMED, decoded_bytes
-from flexengine.plan.neurons import part_of
+from flexengine.plan.neurons import NEURONS, PREDICTORS, RECORDS, STREAMED, decoded_bytes, part_of
 from flexengine.tier.base import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.on_demand import DemandReads

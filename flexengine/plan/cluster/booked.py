@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from flexengine.plan.buffers import READ, READ_BUFFERS, SHORT_READ, SHORT_READERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import READING, lay_out
-from flexengine.plan.sizes import ALIGN, aligned
+from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 

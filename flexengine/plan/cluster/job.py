@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.plan.sizes import aligned
 from flexengine.plan.workload import Workload
 

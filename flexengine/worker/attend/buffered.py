@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexengine.model.forward import Attend, Query
-from flexengine.plan.buffers import DELEGATION
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
+from flexengine.plan.sizes import DELEGATION
 from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
