@@ -314,8 +314,14 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=at_least_one, default=3, help="alternating rounds (default 3)")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     parser.add_argument("--device-mem", help="passed to the engine, e.g. 1200M (default: its own choice)")
-    parser.add_argument("--lossy", nargs="+", type=lossy, default=[{}], metavar="NAME=VALUE,...",
-                        help="switches of the engine, e.g. exact weights=int4 weights=int4,compute=int8: each is run")
+    parser.add_argument(
+        "--lossy",
+        nargs="+",
+        type=lossy,
+        default=[{}],
+        metavar="NAME=VALUE,...",
+        help="switches of the engine, e.g. exact weights=int4 weights=int4,compute=int8: each is run",
+    )
     parser.add_argument("--policy", type=Path, help="policy file for the engine (default: its own choice)")
 
 

@@ -123,9 +123,7 @@ def test_schedule_is_one_of_four() -> None:
         Policy(schedule="zag")
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(1, "1"), (0, "0"), (None, "null"), ("yes", "'yes'"), ([True], "[true]")]
-)
+@pytest.mark.parametrize(("value", "shown"), [(1, "1"), (0, "0"), (None, "null"), ("yes", "'yes'"), ([True], "[true]")])
 def test_delegate_is_true_or_false(value: Any, shown: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(cache=(0, 1, 0), delegate=value)

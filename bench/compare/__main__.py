@@ -224,17 +224,30 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=sorted(COMPARISONS), metavar="CASE", help=", ".join(COMPARISONS))
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), help="instead of the case's own")
-    parser.add_argument("--peer-python", action="append", type=interpreter, default=[], metavar="NAME=PATH",
-                        help="interpreter that has this peer installed (default: ours)")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        type=interpreter,
+        default=[],
+        metavar="NAME=PATH",
+        help="interpreter that has this peer installed (default: ours)",
+    )
     parser.add_argument("--peer-batches", type=harness.at_least_one, nargs="+", help="instead of the case's own")
     parser.add_argument("--peer-runs", type=harness.at_least_one, help="rounds of the peers (default: --runs)")
     parser.add_argument("--peer-timeout", type=float, help="seconds after which a peer is stopped, its load included")
-    parser.add_argument("--peer-dtype", choices=("float16", "bfloat16", "float32"),
-                        help="instead of the case's own, of peers that leave the choice")
+    parser.add_argument(
+        "--peer-dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="instead of the case's own, of peers that leave the choice",
+    )
     parser.add_argument("--model", type=directory, help="checkpoint directory (default: the case's, made where needed)")
     parser.add_argument("--dir", type=Path, help="where checkpoints are made or reused (default: the engine's cache)")
-    parser.add_argument("--limit", type=limit_bytes, metavar="BYTES",
-                        help="memory limit of each side, e.g. 2.0G (default: the case's own)")
+    parser.add_argument(
+        "--limit",
+        type=limit_bytes,
+        metavar="BYTES",
+        help="memory limit of each side, e.g. 2.0G (default: the case's own)",
+    )
     parser.add_argument("--no-limit", action="store_true", help="run all sides without a memory limit")
     harness.common_arguments(parser)
     return parser.parse_args(words)

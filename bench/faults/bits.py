@@ -95,9 +95,7 @@ def found_by_code(directory: Path, check: Callable[[Path], None], count: int, se
     check(directory)
 
 
-def found_by_command(
-    directory: Path, job: Callable[[], tuple[int, str]], count: int, seed: int, tally: Tally
-) -> None:
+def found_by_command(directory: Path, job: Callable[[], tuple[int, str]], count: int, seed: int, tally: Tally) -> None:
     """Run the whole command on a model, or on prepared files, with a flipped bit, which it must refuse, and then
     without."""
     generator = random.Random(f"{seed} {tally.kind}")

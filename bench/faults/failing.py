@@ -54,9 +54,7 @@ class Failing:
         struck: the call that failed first. `tell` is called with it before it fails.
     """
 
-    def __init__(
-        self, folders: Sequence[Path], fault: Fault, tell: Callable[[str], None] = lambda call: None
-    ) -> None:
+    def __init__(self, folders: Sequence[Path], fault: Fault, tell: Callable[[str], None] = lambda call: None) -> None:
         self.tell = tell
         self.roots = tuple(str(folder.resolve()) for folder in folders)
         self.fault, self.made, self.counts, self.struck = fault, 0, Counter[str](), ""

@@ -109,9 +109,7 @@ def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         links = Links(**of.links)
-        with Engine(
-            of.model, policy=policy, device="sim", links=links, trace=trace, offload_dir=folder
-        ) as engine:
+        with Engine(of.model, policy=policy, device="sim", links=links, trace=trace, offload_dir=folder) as engine:
             results = engine.generate([{"prompt_token_ids": list(r.prompt_token_ids)} for r in rows],
                                       SamplingParams(max_tokens=case.tokens, ignore_eos=True))  # fmt: skip
             assert engine.core.trace is not None

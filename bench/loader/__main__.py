@@ -88,8 +88,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["demo", *SHAPES], default=["demo", "llama-1.1b"])
     parser.add_argument("--weights", nargs="+", choices=["int8", "int4", "int3", "int2"], default=["int8", "int4"])
-    parser.add_argument("--folder", type=Path, metavar="DIR",
-                        help="for random checkpoints, which are kept, and encoded files (default: a temporary one)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="for random checkpoints, which are kept, and encoded files (default: a temporary one)",
+    )
     parser.add_argument("--turns", type=harness.at_least_one, default=3)
     parser.add_argument("--note", default="", help="text that is recorded, such as other load of the machine")
     parser.add_argument("--out", metavar="FILE", help="also append to bench/results/FILE")

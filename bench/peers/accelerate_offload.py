@@ -15,7 +15,7 @@ from bench.peers.transformers_generate import run
 def half(size: str) -> str:
     """Return "8.0GiB" for "16GiB"."""
     number = size.rstrip("GMKiB")
-    return f"{float(number) / 2}{size[len(number):]}"
+    return f"{float(number) / 2}{size[len(number) :]}"
 
 
 def main() -> None:

@@ -73,8 +73,16 @@ def decode(turns: int, directory: Path) -> tuple[Record, bool]:
             print(f"  {name}: {runs[name][-1]['decode_tok_s']:.2f} decode tok/s", file=sys.stderr)
     rates = {name: median(run["decode_tok_s"] for run in each) for name, each in runs.items()}
     same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
-    case = {"name": "decode", "layers": LAYERS, "hidden": HIDDEN, "rows": ROWS,
-                                         "stages": STAGES, "layer_bytes": layer, "device_bytes": memory, "h2d": LINK}
+    case = {
+        "name": "decode",
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "rows": ROWS,
+        "stages": STAGES,
+        "layer_bytes": layer,
+        "device_bytes": memory,
+        "h2d": LINK,
+    }
     record = header(case)
     record |= {"decode_tok_s": rates, "ratio": rates["stages"] / rates["one process"], "same": same,
                "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in each]

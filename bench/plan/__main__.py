@@ -107,9 +107,7 @@ class Bench:
             self.rates[key] = {"of": key, "seconds": line["seconds"], "hardware": line["hardware"]}
         return self.rates[key]
 
-    def run(
-        self, model: str, machine: MachineCase, case: Case, shape: Shape | None, lossy: Lossy = None
-    ) -> Record:
+    def run(self, model: str, machine: MachineCase, case: Case, shape: Shape | None, lossy: Lossy = None) -> Record:
         """Run a policy once (None: the planner's), and return its record with rates and errors; see `judged`."""
         hardware = self.measured(model, machine, case, lossy)["hardware"]
         evict(shard_files(self.model(model)))

@@ -136,24 +136,43 @@ INT4_BY_INT8 = {"weights": "int4", "compute": "int8"}
 # Written down before the terms of the cost model were developed, and kept apart from that: nothing is tuned on them.
 HELD_OUT = (
     ErrorCase(GROUPED, CPU, Case("grouped", 24, fixed(128), fixed(32)), Shape(24)),
-    ErrorCase(GROUPED, CPU, Case("grouped, bf16 cache", 16, Lengths(64, 256), fixed(32)), Shape(8, 2),
-              {"cache": "bf16"}),
+    ErrorCase(
+        GROUPED, CPU, Case("grouped, bf16 cache", 16, Lengths(64, 256), fixed(32)), Shape(8, 2), {"cache": "bf16"}
+    ),
     ErrorCase(GROUPED, CPU, Case("grouped, int8 cache", 24, fixed(96), fixed(48)), Shape(24), {"cache": "int8"}),
-    ErrorCase(GROUPED, CPU, Case("grouped, int4 cache", 12, fixed(256), fixed(32)), Shape(6, 2, schedule="zigzag"),
-              {"cache": "int4"}),
+    ErrorCase(
+        GROUPED,
+        CPU,
+        Case("grouped, int4 cache", 12, fixed(256), fixed(32)),
+        Shape(6, 2, schedule="zigzag"),
+        {"cache": "int4"},
+    ),
     ErrorCase(WINDOWED, CPU, Case("windows", 6, fixed(512), fixed(24)), Shape(6)),
-    ErrorCase(WINDOWED, SLOW_SIM, Case("windows, slow links", 8, fixed(384), fixed(16)),
-              Shape(4, 2, weights=(0.5, 0.5, 0.0), cache=HOST)),
+    ErrorCase(
+        WINDOWED,
+        SLOW_SIM,
+        Case("windows, slow links", 8, fixed(384), fixed(16)),
+        Shape(4, 2, weights=(0.5, 0.5, 0.0), cache=HOST),
+    ),
     ErrorCase(EXPERTS, CPU, Case("experts", 24, Lengths(16, 128), Lengths(8, 32)), Shape(12, 2)),
     ErrorCase(EXPERTS, CPU, Case("experts from disk", 16, fixed(64), fixed(12)), Shape(16, weights=(0.4, 0.0, 0.6))),
     ErrorCase(DEMO, CPU, Case("long outputs", 24, fixed(16), fixed(128)), Shape(24)),
-    ErrorCase(GROUPED, SLOW_SIM, Case("long outputs, delegated", 16, fixed(32), fixed(64)),
-              Shape(8, 2, cache=HOST, delegate=True)),
+    ErrorCase(
+        GROUPED,
+        SLOW_SIM,
+        Case("long outputs, delegated", 16, fixed(32), fixed(64)),
+        Shape(8, 2, cache=HOST, delegate=True),
+    ),
     ErrorCase(GROUPED, CPU, Case("long prompts", 2, fixed(1792), fixed(8)), Shape(2)),
     ErrorCase(DEMO, CPU, Case("long prompts", 4, fixed(1500), fixed(16)), Shape(4)),
     ErrorCase(OPT, CPU, Case("int4 by int8", 16, fixed(32), fixed(16)), Shape(16), INT4_BY_INT8),
-    ErrorCase(GROUPED, SLOW_SIM, Case("int4 by int8, slow links", 24, fixed(64), fixed(24)),
-              Shape(12, 2, weights=(0.3, 0.4, 0.3)), {**INT4_BY_INT8, "cache": "int8"}),
+    ErrorCase(
+        GROUPED,
+        SLOW_SIM,
+        Case("int4 by int8, slow links", 24, fixed(64), fixed(24)),
+        Shape(12, 2, weights=(0.3, 0.4, 0.3)),
+        {**INT4_BY_INT8, "cache": "int8"},
+    ),
     ErrorCase(OPT, CPU_900M, Case("auto", 12, fixed(32), fixed(6)), None),
     ErrorCase(OPT, CPU_700M, Case("auto, int4 by int8", 16, fixed(32), fixed(16)), None, INT4_BY_INT8),
 )

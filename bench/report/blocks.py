@@ -155,8 +155,10 @@ def plan_block(folder: Path = RESULTS) -> str:
         )
         for x in found if x["part"] == "auto"
     ]  # fmt: skip
-    titles = {"error": "two models, two machines, three workloads",
-              "held-out": "formats and shapes of attention, windows, experts, encoded weights, little memory"}
+    titles = {
+        "error": "two models, two machines, three workloads",
+        "held-out": "formats and shapes of attention, windows, experts, encoded weights, little memory",
+    }
     for part, title in titles.items():
         for error in [x for x in found if x["part"] == part][-1:]:
             off = error["prediction_error"]

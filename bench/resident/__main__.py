@@ -178,7 +178,7 @@ def given(setting: Setting, times: float) -> Setting:
     from flexengine.lossy import Lossy
     from flexengine.plan.workload import Workload
 
-    (prompts, new), = setting.jobs
+    ((prompts, new),) = setting.jobs
     workload, lossy = Workload.of((n, new) for n in prompts), Lossy(**setting.lossy)
     size = 1 << 16
     try:

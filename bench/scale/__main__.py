@@ -208,6 +208,7 @@ def by_prompt(folder: Path, size: Size) -> Record:
 
 def by_layers(folder: Path, size: Size) -> Record:
     """Measure the seconds of a decode sweep by layers, for one row: the cost of a layer's task."""
+
     def measure(n: int) -> Record:
         return timed(make(replace(TINY, layers=n), folder / f"layers{n}"), [8], size.tokens, one(1), size.repeats)
 

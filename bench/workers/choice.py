@@ -80,8 +80,14 @@ def _pass_on(source: socket.socket, target: socket.socket, rate: float) -> None:
 def sides(case: Case, directory: Path, stack: ExitStack) -> dict[str, Record]:
     """Return the jobs of a case: alone, with workers that the planner may use, and with workers that it must use."""
     rng, model = random.Random(1), make(SHAPE, directory / "choice")
-    job = {"model": str(model), "tokens": TOKENS, "folder": str(directory), "measure": True, **case.machine,
-           "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(case.context)] for _ in range(case.rows)]}
+    job = {
+        "model": str(model),
+        "tokens": TOKENS,
+        "folder": str(directory),
+        "measure": True,
+        **case.machine,
+        "rows": [[rng.randrange(3, SHAPE.vocab) for _ in range(case.context)] for _ in range(case.rows)],
+    }
     workers: Record = {"workers": WORKERS, "worker_mem": WORKER_MEMORY}
     if case.link is not None:
         addresses = serve(WORKERS, stack, str(WORKER_MEMORY))

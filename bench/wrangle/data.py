@@ -1,5 +1,4 @@
-"""Tables of Fodors-Zagats and DBLP-ACM, from the sdist of py-entitymatching (BSD-3), as tables of `flexengine wrangle`.
-"""
+"""Fodors-Zagats and DBLP-ACM, from the sdist of py-entitymatching (BSD-3), as tables of `flexengine wrangle`."""
 
 import csv
 import io

@@ -50,9 +50,7 @@ class Core:
         sample: also gets task spans, from the next job on; None for no sample.
     """
 
-    def __init__(
-        self, options: EngineOptions, layers: Layers | None = None, driver: StageDriver | None = None
-    ) -> None:
+    def __init__(self, options: EngineOptions, layers: Layers | None = None, driver: StageDriver | None = None) -> None:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:

@@ -66,9 +66,7 @@ class Job:
         self.watch: SweepMonitor | None = None
         self.summary = core.empty_summary()
 
-    def results(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Generator[Result]:
+    def results(self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]) -> Generator[Result]:
         """Yield results as rows finish. Raise as `Engine.stream`."""
         if iter(prompts) is prompts:  # an iterator can be iterated only once
             prompts = list(prompts)

@@ -106,7 +106,8 @@ def test_a_file_takes_only_what_is_left_of_the_share() -> None:
     assert homes == {"worker1": 1, "worker2": 1, "workerfile1": 2, "device": 2}
     found = Cost(model, FLAT.with_capacity(capacity), work).predict(layout).fractions
     assert {place: found[f"cache@{place}"] for place in homes} == pytest.approx(
-        {place: n / 6 for place, n in homes.items()}, rel=0.15)  # it counts mean tokens, not pages
+        {place: n / 6 for place, n in homes.items()}, rel=0.15
+    )  # it counts mean tokens, not pages
 
 
 def test_names_and_shares() -> None:

@@ -187,8 +187,11 @@ def test_refusals(families: Any) -> None:
         (dict(cache=(1, 0, 0)), 2, "--attention-workers is 2, but the policy gives them no share of the KV cache"),
         (dict(cache=ALL, partition="heads"), 3, "2 KV heads cannot be divided evenly among 3 attention workers"),
         (dict(cache=ALL), 0, "share of the KV cache on workers, but there are no attention workers; start some with"),
-        (dict(gpu_batch_size=1, num_gpu_batches=4, cache={"workers": 0.05, "device": 0.95}), 2,
-         "share of 0.05 on attention workers is no sequence of a block of 4"),
+        (
+            dict(gpu_batch_size=1, num_gpu_batches=4, cache={"workers": 0.05, "device": 0.95}),
+            2,
+            "share of 0.05 on attention workers is no sequence of a block of 4",
+        ),
         (dict(cache=(1, 0, 0), queries_first=True), 2, "queries_first is true, but cache has no share on workers"),
         (dict(cache=ALL), 65, "--attention-workers is 65; it must be 0 to 64"),
         (dict(cache=ALL), -1, "--attention-workers is -1; it must be 0 to 64"),
@@ -259,5 +262,3 @@ def test_clients_of_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(client, "identity", lambda: "flexengine 9.9 with OtherKernels")
     with pytest.raises(InvalidInput, match=r"worker1 refuses: .* but the engine runs flexengine 9.9"):
         ThreadWorker("worker1", 1000, 1)
-
-

@@ -63,13 +63,16 @@ def test_directories_that_are_being_written(cache: Cache) -> None:
 def test_jobs_that_start_while_the_cache_is_cleared(cache: Cache, tmp_path: Path) -> None:
     """A job whose directory is removed before the job has locked it makes the directory again."""
     (tmp_path / "file").write_text("")
-    code = USE + """
+    code = (
+        USE
+        + """
 import time
 folder = prepared(file, [file], None)
 for _ in range(20):
     assert (folder / "config.json").exists() and (folder / "SHA256SUMS").exists()
     time.sleep(0.005)
 """
+    )
     jobs: list[subprocess.Popen[bytes]] = []
     codes, cleared = [], 0
     for _ in range(3):

@@ -292,6 +292,7 @@ def test_a_full_disk_leaves_no_part_of_a_list(verify: Verify, bare: Path, monkey
     def full(self: Path, *args: Any, **options: Any) -> Any:
         stream = real(self, *args, **options)
         if self.name == SUMS:
+
             def fail() -> None:
                 raise OSError(28, "No space left on device")
 

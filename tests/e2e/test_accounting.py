@@ -88,9 +88,7 @@ def test_hidden_traffic(families: Any, tmp_path: Path) -> None:
     assert (summary.bytes["h2d"], summary.bytes["d2h"]) == (moved, moved)
 
 
-def test_large_hidden_states_leave_the_device(
-    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_hidden_states_leave_the_device(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers free the memory of hidden states that were stored: it is not memory that is used again."""
     monkeypatch.setattr(recycled, "SMALL", 1)
     run(families("llama"), Policy(gpu_batch_size=4, num_gpu_batches=2, activations=(0, 1, 0)), tmp_path)

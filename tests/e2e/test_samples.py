@@ -202,8 +202,7 @@ def test_nothing_is_shared_if_the_cache_is_lossy(
 def test_prompts_with_common_prefixes_have_the_tokens_of_transformers(
     families: Any, counted: Counter[str], family: str, name: str
 ) -> None:
-    """Prefixes within prefixes, across pages, windows and pieces; a prompt that is a prefix of others; one that is not.
-    """
+    """Prefixes in prefixes, across pages, windows and pieces; a prompt that is a prefix of others; one that is none."""
     known, (a, b, c, d) = families(family), prompts_of(601, (43, 21, 9, 30))
     rows = [a + b + d[:5], d, a + d[:7], a + b + c, a[:20] + c, a, a + b + d[:1]]
     answers = reference(known.model, rows, 4)

@@ -64,8 +64,12 @@ def imported() -> set[str]:
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.split(".")[0])
-    optional = {"triton": ["triton"], "ray": ["ray"], "lm_eval": ["lm-eval"],
-                "helm": ["crfm-helm"]}  # may not be installed
+    optional = {
+        "triton": ["triton"],
+        "ray": ["ray"],
+        "lm_eval": ["lm-eval"],
+        "helm": ["crfm-helm"],
+    }  # may not be installed
     known = {**packages_distributions(), **optional}
     outside = modules - set(sys.stdlib_module_names) - {"flexengine"} - THEIRS
     return {canonicalize_name(known[name][0]) for name in outside}
@@ -162,9 +166,7 @@ def test_relative_links_are_left_out(readme: str, description: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(
-    built: tuple[Path, Path], metadata: Message, tmp_path_factory: pytest.TempPathFactory
-) -> Installed:
+def installed(built: tuple[Path, Path], metadata: Message, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     lines = [r for r in metadata.get_all("Requires-Dist", []) if Requirement(r).marker is None]
     return install(built[1], lines, tmp_path_factory.mktemp("wheel"))
 

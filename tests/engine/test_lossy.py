@@ -132,8 +132,10 @@ def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
 
 def test_a_cache_in_bf16_takes_half(families: Any) -> None:
     known = families("llama")
-    with Engine(known.directory, policy=WHOLE, device="sim") as exact, \
-            Engine(known.directory, policy=WHOLE, device="sim", lossy=Lossy(cache="bf16")) as half:
+    with (
+        Engine(known.directory, policy=WHOLE, device="sim") as exact,
+        Engine(known.directory, policy=WHOLE, device="sim", lossy=Lossy(cache="bf16")) as half,
+    ):
         for engine in (exact, half):
             engine.generate(known.rows, GREEDY)
         sizes = [engine.layout.account["device"]["KV cache"] for engine in (exact, half) if engine.layout]

@@ -106,9 +106,7 @@ class Recorder:
         self.cached, self.measured = cached, measured
         self.asked: list[bool] = []
 
-    def __call__(
-        self, _machine: Any, _opened: Any, measure: bool = False
-    ) -> Hardware | None:
+    def __call__(self, _machine: Any, _opened: Any, measure: bool = False) -> Hardware | None:
         self.asked.append(measure)
         return self.measured if measure else self.cached
 

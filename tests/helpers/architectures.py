@@ -167,9 +167,7 @@ def refusal(directory: Path, error: FlexError) -> str:
     return one_line(re.sub(named, "", str(error).replace(f"{directory}/", "")))
 
 
-def compare(
-    directory: Path, in_memory: Engine, prompts: list[list[int]], expected: list[list[int]]
-) -> tuple[str, str]:
+def compare(directory: Path, in_memory: Engine, prompts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
     """Return verdict and reason of the engine on the model in `directory`. in_memory: opened on a CPU; closed here."""
     spread = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3))
     engines = {"in memory": lambda: in_memory, "spread": lambda: opened(directory, policy=spread, device="sim")}

@@ -66,9 +66,7 @@ def thread_workers(count: int, memory: int = 1 << 24) -> list[WorkerTier]:
 
 
 @contextlib.contextmanager
-def listening(
-    memory: int, folder: Path | None = None, timeout: float | None = None
-) -> Iterator[tuple[str, list[str]]]:
+def listening(memory: int, folder: Path | None = None, timeout: float | None = None) -> Iterator[tuple[str, list[str]]]:
     """Run `serve_forever` in a thread. Yield its address, and the messages so far.
 
     Args:

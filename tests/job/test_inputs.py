@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
 def test_csv_as_the_csv_module_writes_it(tmp_path):
     rng = random.Random(2)
     pieces = ["a", "é", "€", '"', ",", "\n", "\r\n", "\t", " ", "\x00", "x" * 50, "'", "\\"]
-    columns = ["id", "prompt", "note, \"quoted\"\nname"]
+    columns = ["id", "prompt", 'note, "quoted"\nname']
     cells = [["".join(rng.choices(pieces, k=rng.randrange(6))) for _ in columns] for _ in range(300)]
     for name, delimiter in (("in.csv", ","), ("in.tsv", "\t")):
         text = io.StringIO(newline="")

@@ -30,9 +30,7 @@ def seed(two_threads: None) -> None:
     torch.manual_seed(0)
 
 
-def cached(
-    kind: Any, tree: list[tuple[int, int]], kv_heads: int, dim: int, page_tokens: int
-) -> Cache:
+def cached(kind: Any, tree: list[tuple[int, int]], kv_heads: int, dim: int, page_tokens: int) -> Cache:
     """Return the format, the pool, the tables and the lengths of sequences on shuffled pages."""
     form = CacheFormat(kind, kv_heads, page_tokens, dim) if isinstance(kind, int) else None
     counts = [-(-length // page_tokens) for _, length in tree]
@@ -71,9 +69,8 @@ def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree:
         q, threads = torch.randn(n, kv_heads * group, dim), torch.get_num_threads()
 
         def call(part: slice) -> tuple[Tensor, Tensor]:
-            return kernel.decode_attention(
-                q[part], pool, tables[part], lengths[part], dim**-0.5, form=form, with_lse=True  # noqa: B023
-            )
+            asked = q[part], pool, tables[part], lengths[part], dim**-0.5  # noqa: B023
+            return kernel.decode_attention(*asked, form=form, with_lse=True)  # noqa: B023
 
         try:
             torch.set_num_threads(1)

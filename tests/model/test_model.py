@@ -147,10 +147,16 @@ def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None
         ("T5", {"d_model": 64, "num_layers": 2}, "encoder-decoder"),
         ("ViT", {}, "not a causal language model"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
-        ("Gemma3Text", {"rope_parameters": {  # of each type of layer
-            "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }}, "dynamic rotary"),
+        (
+            "Gemma3Text",
+            {
+                "rope_parameters": {  # of each type of layer
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "dynamic rotary",
+        ),
     ],
 )
 def test_unsupported_models_are_named_with_the_reason(tmp_path: Path, kind: str, values: Any, reason: str) -> None:

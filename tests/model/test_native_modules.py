@@ -95,7 +95,6 @@ class TestKernels:
             assert gated[1, 7].isnan()
             assert gated.isnan().sum() == 1
 
-
     def test_operands_that_do_not_fit_are_refused(self, kernel: Kernels) -> None:
         x = torch.randn(4, 48)
         with pytest.raises(InvalidInput, match="48"):
@@ -194,6 +193,7 @@ class TestModules:
 
     def test_a_decorated_attention_is_fused_inside_its_decorators(self, rotated: list[int]) -> None:
         """A decorator that does not call the attention's own code leaves nothing to fuse."""
+
         def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -221,6 +221,7 @@ class TestModules:
 
     def test_a_rotary_function_that_halves_otherwise_is_not_taken_for_the_known_one(self) -> None:
         """Its code is Llama's to the letter; what it calls is not."""
+
         def rotate_half(x: Tensor) -> Tensor:
             return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 

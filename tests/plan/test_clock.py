@@ -90,9 +90,7 @@ def test_latency_is_how_long_rows_live() -> None:
         assert cost.predict(layout).latency == pytest.approx(np.mean(lives), rel=0.1)
 
 
-def lifetimes(
-    policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def lifetimes(policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """First and last sweep of every row."""
     walk, first, lives = Sweeps(policy, pools), dict[int, int](), []
     for i, (prompt, most) in enumerate(rows):

@@ -164,6 +164,7 @@ def test_what_run_may_choose_plan_chooses(line: Line) -> None:
 
 def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
     """The other options of run affect reading, sampling, writing and running."""
+
     def names(parser: Any) -> set[str]:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 
@@ -201,7 +202,6 @@ def test_plot_file(line: Line) -> None:
         (["--save", "/tmp"], "/tmp cannot be written: it is a directory; name a file in it"),
         (["--save", "x.json", "--save-lp", "x.json"], "--save and --save-lp are one file, x.json; give each a file"),
         (["--calibration-text", "x.json", "--save", "x.json"], "--calibration-text and --save are one file, x.json"),
-
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),
         (["--allow", "int5-cache"], "'int5-cache' cannot be allowed"),

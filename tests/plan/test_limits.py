@@ -137,8 +137,7 @@ def test_the_saved_program_has_every_name_and_unit(tmp_path: Path) -> None:
         "all_hidden_states_share: hidden_states_on_device_share + hidden_states_on_host_share = 1",
         "prefill_h2d_s: - 0.5 cache_on_device_share - prefill_sweep_s + 2 weights_on_host_share <= -1",
         "decode_d2h_s: cache_on_host_share - decode_sweep_s <= -0.5",
-        "host_memory_B: 60 cache_on_host_share + 30 hidden_states_on_host_share + 60 weights_on_host_share"
-        " <= 100",
+        "host_memory_B: 60 cache_on_host_share + 30 hidden_states_on_host_share + 60 weights_on_host_share <= 100",
         "latency_of_a_row_s: 7 decode_sweep_s + prefill_sweep_s <= 50",
     ):
         assert f" {row} " in text

@@ -302,7 +302,10 @@ def model_175b() -> ModelFacts:
 def test_a_175b_model_on_a_small_gpu_is_streamed() -> None:
     """The block that is chosen is larger than a gpu_batch, with most weights off the device."""
     hardware = replace(
-        machine_of(random.Random(0), "sim"), device_bytes=16 << 30, host_bytes=200 << 30, disk_bytes=1500 << 30,
+        machine_of(random.Random(0), "sim"),
+        device_bytes=16 << 30,
+        host_bytes=200 << 30,
+        disk_bytes=1500 << 30,
         links={"disk_read": 2e9, "disk_write": 1e9, "h2d": 1.2e10, "d2h": 1.2e10},
     )
     best = search(model_175b(), hardware, Workload({(512, 32): 1024})).best

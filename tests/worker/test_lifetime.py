@@ -220,5 +220,3 @@ def test_all_lanes_close_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(caught.value.__notes__) == 2
     assert "lane a" in caught.value.__notes__[0]
     assert not [thread for thread in threads if thread.is_alive()]
-
-

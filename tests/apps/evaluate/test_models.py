@@ -229,9 +229,7 @@ def test_rows_with_errors_give_code_1(given: list[str], tiny: Tiny, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_an_evaluation_killed_ten_times_ends_with_the_same_files(
-    given: list[str], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_an_evaluation_killed_ten_times_ends_with_the_same_files(given: list[str], tiny: Tiny, tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "out"
     generation = tmp_path / "generation.jsonl"
     generation.write_text(generation.read_text() * 12)  # rows enough for ten kills

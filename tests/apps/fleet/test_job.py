@@ -134,9 +134,7 @@ def test_a_fleet_continues_the_job_of_an_engine(options: Any, known: Any, tmp_pa
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
-def test_rows_that_are_too_long_are_error_rows(
-    known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_too_long_are_error_rows(known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a shard has no others, of which an engine raises OutOfMemory."""
     lines = [{"prompt_token_ids": [5] * 200}] * 3 + [{"prompt_token_ids": [5, 6]}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

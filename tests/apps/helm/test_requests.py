@@ -119,6 +119,7 @@ def test_results_end_before_stop_strings_and_the_end_of_text() -> None:
 
 def test_log_probabilities_of_generated_tokens() -> None:
     """HELM's own client gives those of the distribution that it samples from; at temperature 0 they are 0."""
+
     def logprob(request: dict[str, Any], **options: Any) -> float:
         (made,) = result_of(request, output("xy\nz"), encoding(**options))["completions"]
         assert made["logprob"] == sum(token["logprob"] for token in made["tokens"])

@@ -238,7 +238,7 @@ def test_command(folder: Path, theirs: Path) -> None:
     [
         (["--suite", "s", "-m", "1", "--run-entries", "no_such_scenario"], "helm-run: Unknown run spec name"),
         (["-m", "1", "--runner-class-name", "x.Y"], "--runner-class-name is 'x.Y', which flexengine helm sets itself"),
-        (["-m", "1", "--models-to-run", "a/b"], "--models-to-run is [\"a/b\"], which flexengine helm sets itself"),
+        (["-m", "1", "--models-to-run", "a/b"], '--models-to-run is ["a/b"], which flexengine helm sets itself'),
         (["-m", "1", "--name", "a,b"], "give --name NAME"),
         (["-m", "1", "--weights", "int4", "--quality", "near"], "--quality and --allow"),
     ],

@@ -17,6 +17,7 @@ from tests.helpers.tokenizers import byte_tokenizer
 KILLS, ROWS = 10, 150
 FINAL = ("o.csv", "o.csv.rows.jsonl", "o.csv.results.jsonl", "m.json")
 
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")

@@ -30,7 +30,7 @@ def test_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "delimiter"), [("o.csv", ","), ("o.tsv", "\t")])
 def test_text_is_written(tmp_path: Path, name: str, delimiter: str) -> None:
-    text = TEXT if delimiter == "," else "name\tcity\na, b\tx\nshort\n\"c\nd\"\t\n"
+    text = TEXT if delimiter == "," else 'name\tcity\na, b\tx\nshort\n"c\nd"\t\n'
     table = read_table(written(tmp_path, f"t.{name[2:]}", text))
     write_table(str(tmp_path / name), table, ADDED)
     with (tmp_path / name).open(newline="") as file:

@@ -92,9 +92,7 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
         assert harm == pytest.approx(float((changed - exact).square().mean() / 2), rel=1e-3)
 
 
-def test_an_interrupted_measurement_continues(
-    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the exact scores and those of two layers; the exact scores are computed again."""
     real, calls = bits._logprobs, list[int]()
 

@@ -51,9 +51,7 @@ def test_a_strategy_of_one_stage(families: Any) -> None:
     ({}, 2, "the strategy has 3 stages, but 2 processes run"),
     ({"model": "another"}, 3, "made for the model another, but this one is llama, 4 layers"),
 ])  # fmt: skip
-def test_strategies_of_other_models_and_devices_are_refused(
-    families: Any, changed: Any, stages: int, why: str
-) -> None:
+def test_strategies_of_other_models_and_devices_are_refused(families: Any, changed: Any, stages: int, why: str) -> None:
     with pytest.raises(InvalidInput, match=why):
         in_threads(stages, model=families("llama").directory, strategy=strategy(**changed)).__enter__()
 
