@@ -3,11 +3,25 @@
 import itertools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.helpers import durations
-from tests.helpers.durations import FileDurations, OncePerProcess, group, order, read, slow, speed, too_slow, write
+from tests.helpers.durations import (
+    FileDurations,
+    OncePerProcess,
+    cover,
+    group,
+    ids,
+    order,
+    read,
+    slow,
+    speed,
+    too_slow,
+    write,
+)
 
 RECORDED = {
     "a.py": FileDurations(0.2, {"test_long[1]": 5.0, "test_medium": 0.9}),
@@ -38,6 +52,38 @@ def test_the_record_of_the_project() -> None:
 def test_slow_tests() -> None:
     names = ("a.py::test_long[1]", "a.py::test_medium", "a.py::test_new", "b.py::test_x", "new.py::test_x")
     assert [slow(name, RECORDED) for name in names] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (2, 3), (5, 2, 3), (4, 4, 1, 4)])
+def test_a_cover_has_every_value_of_every_parameter(sizes: tuple[int, ...]) -> None:
+    """Of a whole product, a cover needs no more cases than the longest parameter has values."""
+    cases = list(itertools.product(*([f"{value}" for value in range(size)] for size in sizes)))
+    covered = [cases[i] for i in cover(cases)]
+    assert [set(column) for column in zip(*covered, strict=True)] == [set(c) for c in zip(*cases, strict=True)]
+    assert len(covered) == max(sizes)
+
+
+def test_a_cover_of_a_grid_with_gaps() -> None:
+    assert cover([("a", "x"), ("b", "x"), ("b", "y"), ("a", "z")]) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("outer", ["x"])
+@pytest.mark.parametrize(("inner", "more"), [("y", 1)])
+def test_ids_of_a_grid(request: pytest.FixtureRequest, outer: str, inner: str, more: int) -> None:
+    """pytest keeps the ids under a private name, which `ids` reads."""
+    assert list(ids(request.node)) == [f"{inner}-{more}", outer]
+
+
+def test_spare_cases_are_of_grids() -> None:
+    def case(name: str, *values: str) -> Any:
+        parts = {"callspec": SimpleNamespace(_idlist=values)} if values else {}
+        return SimpleNamespace(nodeid=f"a.py::{name}" + "[" * bool(values) + "-".join(values), **parts)
+
+    grid = [case("test_grid", a, b) for a, b in itertools.product("abc", "wxyz")]
+    others = [case("test_one"), *(case("test_cases", a) for a in "abc")]
+    spare = list(durations.spare([*others, *grid]))
+    assert len(spare) == 8
+    assert all(item in grid for item in spare)
 
 
 def test_files_begin_with_the_longest() -> None:

@@ -1,4 +1,4 @@
-"""Recorded processor seconds of tests: which tests are slow, and in which order files run.
+"""Which tests are slow, and in which order files run: recorded processor seconds, and the spare cases of grids.
 
 Processor seconds count this process and the children it waited for. They leave out what is paid once per process:
 imports, compiled kernels, and fixtures of a module or session.
@@ -11,7 +11,7 @@ import os
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,40 @@ def slow(nodeid: str, durations: Durations) -> bool:
     """Return whether a test is recorded with more than SLOW_SECONDS. A test without a record is quick."""
     file, _, name = nodeid.partition("::")
     return file in durations and durations[file].tests.get(name, 0.0) > SLOW_SECONDS
+
+
+def cover(cases: Sequence[Sequence[str]]) -> set[int]:
+    """Return the indices of cases that together have every value of every parameter.
+
+    Greedy: the case with the most values that no chosen case has, the first of equals.
+
+    Args:
+        cases: the cases of one test, each with a value per parameter.
+    """
+    values = [set(enumerate(case)) for case in cases]
+    missing, chosen = set[tuple[int, str]]().union(*values), set[int]()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), -i))
+        chosen.add(best)
+        missing -= values[best]
+    return chosen
+
+
+def ids(item: pytest.Item) -> Sequence[str]:
+    """Return the id that each `parametrize` gives a test. pytest has no public name for them."""
+    return item.callspec._idlist if hasattr(item, "callspec") else ()
+
+
+def spare(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of grids that the quick tier does without: a test with several `parametrize` runs there with
+    every value of each, and in the full tier with their product."""
+    grids = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if len(ids(item)) > 1:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for grid in grids.values():
+        chosen = cover([ids(item) for item in grid])
+        yield from (item for i, item in enumerate(grid) if i not in chosen)
 
 
 def order(nodeids: Iterable[str], durations: Durations) -> list[str]:
@@ -172,10 +206,15 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Mark slow tests, before those without a wanted mark are left out."""
+        """Mark slow tests and the spare cases of grids, before those without a wanted mark are left out."""
+        quick = []
         for item in items:
             if item.nodeid.startswith(SLOW_KINDS) or slow(item.nodeid, self.durations):
                 item.add_marker("slow")
+            else:
+                quick.append(item)
+        for item in spare(quick):
+            item.add_marker("slow")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
