@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 
 
 def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: "Interrupts") -> None:
-    from flexengine.apps.wrangle.run import prepare, results_path, rows_path
+    from flexengine.apps.wrangle.run import job_of, prepare
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
@@ -165,11 +165,11 @@ def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: "Interru
             interrupts.standing = lambda: RESTARTED
         prepare(plan, args.output, args.restart, args.retry_errors)
         table = plan.asked.table
-        rows, results = rows_path(args.output), results_path(args.output)
+        job = job_of(args.output)
         questions = count(len(plan.questions), "question", "questions")
         told = f"{questions} on {count(len(table.records), 'row', 'rows')} of {table.name}"
-        say(f"{told}; all prompts are in {rows.name}")
-        done = engine.run_job(rows, results, score=True, restart=args.restart, retry_errors=args.retry_errors)
+        say(f"{told}; all prompts are in {job.rows.name}")
+        done = engine.run_job(job.rows, job.results, score=True, restart=args.restart, retry_errors=args.retry_errors)
     if done.sweeps:
         say(summary_line(done.to_json()))
 

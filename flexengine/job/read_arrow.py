@@ -12,6 +12,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.lines import utf8_fault
 from flexengine.job.reading import ReadOptions, ReadRows
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.source import InputFile
 from flexengine.job.tables import TableRow, check_columns, row_of, whole_number
 
 _BATCH_ROWS = 256  # rows converted to Python at a time
@@ -19,54 +20,45 @@ _BATCH_ROWS = 256  # rows converted to Python at a time
 
 def open_arrow(options: ReadOptions) -> ReadRows:
     """Return the reader of a Parquet or Arrow file, which pyarrow opens by its path."""
-    path, form = options.source.file, options.source.form
-    check_columns(options, arrow_columns(path, options.name, form), options.accepted(PROMPT_KINDS))
     texts = (options.column or "prompt", *((CONTEXT, *SCORED_KINDS) if options.score else ()))
+    check_columns(options, arrow_table(options.source, texts)[0], options.accepted(PROMPT_KINDS))
 
     def rows(_: BinaryIO) -> Iterator[Row]:
-        for index, record in enumerate(arrow_records(path, options.name, form, texts)):
+        for index, record in enumerate(arrow_table(options.source, texts)[1]):
             yield row_of(index, record, options.column, whole_number, options.score)
 
     return rows
 
 
-def arrow_columns(path: Path, name: Path, form: str) -> list[str]:
-    """Return the names of the columns.
+def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of the columns of a Parquet or Arrow file, and its rows, which are read as they are iterated.
+
+    Values are those that JSON can hold (see `_plain`). Iterating raises InvalidInput if the file is damaged.
 
     Args:
-        name: name of the file in messages.
-        form: parquet or arrow.
+        texts: as for `record_of`.
 
     Raises:
         InvalidInput: the file cannot be opened.
     """
+    name, form = source.name, source.form
     try:
-        schema, _ = _open(path, form)
+        schema, batches = _open(source.file, form)
     except ImportError as error:
         raise InvalidInput(
             f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"'
         ) from error
     except Exception as error:  # pyarrow raises errors of its own, and others unchanged
         raise InvalidInput(f"input {name} cannot be read as .{form}: {_first_line(error)}") from error
-    return list(schema.names)
+    return list(schema.names), _records(batches, name, texts)
 
 
-def arrow_records(path: Path, name: Path, form: str, texts: Container[str] | None) -> Iterator[TableRow]:
-    """Yield the rows, converted _BATCH_ROWS at a time, with values that JSON can hold (see `_plain`).
-
-    Args:
-        name: name of the file in messages.
-        form: parquet or arrow.
-        texts: as for `record_of`.
-
-    Raises:
-        InvalidInput: the file is damaged.
-    """
+def _records(batches: Iterator[Any], name: Path, texts: Container[str] | None) -> Iterator[TableRow]:
     import pyarrow as pa
 
     line = 0
     try:
-        for batch in _open(path, form)[1]:
+        for batch in batches:
             for first in range(0, batch.num_rows, _BATCH_ROWS):
                 for cells in records_of(batch.slice(first, _BATCH_ROWS)):
                     line += 1

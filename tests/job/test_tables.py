@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
 from flexengine.job.prompts import Request, encode
-from flexengine.job.read_arrow import arrow_records
+from flexengine.job.read_arrow import arrow_table
+from flexengine.job.source import InputFile
 from tests.helpers.inputs import DEFAULTS, arrow_file, make_tokenizer, written
 from tests.helpers.strategies import flipped
 
@@ -154,6 +155,6 @@ def test_bytes_are_text_where_text_is_read(tmp_path):
     first, second = InputRows(path, score=True)
     assert (first.request, first.is_scored) == ({"text": "café", "b": "YQ=="}, True)
     assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
-    found = list(arrow_records(path, path, "parquet", None))
+    found = list(arrow_table(InputFile(path), None)[1])
     assert [record.fields for record in found] == [{"text": "café", "b": "a"}, {"text": "/w==", "b": "/w=="}]
     assert [record.fault for record in found] == [None, None]

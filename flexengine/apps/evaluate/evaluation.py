@@ -1,8 +1,12 @@
-"""An evaluation: all runs over all scenarios."""
+"""An evaluation: all runs over all scenarios, and the tokens per second of each.
+
+The rate of a batch that is padded is given, too, as FlexGen's tables of data wrangling give both.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,67 @@ from flexengine.apps.evaluate.figures import Draws, figures
 from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.report import RESULTS, Evaluation
 from flexengine.apps.evaluate.requests import answers_of, rows_of
-from flexengine.apps.evaluate.runs import Finished, Run, job_files, run_job, stems_of
-from flexengine.apps.evaluate.throughput import COUNTS, Throughput, throughput
-from flexengine.apps.rows_job import RunsJobs
+from flexengine.apps.evaluate.runs import Run, run_job, stems_of
+from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import read_object
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
 from flexengine.job.whole_file import write_whole
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"
+COUNTS = ("rows", "useful_tokens", "padded_tokens")  # of `Throughput.to_json`
 Open = Callable[[Run], AbstractContextManager[RunsJobs]]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens of a run.
+
+    Attributes:
+        rows: rows without error.
+        useful: tokens of all inputs, each counted once, and of all outputs.
+        padded: tokens of all sequences if each is as long as the longest input and the longest output of its scenario;
+            each choice of a row is a sequence of its own.
+    """
+
+    rows: int
+    useful: int
+    padded: int
+
+    def to_json(self, seconds: float | None) -> dict[str, Any]:
+        """Return the tokens, and their rates. seconds: of the whole run, loading included; None if unknown."""
+        return {
+            "rows": self.rows,
+            "useful_tokens": self.useful,
+            "padded_tokens": self.padded,
+            "seconds": seconds,
+            "useful_tok_s": self.useful / seconds if seconds else None,
+            "padded_tok_s": self.padded / seconds if seconds else None,
+        }
+
+
+def throughput(results: Sequence[Mapping[str, Any]]) -> Throughput:
+    """Return the tokens of a job's results. Texts that are scored whole have no input."""
+    groups: dict[tuple[str, bool], list[tuple[int, list[int]]]] = {}
+    rows = [row for row in results if row["error"] is None]
+    for row in rows:
+        alone = "variant" not in row  # choices after the unconditional context are a batch of their own
+        groups.setdefault((row["scenario"], alone), []).append(_sizes(row))
+    sizes = [size for group in groups.values() for size in group]
+    return Throughput(len(rows), sum(first + sum(rest) for first, rest in sizes), sum(map(_padded, groups.values())))
+
+
+def _sizes(row: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Return the tokens of the input and of each output."""
+    if "scores" not in row:
+        return row["prompt_tokens"], [row["completion_tokens"]]
+    outputs = [score["tokens"] for score in row["scores"]]
+    return (0 if "text" in row else row["prompt_tokens"]), outputs
+
+
+def _padded(group: Sequence[tuple[int, list[int]]]) -> int:
+    longest = max(first for first, _ in group) + max(max(outputs) for _, outputs in group)
+    return longest * sum(len(outputs) for _, outputs in group)
 
 
 def evaluate(
@@ -53,9 +108,9 @@ def evaluate(
     for run in runs:
         message(f"run {run.name}: {len(rows)} rows of {len(scenarios)} scenarios in one job")
         with make(run) as engine:
-            finished = run_job(engine, run, rows, folder / JOBS)
-        note_throughput(run, finished, folder / THROUGHPUT)
-        answers.append(answers_of(scenarios, finished.results))
+            results, seconds = run_job(engine, run, rows, folder / JOBS)
+        note_throughput(run, throughput(results), seconds, folder / THROUGHPUT)
+        answers.append(answers_of(scenarios, results))
     names = [run.name for run in runs]
     of_all = [figure for number, built in enumerate(scenarios)
               for figure in figures(built, names, [of_run[number] for of_run in answers], draws)]  # fmt: skip
@@ -72,9 +127,8 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
     Raises:
         InvalidInput: another process writes one of the jobs; nothing is deleted then.
     """
-    stems = {run.stem for run in runs}
-    stems |= stems_of(folder / JOBS)
-    jobs = [job_files(folder / JOBS, stem) for stem in sorted(stems)]
+    stems = {run.stem for run in runs} | stems_of(folder / JOBS)
+    jobs = [RowsJob.named(folder / JOBS / stem) for stem in sorted(stems)]
     with ExitStack() as locked:
         for job in jobs:
             if job.journal.exists():
@@ -86,22 +140,16 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def note_throughput(run: Run, finished: Finished, path: Path) -> None:
+def note_throughput(run: Run, tokens: Throughput, seconds: float | None, path: Path) -> None:
     """Print the throughput of a run and write it to a file, beside that of other runs. The entry of a run that was
-    finished before stays if it has the same tokens."""
+    finished before stays if it has the same tokens. seconds: None if they are unknown."""
     kept: dict[str, Any] = read_object(path, "throughput file") if path.exists() else {}
-    tokens = throughput(finished.results)
-    new, old = tokens.to_json(finished.seconds), kept.get(run.name, {})
-    if finished.seconds is not None or any(old.get(name) != new[name] for name in COUNTS):
+    new, old = tokens.to_json(seconds), kept.get(run.name, {})
+    if seconds is not None or any(old.get(name) != new[name] for name in COUNTS):
         kept[run.name] = new
         write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
-    message(f"run {run.name}: {described(tokens, finished.seconds)}")
-
-
-def described(tokens: Throughput, seconds: float | None) -> str:
-    """Return a throughput as text."""
     text = f"{tokens.useful:,} useful tokens; a padded batch would compute {tokens.padded:,}"
-    if not seconds:
-        return f"{text}; seconds are unknown, as earlier calls computed some rows"
-    rates = f"{tokens.useful / seconds:,.1f} useful and {tokens.padded / seconds:,.1f} padded tok/s"
-    return f"{text}; in {seconds:.1f} s {rates}"
+    rates = "seconds are unknown, as earlier calls computed some rows"
+    if seconds:
+        rates = f"in {seconds:.1f} s {new['useful_tok_s']:,.1f} useful and {new['padded_tok_s']:,.1f} padded tok/s"
+    message(f"run {run.name}: {text}; {rates}")

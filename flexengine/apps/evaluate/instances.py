@@ -1,20 +1,44 @@
 """Instances of a scenario: prompts with their answers, made of the rows of its files."""
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, PERPLEXITY
-from flexengine.apps.evaluate.fewshot import draw
+from flexengine.apps.evaluate.metrics import CHOICE, PERPLEXITY
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
-from flexengine.apps.evaluate.tables import ScenarioTable, read_table
 from flexengine.apps.evaluate.templates import columns_of, filled, text_of
+from flexengine.apps.tables import read_records
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
-from flexengine.job.rows import Row
-from flexengine.job.tables import other_separator
+from flexengine.job.inputs import InputRows
+from flexengine.job.rows import without_place
+from flexengine.job.source import InputFile
+from flexengine.job.tables import TableRow, other_separator
+
+
+@dataclass(frozen=True)
+class ScenarioTable:
+    """All rows of a file. Rows that cannot be read have a fault.
+
+    Attributes:
+        path: the file.
+        form: its format, one of `source.FORMATS`.
+        columns: all columns, in the order in which they appear.
+        rows: the rows, in the order of the file.
+        digest: SHA-256 of the file.
+    """
+
+    path: Path
+    form: str
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -75,13 +99,53 @@ def build(scenario: Scenario) -> Built:
         digests[name] = pool.digest
     shots = _shots(scenario, pool)
     used = {row.number for row in shots} if pool.digest == table.digest else set()  # few_shot.file may be data.file
-    rows = [row for row in table.rows if row.index not in used][: scenario.data.limit]
+    rows = [(number, row) for number, row in enumerate(table.rows) if number not in used][: scenario.data.limit]
     if not rows:
         raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, so none is"
                                     " evaluated; lower few_shot.count, or name another few_shot.file")  # fmt: skip
-    before = _before(scenario, shots)
-    instances = tuple(each for row in rows for each in _variants(scenario, table, row, columns, before))
-    return Built(scenario, instances, tuple(row.number for row in shots), digests)
+    prompt, instances = scenario.prompt, list[Instance]()
+    parts = [prompt.instructions] if prompt.instructions else []
+    parts += [shot.context + prompt.delimiter + _answer(shot) for shot in shots]
+    before = "".join(part + prompt.separator for part in parts)
+    for number, row in rows:
+        copies = {ORIGINAL: row.fields}
+        if scenario.perturbations is not None:
+            copies |= scenario.perturbations.copies(row.fields, columns, number)
+        for variant, fields in copies.items():
+            made = _instance(scenario, table, number, fields)
+            context = before + made.context if made.error is None else ""
+            instances.append(replace(made, variant=variant, context=context))
+    return Built(scenario, tuple(instances), tuple(row.number for row in shots), digests)
+
+
+def read_table(path: Path) -> ScenarioTable:
+    """Return the rows of a file. A .txt file has one column, text, with a line in each row.
+
+    Raises:
+        InvalidInput: the file cannot be read, has an unknown format, or has no rows.
+    """
+    if path.exists() and not path.is_file():
+        raise InvalidInput(f"{path} is no file; name a .jsonl, .csv, .tsv, .txt, .parquet or .arrow file")
+    with closing(InputFile(path)) as source:
+        form = source.form
+        if form in ("jsonl", "txt"):
+            rows = _lines(path, form)
+            columns = tuple(dict.fromkeys(name for row in rows for name in row.fields))
+        else:
+            columns, rows = read_records(source, str(path))
+    if not rows:
+        raise InvalidInput(f"{path} has no rows; name a file with at least one")
+    return ScenarioTable(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def _lines(path: Path, form: str) -> tuple[TableRow, ...]:
+    """Return the rows of JSON or text. Errors that only concern prompts do not count: any object is a row here."""
+    found = []
+    with InputRows(path, form=form) as rows:
+        for row in rows:
+            fields = {"text": row.fields["prompt"]} if form == "txt" and row.error is None else row.fields
+            found.append(TableRow(row.line, fields, None if fields else row.error and without_place(row.error)))
+    return tuple(found)
 
 
 def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> ScenarioTable:
@@ -109,10 +173,10 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
 
 
 def _shots(scenario: Scenario, pool: ScenarioTable) -> list[Instance]:
-    """Return the rows that are shown, without what comes before their prompts."""
+    """Return the rows that are shown."""
     if (few := scenario.few_shot) is None:
         return []
-    made = [_instance(scenario, pool, row, row.fields, "") for row in pool.rows]
+    made = [_instance(scenario, pool, number, row.fields) for number, row in enumerate(pool.rows)]
     usable = [each for each in made if each.error is None]
     if len(usable) < few.count:
         raise scenario.origin.fault("few_shot.count", f"few_shot.count is {few.count}, but {pool.path} has"
@@ -126,56 +190,62 @@ def _answer(instance: Instance) -> str:
     return instance.choices[instance.gold] if instance.gold is not None else instance.references[0]
 
 
-def _before(scenario: Scenario, shots: Iterable[Instance]) -> str:
-    prompt = scenario.prompt
-    parts = [prompt.instructions] if prompt.instructions else []
-    parts += [shot.context + prompt.delimiter + _answer(shot) for shot in shots]
-    return "".join(part + prompt.separator for part in parts)
+def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[int]:
+    """Return the numbers of `count` rows, in the order in which they are shown.
 
-
-def _variants(
-    scenario: Scenario, table: ScenarioTable, row: Row, columns: tuple[str, ...], before: str
-) -> list[Instance]:
-    copies = {ORIGINAL: row.fields}
-    if scenario.perturbations is not None:
-        copies |= scenario.perturbations.copies(row.fields, columns, row.index)
-    return [replace(_instance(scenario, table, row, fields, before), variant=name) for name, fields in copies.items()]
-
-
-def _instance(scenario: Scenario, table: ScenarioTable, row: Row, fields: dict[str, Any], before: str) -> Instance:
-    """Return the instance of a row, with an error if a value is missing. Raise InvalidInput if the label is a list or
-    none of the choices, as the whole column may be read wrongly then.
+    If balanced, labels take turns, the most frequent first and those of equal count in random order, until each has
+    been drawn as often as it occurs. So the numbers of rows of two labels differ by at most one, unless a label has too
+    few rows.
 
     Args:
-        fields: values of the template, possibly perturbed. Choices and labels are those of `row`.
-        before: text before the prompt.
+        labels: label of each row.
+        count: at most the number of rows.
+        seed: seed of the draw.
     """
-    empty, place = Instance(row.index, row.line), f"{table.path}, line {row.line}"
-    if row.error is not None:
-        return replace(empty, error=row.error)
-    _check_single(scenario, row.fields, place)
-    try:
-        made = replace(empty, context=before + filled(scenario.prompt.template, fields))
-        if scenario.kind == PERPLEXITY and not made.context:
-            raise InvalidInput("the text is empty")
-        if scenario.kind == CHOICE:
-            made = replace(made, choices=_choices(scenario, row.fields))
-        answers = _answers(scenario.label, row.fields)
-    except InvalidInput as error:
-        return replace(empty, error=row.refused(str(error)).error)
-    if scenario.label is None or scenario.kind != CHOICE:
-        return replace(made, references=answers)
-    return replace(made, gold=_gold(scenario.label, answers[0], made.choices, place))
+    random = Random(seed)
+    groups: dict[str, list[int]] = {}
+    for number, label in enumerate(labels):
+        groups.setdefault(label if balanced else "", []).append(number)
+    queues = list(groups.values())
+    random.shuffle(queues)  # the sort keeps this order among labels of equal count
+    queues.sort(key=len, reverse=True)
+    for queue in queues:
+        random.shuffle(queue)
+    turns = max(map(len, queues), default=0)
+    in_turns = [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)]
+    chosen = in_turns[:count]
+    random.shuffle(chosen)
+    return chosen
 
 
-def _check_single(scenario: Scenario, row: dict[str, Any], place: str) -> None:
-    """Raise InvalidInput if the label of a choice scenario is a list."""
-    label = scenario.label
-    if scenario.kind == CHOICE and label is not None and isinstance(value := row.get(label.column), list):
+def _instance(scenario: Scenario, table: ScenarioTable, number: int, fields: dict[str, Any]) -> Instance:
+    """Return the instance of a row, without what comes before its prompt; with an error if a value is missing. Raise
+    InvalidInput if the label is a list or none of the choices, as the whole column may be read wrongly then.
+
+    Args:
+        fields: values of the template, possibly perturbed. Choices and labels are those of the row.
+    """
+    row, label = table.rows[number], scenario.label
+    empty, place = Instance(number, row.line), f"{table.path}, line {row.line}"
+    if row.fault is not None:
+        return replace(empty, error=f"line {row.line}: {row.fault}")
+    if scenario.kind == CHOICE and label is not None and isinstance(value := row.fields.get(label.column), list):
         raise InvalidInput(
             f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
             " right answer: text or a number"
         )
+    try:
+        made = replace(empty, context=filled(scenario.prompt.template, fields))
+        if scenario.kind == PERPLEXITY and not made.context:
+            raise InvalidInput("the text is empty")
+        if scenario.kind == CHOICE:
+            made = replace(made, choices=_choices(scenario, row.fields))
+        answers = _answers(label, row.fields)
+    except InvalidInput as error:
+        return replace(empty, error=f"line {row.line}: {error}")
+    if label is None or scenario.kind != CHOICE:
+        return replace(made, references=answers)
+    return replace(made, gold=_gold(label, answers[0], made.choices, place))
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:

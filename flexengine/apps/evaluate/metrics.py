@@ -1,22 +1,54 @@
-"""Metrics: numbers of each answer, and the metric of all answers computed from them."""
+"""Answers of models, numbers of each answer, and the metrics of all answers computed from them."""
 
 import math
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flexengine.apps.evaluate import texts
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, PERPLEXITY, InstanceAnswer
-from flexengine.apps.evaluate.bootstrap import Aggregate, Floats
-
+Floats = NDArray[np.float64]
+Aggregate = Callable[[Floats], Floats]
+CHOICE, GENERATION, PERPLEXITY = "choice", "generation", "perplexity"
+KINDS = (CHOICE, GENERATION, PERPLEXITY)
 WRONG, LEFT_OUT = "as 0", "left out"  # how answers with an error are counted
 BINS = 10  # of the calibration error
 UNCONDITIONAL = "unconditional"
 NORMALIZATIONS = ("", "per_token", "per_byte", UNCONDITIONAL)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+@dataclass(frozen=True)
+class InstanceAnswer:
+    """A model's answer, and the right one.
+
+    Attributes:
+        choices: the answers among which the model chose; the scored text of a perplexity scenario.
+        logprobs: log probability of each of `choices`, in nats, summed over its tokens.
+        tokens: tokens of each of `choices`.
+        unconditional: log probabilities of `choices` after the unconditional context; empty if no metric needs them.
+        gold: number of the right choice, or None.
+        text: generated text.
+        generated: tokens of the generated text.
+        references: right answers of a generation scenario.
+        error: why there is no answer; None if there is one.
+    """
+
+    choices: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    unconditional: tuple[float, ...] = ()
+    gold: int | None = None
+    text: str = ""
+    generated: int = 0
+    references: tuple[str, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,16 +101,16 @@ def calibration_error(values: Floats) -> Floats:
     Answers of equal confidence share a bin. The error is the mean over answers of the difference between the mean
     confidence and the accuracy of the answer's bin.
     """
+
+    def of_one(confidence: Floats, right: Floats) -> float:
+        ordered, count = np.sort(confidence), len(confidence)
+        parts = np.array_split(ordered, min(BINS, count))
+        edges = np.unique([(low[-1] + high[0]) / 2 for low, high in pairwise(parts)])
+        places = np.searchsorted(edges, confidence)
+        return float(np.abs(np.bincount(places, weights=confidence - right)).sum() / count)
+
     many = values.reshape(-1, *values.shape[-2:])
-    return np.array([_calibration_error(each[:, 0], each[:, 1]) for each in many]).reshape(values.shape[:-2])
-
-
-def _calibration_error(confidence: Floats, right: Floats) -> float:
-    ordered, count = np.sort(confidence), len(confidence)
-    parts = np.array_split(ordered, min(BINS, count))
-    edges = np.unique([(low[-1] + high[0]) / 2 for low, high in pairwise(parts)])
-    places = np.searchsorted(edges, confidence)
-    return float(np.abs(np.bincount(places, weights=confidence - right)).sum() / count)
+    return np.array([of_one(each[:, 0], each[:, 1]) for each in many]).reshape(values.shape[:-2])
 
 
 def _ratio(values: Floats) -> Floats:
@@ -116,12 +148,8 @@ def _right(answer: InstanceAnswer, normalization: str) -> tuple[float, ...]:
     return (float(answer.gold in best) / len(best),)
 
 
-def _confidence(answer: InstanceAnswer, normalization: str = "") -> tuple[float, ...]:
-    return (float(probabilities(answer, normalization).max()),)
-
-
 def _confidence_and_right(answer: InstanceAnswer, normalization: str) -> tuple[float, ...]:
-    return _confidence(answer, normalization) + _right(answer, normalization)
+    return float(probabilities(answer, normalization).max()), *_right(answer, normalization)
 
 
 def _gold_probability(answer: InstanceAnswer) -> tuple[float, ...]:
@@ -129,45 +157,73 @@ def _gold_probability(answer: InstanceAnswer) -> tuple[float, ...]:
     return (float(probabilities(answer)[answer.gold]),)
 
 
+# Comparison of a generated text with a right answer: numbers from 0 to 1.
+
+
+def normalized(text: str) -> str:
+    """Return the text in lower case, without punctuation and articles, with single spaces, as HELM and SQuAD do."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(text: str, reference: str) -> float:
+    """Return 1 if the texts are equal but for white space at their ends."""
+    return float(text.strip() == reference.strip())
+
+
+def quasi_exact_match(text: str, reference: str) -> float:
+    """Return 1 if the words are equal."""
+    return float(_words(text, reference) == _words(reference, reference))
+
+
+def f1(text: str, reference: str) -> float:
+    """Return the F1 of the words, with repetitions, as SQuAD does."""
+    return _f1(Counter(_words(text, reference)), Counter(_words(reference, reference)))
+
+
+def set_f1(text: str, reference: str) -> float:
+    """Return the F1 of the sets of words, as HELM does."""
+    return _f1(Counter(set(_words(text, reference))), Counter(set(_words(reference, reference))))
+
+
+def _words(text: str, reference: str) -> list[str]:
+    """Return the normalized words of a text. If normalization leaves nothing of the reference, such as "A" or "!",
+    return the text in lower case as one word."""
+    return normalized(text).split() if normalized(reference) else [text.strip().lower()]
+
+
+def _f1(given: Counter[str], right: Counter[str]) -> float:
+    shared = (given & right).total()
+    return 2 * shared / (given.total() + right.total()) if shared else 0.0
+
+
 def _best_match(compare: Callable[[str, str], float], answer: InstanceAnswer) -> tuple[float, ...]:
     return (max(compare(answer.text, reference) for reference in answer.references),)
 
 
-def _nats_and_bytes(answer: InstanceAnswer) -> tuple[float, ...]:
-    return -answer.logprobs[0], float(len(answer.choices[0].encode()))
-
-
-def _nats_and_words(answer: InstanceAnswer) -> tuple[float, ...]:
-    return -answer.logprobs[0], float(len(answer.choices[0].split()))
-
-
-def _named(base: str, normalization: str) -> str:
-    return f"{base}_{normalization}" if normalization else base
-
-
-def _choice_metrics() -> dict[str, Metric]:
-    made: dict[str, Metric] = {}
-    for each in NORMALIZATIONS:
-        needs: dict[str, Any] = {"unconditional": each == UNCONDITIONAL}
-        made[_named("accuracy", each)] = Metric(CHOICE, partial(_right, normalization=each), 1, mean, **needs)
-    for each in NORMALIZATIONS:
-        needs = {"unconditional": each == UNCONDITIONAL}
-        made[_named("ece", each)] = Metric(CHOICE, partial(_confidence_and_right, normalization=each), 2,
-                                           calibration_error, errors=LEFT_OUT, higher_is_better=False, single=False,
-                                           **needs)  # fmt: skip
-    made["gold_probability"] = Metric(CHOICE, _gold_probability, 1, mean)
-    made["confidence"] = Metric(CHOICE, _confidence, 1, mean, False, LEFT_OUT, None, single=False)
-    return made
+def _choice_metric(name: str, normalization: str) -> Metric:
+    needs = normalization == UNCONDITIONAL
+    if name == "accuracy":
+        return Metric(CHOICE, partial(_right, normalization=normalization), 1, mean, unconditional=needs)
+    measure = partial(_confidence_and_right, normalization=normalization)
+    return Metric(CHOICE, measure, 2, calibration_error, True, LEFT_OUT, False, single=False, unconditional=needs)
 
 
 METRICS: dict[str, Metric] = {
-    **_choice_metrics(),
-    **{name: Metric(GENERATION, partial(_best_match, getattr(texts, name)), 1, mean)
-       for name in ("exact_match", "quasi_exact_match", "f1", "set_f1")},
+    **{f"{name}{way and f'_{way}'}": _choice_metric(name, way)
+       for name in ("accuracy", "ece") for way in NORMALIZATIONS},
+    "gold_probability": Metric(CHOICE, _gold_probability, 1, mean),
+    "confidence": Metric(CHOICE, lambda answer: (float(probabilities(answer).max()),), 1, mean, False, LEFT_OUT, None,
+                         single=False),
+    **{compare.__name__: Metric(GENERATION, partial(_best_match, compare), 1, mean)
+       for compare in (exact_match, quasi_exact_match, f1, set_f1)},
     "generated_tokens": Metric(GENERATION, lambda answer: (float(answer.generated),), 1, mean, False, LEFT_OUT, None,
                                single=False),
-    "bits_per_byte": Metric(PERPLEXITY, _nats_and_bytes, 2, bits_per_byte, False, LEFT_OUT, False),
-    "word_perplexity": Metric(PERPLEXITY, _nats_and_words, 2, word_perplexity, False, LEFT_OUT, False),
+    "bits_per_byte": Metric(
+        PERPLEXITY, lambda answer: (-answer.logprobs[0], float(len(answer.choices[0].encode()))), 2, bits_per_byte,
+        False, LEFT_OUT, False),
+    "word_perplexity": Metric(
+        PERPLEXITY, lambda answer: (-answer.logprobs[0], float(len(answer.choices[0].split()))), 2, word_perplexity,
+        False, LEFT_OUT, False),
 }  # fmt: skip
 # Metrics of a scenario that names none, by kind and by whether it has labels.
 DEFAULT: dict[tuple[str, bool], tuple[str, ...]] = {

@@ -74,16 +74,12 @@ class Perturbations:
 
 def typos(text: str, random: Random, probability: float) -> str:
     """Return the text with letters replaced by neighbours on an English keyboard, in the same case."""
-    return "".join(_typo(letter, random) if _is_hit(letter, random, probability) else letter for letter in text)
-
-
-def _is_hit(letter: str, random: Random, probability: float) -> bool:
-    return letter.lower() in NEIGHBOURS and random.random() < probability
-
-
-def _typo(letter: str, random: Random) -> str:
-    other = random.choice(NEIGHBOURS[letter.lower()])
-    return other if letter.islower() else other.upper()
+    letters = list(text)
+    for place, letter in enumerate(text):
+        if letter.lower() in NEIGHBOURS and random.random() < probability:
+            other = random.choice(NEIGHBOURS[letter.lower()])
+            letters[place] = other if letter.islower() else other.upper()
+    return "".join(letters)
 
 
 def _neighbours() -> dict[str, str]:
@@ -127,10 +123,10 @@ _CONTRACTED = re.compile(rf"\b({'|'.join(sorted(CONTRACTIONS, key=len, reverse=T
 
 def contracted(text: str) -> str:
     """Return the text with contractions. A contraction has the case of the first letter that it replaces."""
-    return _CONTRACTED.sub(lambda match: _cased(match[0], CONTRACTIONS[match[0].lower()]), text)
 
+    def short(match: re.Match[str]) -> str:
+        words, shorter = match[0], CONTRACTIONS[match[0].lower()]
+        in_capitals = words.isupper() and len(words.split()[0]) > 1
+        return shorter.upper() if in_capitals else words[0] + shorter[1:]
 
-def _cased(words: str, short: str) -> str:
-    if words.isupper() and len(words.split()[0]) > 1:
-        return short.upper()
-    return words[0] + short[1:]
+    return _CONTRACTED.sub(short, text)

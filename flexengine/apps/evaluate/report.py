@@ -3,22 +3,23 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, InstanceAnswer
-from flexengine.apps.evaluate.bootstrap import LEVEL
-from flexengine.apps.evaluate.figures import Draws, Figure
+from jinja2 import Environment, StrictUndefined
+
+from flexengine.apps.evaluate.figures import LEVEL, Draws, Figure
 from flexengine.apps.evaluate.instances import Built, Instance
-from flexengine.apps.evaluate.metrics import METRICS
-from flexengine.apps.evaluate.page import page
+from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
 from flexengine.apps.evaluate.runs import Run
 from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
 
 RESULTS = ("results.json", "results.csv", "results.html", "instances.jsonl")
+MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class Evaluation:
 
 def write_files(evaluation: Evaluation, folder: Path) -> None:
     """Write the files RESULTS."""
-    texts = (as_json(evaluation), as_csv(evaluation.figures), page(summary(evaluation)))
-    for name, data in zip(RESULTS, [*(text.encode() for text in texts), _instances(evaluation)], strict=True):
+    values = summary(evaluation)
+    as_json = json.dumps(values, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+    texts = [text.encode() for text in (as_json, as_csv(evaluation.figures), page(values))]
+    for name, data in zip(RESULTS, [*texts, _instances(evaluation)], strict=True):
         write_whole(folder / name, data)
 
 
@@ -61,11 +64,6 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
             "results": [asdict(figure) for figure in evaluation.figures]}  # fmt: skip
 
 
-def as_json(evaluation: Evaluation) -> str:
-    """Return the text of results.json."""
-    return json.dumps(summary(evaluation), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-
-
 def _scenario(built: Built) -> dict[str, Any]:
     errors = sum(each.error is not None for each in built.instances)
     return {**built.scenario.described(), "instances": len(built.instances), "unusable": errors,
@@ -75,11 +73,41 @@ def _scenario(built: Built) -> dict[str, Any]:
 def as_csv(figures: Sequence[Figure]) -> str:
     """Return the text of results.csv: a line for each figure."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = [field.name for field in fields(Figure)]
-    writer.writerow(names)
-    writer.writerows([getattr(figure, name) for name in names] for figure in figures)
+    writer = csv.DictWriter(text, [field.name for field in fields(Figure)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, figures))
     return text.getvalue()
+
+
+def page(summary: dict[str, Any]) -> str:
+    """Return results.html, a page without references to other files. Jinja escapes all text. summary: as in
+    results.json."""
+    source = files("flexengine.apps.evaluate").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "signed": signed}
+    return environment.from_string(source).render(s=summary, tables=_tables(summary))
+
+
+def number(value: float | None) -> str:
+    """Return a number with 4 significant digits after the point; "-" for None."""
+    if value is None:
+        return "-"
+    text = f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+    return text.replace("-", MINUS)
+
+
+def signed(value: float | None) -> str:
+    """Return a number with its sign."""
+    return number(value) if value is None or value < 0 else f"+{number(value)}"
+
+
+def _tables(summary: dict[str, Any]) -> list[tuple[dict[str, Any], list[list[dict[str, Any]]]]]:
+    """Return each scenario with the lines of its table; a line has the figures of all runs."""
+    tables, count = [], len(summary["runs"])
+    for scenario in summary["scenarios"]:
+        own = [figure for figure in summary["results"] if figure["scenario"] == scenario["name"]]
+        tables.append((scenario, [own[begin : begin + count] for begin in range(0, len(own), count)]))
+    return tables
 
 
 def _instances(evaluation: Evaluation) -> bytes:
@@ -93,28 +121,19 @@ def _instances(evaluation: Evaluation) -> bytes:
 
 
 def _line(built: Built, instance: Instance, answer: InstanceAnswer) -> dict[str, Any]:
-    return {
-        "row": instance.number, "line": instance.line, "variant": instance.variant, "context": instance.context,
-        **dict(_answer(built.scenario.kind, answer)), "metrics": _metrics(built, answer), "error": answer.error,
-    }  # fmt: skip
-
-
-def _answer(kind: str, answer: InstanceAnswer) -> Iterator[tuple[str, Any]]:
+    """Return an instance with its answer, and the numbers from which each metric is computed."""
+    place = {"row": instance.number, "line": instance.line, "variant": instance.variant, "context": instance.context}
     if answer.error is not None:
-        return
-    if kind == GENERATION:
-        yield from {"text": answer.text, "references": answer.references, "tokens": answer.generated}.items()
-        return
-    if kind == CHOICE:
-        yield from {"choices": answer.choices, "gold": answer.gold}.items()
-        if answer.unconditional:
-            yield "unconditional_logprobs", answer.unconditional
-    yield from {"logprobs": answer.logprobs, "tokens": answer.tokens}.items()
-
-
-def _metrics(built: Built, answer: InstanceAnswer) -> dict[str, Any]:
-    """Return the numbers from which each metric is computed."""
-    if answer.error is not None:
-        return {}
+        return {**place, "metrics": {}, "error": answer.error}
     numbers = {name: METRICS[name].measure(answer) for name in built.scenario.metrics}
-    return {name: list(each) if len(each) > 1 else each[0] for name, each in numbers.items()}
+    metrics = {name: list(each) if len(each) > 1 else each[0] for name, each in numbers.items()}
+    return {**place, **_answer(built.scenario.kind, answer), "metrics": metrics, "error": None}
+
+
+def _answer(kind: str, answer: InstanceAnswer) -> dict[str, Any]:
+    if kind == GENERATION:
+        return {"text": answer.text, "references": answer.references, "tokens": answer.generated}
+    own: dict[str, Any] = {"choices": answer.choices, "gold": answer.gold} if kind == CHOICE else {}
+    if answer.unconditional:
+        own["unconditional_logprobs"] = answer.unconditional
+    return {**own, "logprobs": answer.logprobs, "tokens": answer.tokens}

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, InstanceAnswer
 from flexengine.apps.evaluate.instances import Built, Instance
-from flexengine.apps.evaluate.metrics import METRICS
+from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
 from flexengine.apps.evaluate.scenario import Scenario
 from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place

@@ -1,7 +1,7 @@
 """Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,12 @@ def parse_run(text: str) -> Run:
             f" 4bit:weights=int4, with options from {', '.join(OPTIONS)}"
         )
     options = _options(name, rest)
+    switches: dict[str, Any] = {n.replace("-", "_"): v for n, v in options.items() if n not in ("model", "dtype")}
     try:
-        lossy = _lossy(options)
+        for switch in ("sparse_attention", "sparsify"):
+            if switch in switches:
+                switches[switch] = _share(switch, switches[switch])
+        lossy = Lossy(**switches)
     except InvalidInput as error:
         raise InvalidInput(f"--run {name}: {error}") from error
     return Run(name.strip(), options.get("model"), lossy, options.get("dtype"))
@@ -79,15 +83,6 @@ def _options(name: str, text: str) -> dict[str, str]:
             raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")
         options[option] = value
     return options
-
-
-def _lossy(options: Mapping[str, str]) -> Lossy:
-    """Return the lossy switches. Raise InvalidInput if a value is not allowed."""
-    switches: dict[str, Any] = {n.replace("-", "_"): v for n, v in options.items() if n not in ("model", "dtype")}
-    for name in ("sparse_attention", "sparsify"):
-        if name in switches:
-            switches[name] = _share(name, switches[name])
-    return Lossy(**switches)
 
 
 def _share(name: str, text: str) -> float:
@@ -112,7 +107,9 @@ def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
         if spec.model is not None or not models:
             runs.append(spec)
         else:
-            runs += [replace(spec, model=model, name=_name(spec, model, len(models) > 1)) for model in models]
+            several = len(models) > 1
+            names = [f"{Path(model).name} {spec.name}" if several else spec.name for model in models]
+            runs += [replace(spec, model=model, name=name) for model, name in zip(models, names, strict=True)]
     seen: dict[str, Run] = {}
     for run in runs:
         if (size := len(run.stem.encode())) > _MOST_BYTES:
@@ -128,46 +125,29 @@ def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _name(spec: Run, model: str, several: bool) -> str:
-    return f"{Path(model).name} {spec.name}" if several else spec.name
-
-
-def job_files(folder: Path, stem: str) -> RowsJob:
-    """Return the files in a folder of jobs, by the `stem` of a run."""
-    return RowsJob.named(folder / stem)
-
-
 def stems_of(folder: Path) -> set[str]:
     """Return the stems of all runs that have a journal in a folder of jobs."""
     return {path.name.removesuffix(_JOURNAL) for path in folder.glob(f"*{_JOURNAL}")}
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The results of a run.
+def run_job(
+    engine: RunsJobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Run the rows as one job, whose files are in `folder`. If the job was interrupted, it is continued; if it is
+    finished, its results are read.
 
-    Attributes:
-        results: rows of the job with the fields of its output.
-        seconds: seconds of the job, from the reading of weights on; None if an earlier call of the command computed
-            some of the rows.
-    """
-
-    results: list[dict[str, Any]]
-    seconds: float | None
-
-
-def run_job(engine: RunsJobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path) -> Finished:
-    """Run the rows as one job, whose files are in `folder`, and return its results. If the job was interrupted, it is
-    continued; if it is finished, its results are read.
+    Returns:
+        The rows with the fields of the output, and the seconds of the job, from the reading of weights on; None if an
+        earlier call of the command computed some of the rows.
 
     Raises:
         InvalidInput: the folder holds a job of this name with other rows.
     """
-    job = job_files(folder, run.stem)
+    job = RowsJob.named(folder / run.stem)
     write_rows(job, rows)
     summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
     seconds = summary.load_seconds + summary.total_seconds
-    return Finished(job.joined(rows), seconds if summary.job.done_before == 0 else None)
+    return job.joined(rows), seconds if summary.job.done_before == 0 else None
 
 
 def write_rows(job: RowsJob, rows: Sequence[dict[str, Any]]) -> None:

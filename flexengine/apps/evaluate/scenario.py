@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.evaluate.answers import CHOICE, GENERATION, KINDS, PERPLEXITY
-from flexengine.apps.evaluate.metrics import DEFAULT, METRICS
+from flexengine.apps.evaluate.metrics import CHOICE, DEFAULT, GENERATION, KINDS, METRICS, PERPLEXITY
 from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.templates import columns_of
 from flexengine.apps.evaluate.yaml_fields import Origin, read

@@ -1,12 +1,73 @@
-"""Metrics of labelled questions, with the effect of answers that are none."""
+"""Answers in the results of the job, and their metrics, which show the effect of answers that are none."""
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
+from flexengine.job.results import logprob_of
+from flexengine.job.rows import without_place
 
+DIGITS = 6  # of a confidence after the point; float32 sums have no more
 Metrics = dict[str, Any]
+_YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 _QUOTES = "\"'`“”‘’"
+_SHOWN = ("f1", "precision", "recall", "accuracy", "row_accuracy")
+_NAMES = {"f1": "F1", "row_accuracy": "accuracy of rows"}
+
+
+class TableAnswer(NamedTuple):
+    """The answer to one question.
+
+    Attributes:
+        text: the answer; None if the row failed.
+        confidence: log probability of the answer in nats. For a generated answer, with the tokens that ended it.
+        failure: why there is no answer; None if there is one.
+        cut: whether a generated answer reached the most tokens before its end.
+    """
+
+    text: str | None
+    confidence: float | None = None
+    failure: str | None = None
+    cut: bool = False
+
+
+def read_answers(path: Path, choices: Sequence[str]) -> Iterator[TableAnswer]:
+    """Yield the answers in the results of a job, in the order of its rows.
+
+    Args:
+        path: file of JSON lines.
+        choices: answers that were scored; empty if answers were generated.
+    """
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield answer_of(json.loads(line), choices)
+
+
+def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> TableAnswer:
+    """Return the answer in an output row of a job."""
+    if (error := result.get("error")) is not None:
+        return TableAnswer(None, failure=without_place(str(error)))
+    if not choices:
+        confidence = math.fsum(map(logprob_of, result["logprobs"]))
+        cut = result["finish_reason"] == "length"
+        return TableAnswer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
+    logprobs = [logprob_of(score) for score in result["scores"]]
+    best = max(range(len(choices)), key=logprobs.__getitem__)
+    if logprobs[best] == -math.inf:
+        return TableAnswer(None, failure="no choice has a probability above 0, so none can be chosen")
+    return TableAnswer(choices[best], round(logprobs[best], DIGITS))
+
+
+def plain(answers: Iterable[TableAnswer]) -> Iterator[TableAnswer]:
+    """Yield the answers to questions of Yes or No. A text that begins with this word, in any case and after any spaces
+    ("yes.", " No, ..."), becomes Yes or No. Other texts stay."""
+    for answer in answers:
+        match = _YES_NO.match(answer.text or "")
+        yield answer._replace(text=match[1].capitalize()) if match else answer
 
 
 class Judged(NamedTuple):
@@ -27,9 +88,6 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-# Yes or No.
-
-
 def yes_no_metrics(judged: Sequence[Judged]) -> Metrics:
     """Return F1, precision and recall on Yes, and accuracy.
 
@@ -39,13 +97,17 @@ def yes_no_metrics(judged: Sequence[Judged]) -> Metrics:
     Returns:
         The metrics, null where a denominator is 0; counts; and, as `without`, the metrics without these rows.
     """
-    proper = [one for one in judged if one.answer in (YES, NO)]
-    failed = sum(one.answer is None for one in judged)
     lost = [one for one in judged if one.answer not in (YES, NO)]
-    counts = {"rows": len(judged), "yes_rows": sum(one.label == YES for one in judged),
-              "garbage": len(lost) - failed, "failed": failed,
-              "lost_yes_rows": sum(one.label == YES for one in lost)}  # fmt: skip
-    return {**_yes_no(judged), **counts, "without": _yes_no(proper)}
+    failed = sum(one.answer is None for one in judged)
+    return {
+        **_yes_no(judged),
+        "rows": len(judged),
+        "yes_rows": sum(one.label == YES for one in judged),
+        "garbage": len(lost) - failed,
+        "failed": failed,
+        "lost_yes_rows": sum(one.label == YES for one in lost),
+        "without": _yes_no([one for one in judged if one.answer in (YES, NO)]),
+    }
 
 
 def _yes_no(judged: Sequence[Judged]) -> Metrics:
@@ -53,11 +115,12 @@ def _yes_no(judged: Sequence[Judged]) -> Metrics:
     said = sum(one.answer == YES for one in judged)
     true = sum(one.label == YES for one in judged)
     right = sum(one.label == one.answer for one in judged)
-    return {"f1": _ratio(2 * hits, said + true), "precision": _ratio(hits, said), "recall": _ratio(hits, true),
-            "accuracy": _ratio(right, len(judged))}  # fmt: skip
-
-
-# Values.
+    return {
+        "f1": _ratio(2 * hits, said + true),
+        "precision": _ratio(hits, said),
+        "recall": _ratio(hits, true),
+        "accuracy": _ratio(right, len(judged)),
+    }
 
 
 def normalised(text: str) -> str:
@@ -69,39 +132,34 @@ def normalised(text: str) -> str:
 def value_metrics(judged: Sequence[Judged]) -> Metrics:
     """Return the accuracy of imputed values, which are compared after `normalised`. Empty answers and failed rows count
     as wrong; `without` has the accuracy without them."""
-    right = [bool(one.answer) and normalised(one.answer or "") == normalised(one.label) for one in judged]
-    return {"accuracy": _ratio(sum(right), len(judged)), **_lost(judged, right)}
+    right = sum(bool(one.answer) and normalised(one.answer or "") == normalised(one.label) for one in judged)
+    proper = sum(bool(one.answer) for one in judged)
+    return {"accuracy": _ratio(right, len(judged)), **_lost(judged), "without": {"accuracy": _ratio(right, proper)}}
 
 
 def transform_metrics(judged: Sequence[Judged]) -> Metrics:
     """Return the share of transformations whose answers are all right, and the share of right rows. Answers must be
     equal to the last character. Empty answers and failed rows count as wrong; `without` has the metrics without them.
     """
-    right = [one.answer == one.label for one in judged]
-    lost = _lost(judged, right)
     proper = [one for one in judged if one.answer]
-    lost["without"] = {**_transformations(proper), "row_accuracy": lost["without"]["accuracy"]}
-    return {**_transformations(judged), "row_accuracy": _ratio(sum(right), len(judged)), **lost}
+    return {**_transformations(judged), **_lost(judged), "without": _transformations(proper)}
 
 
 def _transformations(judged: Sequence[Judged]) -> Metrics:
     groups: dict[str, bool] = {}
     for one in judged:
         groups[one.group] = groups.get(one.group, True) and one.answer == one.label
-    return {"accuracy": _ratio(sum(groups.values()), len(groups)), "transformations": len(groups)}
+    right = sum(one.answer == one.label for one in judged)
+    return {
+        "accuracy": _ratio(sum(groups.values()), len(groups)),
+        "transformations": len(groups),
+        "row_accuracy": _ratio(right, len(judged)),
+    }
 
 
-def _lost(judged: Sequence[Judged], right: Sequence[bool]) -> Metrics:
-    failed = sum(one.answer is None for one in judged)
-    empty = sum(one.answer == "" for one in judged)
-    without = {"accuracy": _ratio(sum(right), len(judged) - failed - empty)}
-    return {"rows": len(judged), "garbage": empty, "failed": failed, "without": without}
-
-
-# Text.
-
-_NAMES = {"f1": "F1", "row_accuracy": "accuracy of rows"}
-_SHOWN = ("f1", "precision", "recall", "accuracy", "row_accuracy")
+def _lost(judged: Sequence[Judged]) -> Metrics:
+    answers = [one.answer for one in judged]
+    return {"rows": len(judged), "garbage": answers.count(""), "failed": answers.count(None)}
 
 
 def described(metrics: Metrics) -> list[str]:

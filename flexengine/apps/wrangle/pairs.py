@@ -1,17 +1,65 @@
-"""Tables of pairs: common columns, and pairs made from two tables (blocking)."""
+"""Tables of pairs: common columns, and pairs made from two tables (blocking) by TF-IDF and cosine, with scikit-learn
+(extra "wrangle")."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from flexengine.apps.wrangle.serialise import serialise, text_of
-from flexengine.apps.wrangle.similar import Neighbour, nearest
-from flexengine.apps.wrangle.spec import Spec
+from flexengine.apps.wrangle.prompts import serialise, text_of
+from flexengine.apps.wrangle.spec import TOKEN, Spec
 from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
 from flexengine.job.tables import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
+_MAX_CELLS = 2**22  # similarities in memory at a time
 _Pair = tuple[int, int, float]  # row of the first table, row of the second, similarity
+
+
+class Neighbour(NamedTuple):
+    """A text beside a query.
+
+    Attributes:
+        number: index of the text.
+        similarity: cosine of the TF-IDF vectors, 0 to 1.
+    """
+
+    number: int
+    similarity: float
+
+
+def check_library() -> None:
+    """Raise InvalidInput if scikit-learn is not installed."""
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise InvalidInput('similarity needs scikit-learn; pip install "flexengine[wrangle]"') from error
+
+
+def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[Neighbour]]:
+    """Yield the nearest texts of each query, the most similar first. Equally similar texts keep their order.
+
+    Args:
+        count: most texts per query.
+        kind: CHARACTER compares sequences of three characters, TOKEN compares words.
+    """
+    import numpy as np
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    cut = {"token_pattern": r"\w+"} if kind == TOKEN else {"analyzer": "char_wb", "ngram_range": (3, 3)}
+    vectorizer = TfidfVectorizer(**cut)
+    try:
+        vectorizer.fit([*queries, *texts])
+    except ValueError as error:  # no text has a word
+        raise InvalidInput("no row has a text to compare; give tables with text in their common columns") from error
+    mine, other = vectorizer.transform(queries), vectorizer.transform(texts).T.tocsc()
+    step = max(1, _MAX_CELLS // len(texts))
+    for first in range(0, len(queries), step):
+        similarities = (mine[first : first + step] @ other).toarray().round(9)
+        for row in similarities:
+            least = np.partition(row, -count)[-count] if count < len(row) else 0.0
+            enough = np.flatnonzero(row >= least)
+            best = enough[np.argsort(-row[enough], kind="stable")][:count]
+            yield [Neighbour(int(i), float(row[i])) for i in best]
 
 
 def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: Sequence[str] = ()) -> list[str]:
@@ -55,13 +103,14 @@ def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrang
         InvalidInput: the tables have no common column, or there is no candidate.
     """
     columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
-    mine, other = ([cell_texts(r, columns) for r in t.records] for t in (left, right))
+    mine, other = ([_compared(record, columns) for record in table.records] for table in (left, right))
     count = spec.top_candidates
     assert count is not None  # match has a default
     pairs = [
         (i, neighbour.number, neighbour.similarity)
-        for i, found in enumerate(nearest(mine, other, count, spec.similarity))
-        for neighbour in _similar(found)
+        for i, neighbours in enumerate(nearest(mine, other, count, spec.similarity))
+        for neighbour in neighbours
+        if neighbour.similarity > 0
     ]
     if not pairs:
         raise InvalidInput(
@@ -71,29 +120,21 @@ def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrang
     return _joined(left, right, pairs)
 
 
-def cell_texts(record: TableRow, columns: Sequence[str]) -> str:
-    """Return the texts of a row's cells, which are compared for similarity; "" for a row that cannot be read."""
+def _compared(record: TableRow, columns: Sequence[str]) -> str:
     return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
-
-
-def _similar(found: list[Neighbour]) -> Iterator[Neighbour]:
-    return (neighbour for neighbour in found if neighbour.similarity > 0)
 
 
 def _joined(left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair]) -> WrangleTable:
     columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
     faults = [(table, row) for table in (left, right) for row, record in enumerate(table.records) if record.fault]
-    records = [_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1)]
+    records = []
+    for number, (i, j, similarity) in enumerate(pairs, start=1):
+        cells = {LEFT + name: value for name, value in left.records[i].fields.items()}
+        cells |= {RIGHT + name: value for name, value in right.records[j].fields.items()}
+        records.append(TableRow(number, {**cells, SIMILARITY: similarity}))
     records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
     arrow = _joined_arrow(left, right, pairs, faults)
     return WrangleTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
-
-
-def _record(number: int, left: WrangleTable, right: WrangleTable, pair: _Pair) -> TableRow:
-    mine, other = left.records[pair[0]].fields, right.records[pair[1]].fields
-    cells = {LEFT + name: value for name, value in mine.items()}
-    cells |= {RIGHT + name: value for name, value in other.items()}
-    return TableRow(number, {**cells, SIMILARITY: pair[2]})
 
 
 def _joined_arrow(
@@ -111,9 +152,6 @@ def _joined_arrow(
         cells |= {prefix + name: taken.column(name) for name in taken.column_names}
     similarities = [*(pair[2] for pair in pairs), *[None] * len(faults)]
     return pa.table({**cells, SIMILARITY: pa.array(similarities, pa.float64())})
-
-
-# Schemas.
 
 
 def schema_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> WrangleTable:
@@ -134,19 +172,14 @@ def schema_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrangle
         for neighbour in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
-    table = WrangleTable(f"{left.name} x {right.name}", left.form, columns, records)
-    return table if left.arrow is None else WrangleTable(*_fields(table), _typed(table))
+    arrow = None
+    if left.arrow is not None:
+        import pyarrow as pa
 
-
-def _fields(table: WrangleTable) -> tuple[str, str, tuple[str, ...], tuple[TableRow, ...]]:
-    return table.name, table.form, table.columns, table.records
-
-
-def _typed(table: WrangleTable) -> Any:
-    import pyarrow as pa
-
-    cells = {c: [record.fields[c] for record in table.records] for c in table.columns}
-    return pa.table({c: pa.array(v, pa.float64() if c == SIMILARITY else pa.string()) for c, v in cells.items()})
+        cells = {c: [record.fields[c] for record in records] for c in columns}
+        types = {c: pa.float64() if c == SIMILARITY else pa.string() for c in columns}
+        arrow = pa.table({c: pa.array(cells[c], types[c]) for c in columns})
+    return WrangleTable(f"{left.name} x {right.name}", left.form, columns, records, arrow)
 
 
 def _descriptions(table: WrangleTable, count: int) -> list[dict[str, str]]:
@@ -160,10 +193,5 @@ def _descriptions(table: WrangleTable, count: int) -> list[dict[str, str]]:
 
 
 def side_text(record: TableRow, prefix: str, columns: Sequence[str], missing: str) -> str:
-    """Return the text of one side of a pair, serialised without left_ or right_.
-
-    Args:
-        prefix: LEFT or RIGHT.
-        columns: columns without the prefix.
-    """
+    """Return the text of one side of a pair, LEFT or RIGHT, serialised without this prefix."""
     return serialise({c: record.fields[prefix + c] for c in columns}, columns, missing)

@@ -1,16 +1,26 @@
-"""The plan of a run: all prompts, before a model is opened."""
+"""The plan of a run: all prompts with the examples before their questions, before a model is opened."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flexengine.apps.wrangle import prompts
-from flexengine.apps.wrangle.pairs import matching_pairs, schema_pairs
-from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of, without
-from flexengine.apps.wrangle.shots import chosen, most_of_a_row, nearest_shots, shot_count
-from flexengine.apps.wrangle.similar import check_library
-from flexengine.apps.wrangle.spec import IMPUTE, MATCH, MAX_TOKENS, NEAREST, Spec
+from flexengine.apps.wrangle.pairs import check_library, matching_pairs, nearest, schema_pairs
+from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of
+from flexengine.apps.wrangle.spec import (
+    BALANCED,
+    DEFAULT_SHOTS,
+    GIVEN,
+    IMPUTE,
+    MATCH,
+    MAX_TOKENS,
+    NEAREST,
+    TRANSFORM,
+    TRANSFORMATIONS,
+    Spec,
+)
 from flexengine.apps.wrangle.tables import WrangleTable, read_table
 from flexengine.errors import InvalidInput
 
@@ -59,18 +69,23 @@ def make_plan(spec: Spec) -> WranglePlan:
         check_library()
     table = _table(spec)
     asked = questions_of(table, spec)
-    _check_names(table, asked)
+    for name in (f"{target}_{end}" for target in asked.targets for end in ENDS):
+        if name in table.columns:
+            raise InvalidInput(f"{table.name} has a column {name!r}, which the output adds; rename it")
     examples = None
     if spec.examples:
         examples = questions_of(read_table(spec.examples, "--examples"), spec, examples=True)
     choices = choices_of(spec, [asked, *([examples] if examples else [])])
     questions, pool = _predicted(spec, asked, examples)
-    if spec.group and spec.shots != 0:
-        _check_groups(questions, pool)
+    if spec.group and spec.shots != 0 and (missing := {q.group for q in questions} - {q.group for q in pool}):
+        raise InvalidInput(f"group {sorted(missing)[0]!r} has no example; add rows of this group to --examples")
     classes = choices or (prompts.YES, prompts.NO)
     questions, texts = _with_shots(spec, questions, pool, classes, own=examples is None)
     if not questions:
-        raise InvalidInput(f"{table.name} has no row to predict; {_nothing(spec)}")
+        remedy = "give more rows, or lower --shots"
+        if spec.task == IMPUTE and not spec.evaluate:
+            remedy = f"column {spec.column[0]!r} has no empty cell; --evaluate predicts filled cells and compares"
+        raise InvalidInput(f"{table.name} has no row to predict; {remedy}")
     plan = WranglePlan(spec, asked, tuple(questions), tuple(texts), choices)
     if (spec.label or spec.evaluate) and not plan.labelled and not examples:
         raise InvalidInput(
@@ -78,12 +93,6 @@ def make_plan(spec: Spec) -> WranglePlan:
             " the column, or leave --label out"
         )
     return plan
-
-
-def _nothing(spec: Spec) -> str:
-    if spec.task == IMPUTE and not spec.evaluate:
-        return f"column {spec.column[0]!r} has no empty cell; --evaluate predicts filled cells and compares"
-    return "give more rows, or lower --shots"
 
 
 def _table(spec: Spec) -> WrangleTable:
@@ -96,12 +105,6 @@ def _table(spec: Spec) -> WrangleTable:
             " pairs, or --examples with labelled pairs"
         )
     return (matching_pairs if spec.task == MATCH else schema_pairs)(tables[0], tables[1], spec)
-
-
-def _check_names(table: WrangleTable, asked: TableQuestions) -> None:
-    for name in (f"{target}_{end}" for target in asked.targets for end in ENDS):
-        if name in table.columns:
-            raise InvalidInput(f"{table.name} has a column {name!r}, which the output adds; rename it")
 
 
 def _predicted(
@@ -122,12 +125,6 @@ def _predicted(
     return questions, pool if examples is None else examples.questions
 
 
-def _check_groups(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion]) -> None:
-    missing = {q.group for q in questions} - {q.group for q in pool}
-    if missing:
-        raise InvalidInput(f"group {sorted(missing)[0]!r} has no example; add rows of this group to --examples")
-
-
 def _with_shots(
     spec: Spec, questions: list[CellQuestion], pool: list[CellQuestion], classes: Sequence[str], own: bool
 ) -> tuple[list[CellQuestion], list[str]]:
@@ -145,13 +142,96 @@ def _with_shots(
             shots = list(nearest_shots(spec, mine, examples, count, own))
         else:
             shared = chosen(spec, examples, count, classes)
-            mine = without(mine, shared) if own else mine
+            left_out = set(shared) if own else set()
+            mine = [question for question in mine if question not in left_out]
             shots = [shared] * len(mine)
-        made |= {question: _prompt(spec, some, question) for question, some in zip(mine, shots, strict=True)}
+        for question, some in zip(mine, shots, strict=True):
+            pairs = [(shot.text, shot.answer or "") for shot in some]
+            made[question] = prompts.prompt(spec.instruction, pairs, question.text)
     left = [question for question in questions if question in made]
     return left, [made[question] for question in left]
 
 
-def _prompt(spec: Spec, shots: Sequence[CellQuestion], question: CellQuestion) -> str:
-    pairs = [(shot.text, shot.answer or "") for shot in shots]
-    return prompts.prompt(spec.instruction, pairs, question.text)
+def shot_count(spec: Spec, available: int, left_out: int) -> int:
+    """Return the number of shots.
+
+    Args:
+        available: number of examples.
+        left_out: most examples in the row of one question, which NEAREST leaves out; 0 if examples stand in no row of a
+            question. Else examples would be predicted and compared, so the default takes at most half of them.
+
+    Raises:
+        InvalidInput: --shots is larger than the number of examples, or there are none where they
+            are wanted or needed.
+    """
+    if spec.shots is None:
+        count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
+        if count == 0 and (spec.pick or spec.examples):
+            raise InvalidInput(
+                f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
+                " answers, or --shots 0"
+            )
+        if count == 0 and spec.task == TRANSFORM and not spec.instruction:
+            raise InvalidInput(f"transform has no example to show; {TRANSFORMATIONS}")
+        return count
+    most = available - left_out if spec.picks == NEAREST else available
+    if spec.shots > most:
+        other = " in other rows" if most < available else ""
+        raise InvalidInput(
+            f"--shots is {spec.shots}, but there are {most} examples{other}; give at most so many, or"
+            " more rows with answers by --examples or in the table"
+        )
+    return spec.shots
+
+
+def most_of_a_row(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion]) -> int:
+    """Return the largest number of examples in the row of one question. There are several if a row has several checked
+    cells."""
+    counts = Counter(q.row for q in pool)
+    return max((counts[q.row] for q in questions), default=0)
+
+
+def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequence[str]) -> list[CellQuestion]:
+    """Return the examples that all questions share: the first ones, or drawn with the seed.
+
+    Args:
+        pool: all examples.
+        count: number of shots, at most the number of examples.
+        choices: allowed answers, for BALANCED.
+
+    Raises:
+        InvalidInput: an answer has too few examples.
+    """
+    if spec.picks == GIVEN:
+        return list(pool[:count])
+    rng = random.Random(spec.seed)
+    if spec.picks != BALANCED:
+        return rng.sample(list(pool), count)
+    shots: list[CellQuestion] = []
+    for place, choice in enumerate(choices):
+        wanted = count // len(choices) + (place < count % len(choices))
+        own = [q for q in pool if q.answer == choice]
+        if wanted > len(own):
+            raise InvalidInput(
+                f"--pick balanced needs {wanted} examples with the answer {choice}, but there are"
+                f" {len(own)}; lower --shots, or pick random"
+            )
+        shots += rng.sample(own, wanted)
+    rng.shuffle(shots)
+    return shots
+
+
+def nearest_shots(
+    spec: Spec, questions: Sequence[CellQuestion], pool: Sequence[CellQuestion], count: int, own: bool
+) -> Iterator[list[CellQuestion]]:
+    """Yield the most similar examples of each question, the most similar last, where it stands beside the question.
+
+    Args:
+        own: examples are rows of the questions' own table. Examples of a question's own row are left out.
+    """
+    spare = most_of_a_row(questions, pool) if own else 0
+    texts = [q.text for q in pool]
+    found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)
+    for question, neighbours in zip(questions, found, strict=True):
+        examples = [pool[n.number] for n in neighbours if not (own and pool[n.number].row == question.row)]
+        yield examples[:count][::-1]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from flexengine.apps.wrangle import prompts
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text, sides
-from flexengine.apps.wrangle.prompts import NO, YES
-from flexengine.apps.wrangle.serialise import serialise, text_of
+from flexengine.apps.wrangle.prompts import NO, YES, serialise, text_of
 from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
 from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
@@ -72,21 +71,14 @@ def questions_of(table: WrangleTable, spec: Spec, examples: bool = False) -> Tab
             asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
             continue
         asked.questions += build(row, record)
-    if examples:
-        _check_examples(asked)
-    return asked
-
-
-def _check_examples(asked: TableQuestions) -> None:
-    table = asked.table
-    if asked.faults:
+    if examples and asked.faults:
         raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
-    for question in asked.questions:
-        if question.answer is None:
-            raise InvalidInput(
-                f"--examples {table.place(question.row)}: there is no answer for {question.target};"
-                " give it, or leave the row out"
-            )
+    if examples and (unknown := next((q for q in asked.questions if q.answer is None), None)) is not None:
+        raise InvalidInput(
+            f"--examples {table.place(unknown.row)}: there is no answer for {unknown.target}; give it, or leave the"
+            " row out"
+        )
+    return asked
 
 
 def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ...]:
@@ -215,7 +207,7 @@ def _transform(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[st
             return []  # an empty cell stays empty
         group = "" if spec.group is None else text_of(record.fields[spec.group]) or ""
         true = text_of(record.fields[answer]) if answer else None
-        return [CellQuestion(row, target, prompts.transform_question(cell or ""), true and true.strip(), group=group)]
+        return [CellQuestion(row, target, f"input:{cell or ''}\noutput:", true and true.strip(), group=group)]
 
     return [target], build
 
@@ -252,21 +244,13 @@ def _label(table: WrangleTable, spec: Spec, name: str | None, examples: bool) ->
     if name is None or (not examples and spec.examples and name not in table.columns):
         return lambda row: None
     table.check_has([name], "--label")
-    labels = [_yes_no(table, row, record, name) for row, record in enumerate(table.records)]
-    return labels.__getitem__
-
-
-def _yes_no(table: WrangleTable, row: int, record: TableRow, name: str) -> str | None:
-    if record.fault or (text := text_of(record.fields[name])) is None:
-        return None
-    if (label := _LABELS.get(text.strip().lower())) is None:
-        raise InvalidInput(
-            f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is unknown"
-        )
-    return label
-
-
-def without(questions: Sequence[CellQuestion], used: Sequence[CellQuestion]) -> list[CellQuestion]:
-    """Return the questions that are not among `used`."""
-    left_out = set(used)
-    return [question for question in questions if question not in left_out]
+    labels = dict[int, str]()
+    for row, record in enumerate(table.records):
+        text = None if record.fault else text_of(record.fields[name])
+        if text is not None and (known := text.strip().lower()) not in _LABELS:
+            raise InvalidInput(
+                f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is unknown"
+            )
+        if text is not None:
+            labels[row] = _LABELS[known]
+    return labels.get

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.rows_job import RowsJob
-from flexengine.apps.wrangle.answers import TableAnswer, plain, read_answers
-from flexengine.apps.wrangle.metrics import Judged, Metrics, transform_metrics, value_metrics, yes_no_metrics
+from flexengine.apps.wrangle.metrics import (
+    Judged,
+    Metrics,
+    TableAnswer,
+    plain,
+    read_answers,
+    transform_metrics,
+    value_metrics,
+    yes_no_metrics,
+)
 from flexengine.apps.wrangle.plan import WranglePlan
+from flexengine.apps.wrangle.prompts import NO, YES
 from flexengine.apps.wrangle.spec import TRANSFORM
 from flexengine.apps.wrangle.tables import Added, check_output, holds_table, write_table
 from flexengine.errors import InvalidInput
@@ -47,24 +56,14 @@ def job_of(output: str) -> RowsJob:
     return RowsJob.named(Path(output).resolve(), ".rows.jsonl")
 
 
-def rows_path(output: str) -> Path:
-    """Return the path of the file with the job's rows, beside the output."""
-    return job_of(output).rows
-
-
-def results_path(output: str) -> Path:
-    """Return the path of the file with the job's results, beside the output."""
-    return job_of(output).results
-
-
 def work_files(output: str) -> dict[str, Path]:
     """Return the files that a run writes beside its output, by the names that messages use."""
-    rows, results = rows_path(output), results_path(output)
+    job = job_of(output)
     return {
-        "the rows of --output": rows,
-        "the unfinished rows of --output": part_path(rows),
-        "the results of --output": results,
-        **files_beside(results, "the results of --output"),
+        "the rows of --output": job.rows,
+        "the unfinished rows of --output": part_path(job.rows),
+        "the results of --output": job.results,
+        **files_beside(job.results, "the results of --output"),
         "the unfinished part of --output": part_path(output),
     }
 
@@ -95,7 +94,7 @@ def check(plan: WranglePlan, output: str, restart: bool = False) -> None:
         )
     if exists and not _is_written(plan, output):
         raise InvalidInput(
-            f"--output {output} is not the table that {results_path(output).name} gives, so one of them"
+            f"--output {output} is not the table that {job.results.name} gives, so one of them"
             " was changed; rename the output, and the same command writes it again"
         )
 
@@ -113,15 +112,15 @@ def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors:
     Raises:
         InvalidInput: another process writes the results.
     """
-    target = Path(output).resolve()
+    target, job = Path(output).resolve(), job_of(output)
     if restart:
-        with Journal(job_of(output).journal) as journal:
+        with Journal(job.journal) as journal:
             target.unlink(missing_ok=True)
-            results_path(output).unlink(missing_ok=True)
+            job.results.unlink(missing_ok=True)
             journal.restart()  # at the end of the block an empty journal is deleted
     elif retry_errors:
         target.unlink(missing_ok=True)
-    if not (job := job_of(output)).began:
+    if not job.began:
         job.write(plan.requests())
 
 
@@ -155,12 +154,18 @@ def finish(plan: WranglePlan, output: str) -> Report:
         for question, answer in zip(plan.questions, answers, strict=True)
         if question.answer is not None
     ]
+    measure = transform_metrics if plan.spec.task == TRANSFORM else value_metrics
+    texts = Counter(answer.text for answer in answers)
+    yes_no = {text: texts[text] for text in (NO, YES) if texts[text]}
     return Report(
-        len(answers) - failed, failed + len(plan.asked.faults), _first_failure(plan, answers),
-        sum(answer.text == "" for answer in answers), sum(answer.cut for answer in answers),
-        dict(sorted(Counter(a.text for a in answers if a.text in ("Yes", "No")).items())) if plan.spec.yes_no else {},
-        _metrics(plan, judged) if judged else None,
-    )  # fmt: skip
+        predicted=len(answers) - failed,
+        failed=failed + len(plan.asked.faults),
+        failure=_first_failure(plan, answers),
+        empty=texts[""],
+        cut=sum(answer.cut for answer in answers),
+        answers=yes_no if plan.spec.yes_no else {},
+        metrics=(yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
+    )
 
 
 def _first_failure(plan: WranglePlan, answers: Sequence[TableAnswer]) -> str | None:
@@ -174,14 +179,8 @@ def _first_failure(plan: WranglePlan, answers: Sequence[TableAnswer]) -> str | N
 
 
 def _answers(plan: WranglePlan, output: str) -> list[TableAnswer]:
-    answers = read_answers(results_path(output), plan.choices)
+    answers = read_answers(job_of(output).results, plan.choices)
     return list(plain(answers) if plan.spec.yes_no else answers)
-
-
-def _metrics(plan: WranglePlan, judged: Sequence[Judged]) -> Metrics:
-    if plan.spec.yes_no:
-        return yes_no_metrics(judged)
-    return (transform_metrics if plan.spec.task == TRANSFORM else value_metrics)(judged)
 
 
 def _columns(plan: WranglePlan, answers: Sequence[TableAnswer]) -> list[Added]:
@@ -201,9 +200,6 @@ def _columns(plan: WranglePlan, answers: Sequence[TableAnswer]) -> list[Added]:
 
 def as_json(plan: WranglePlan, report: Report, output: str) -> dict[str, Any]:
     """Return the report as JSON values."""
-    spec = plan.spec
-    return {
-        "task": spec.task, "tables": list(spec.tables), "output": output, "rows": len(plan.asked.table.records),
-        "predicted": report.predicted, "failed": report.failed, "empty": report.empty, "cut": report.cut,
-        "answers": report.answers, "metrics": report.metrics,
-    }  # fmt: skip
+    run = {"task": plan.spec.task, "tables": list(plan.spec.tables), "output": output}
+    counts = {name: value for name, value in vars(report).items() if name != "failure"}
+    return {**run, "rows": len(plan.asked.table.records), **counts}

@@ -5,14 +5,12 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.apps.wrangle.serialise import text_of
+from flexengine.apps.tables import read_records
+from flexengine.apps.wrangle.prompts import text_of
 from flexengine.errors import InvalidInput
-from flexengine.job.read_arrow import arrow_columns, arrow_records
-from flexengine.job.read_csv import csv_table
 from flexengine.job.results import encode_fields
 from flexengine.job.source import InputFile
 from flexengine.job.tables import DELIMITERS, TableRow, other_separator
@@ -60,11 +58,7 @@ class WrangleTable:
         return f"{self.name}, {'row' if self.arrow is not None else 'line'} {self.records[row].line}"
 
     def check_has(self, columns: Sequence[str], option: str) -> None:
-        """Raise InvalidInput if a column does not exist.
-
-        Args:
-            option: option that names the columns.
-        """
+        """Raise InvalidInput if a column does not exist. option: the option that names the columns."""
         for column in columns:
             if column not in self.columns:
                 seems = other_separator(self.columns, self.form)
@@ -83,20 +77,6 @@ class WrangleTable:
         return pa.table({c: pa.array(values, pa.string()) for c, values in cells.items()})
 
 
-def form_of(name: str, what: str) -> str:
-    """Return the format that the suffix of a file names. Raise InvalidInput if it names none.
-
-    Args:
-        what: option or argument that names the file, for messages.
-    """
-    path = Path(name)
-    inner = Path(path.stem).suffix.lower() if path.suffix.lower() in (".gz", ".zst") else path.suffix.lower()
-    form = _FORMS.get(inner)
-    if form is None or (path.suffix.lower() != inner and form not in DELIMITERS):
-        raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
-    return form
-
-
 def read_table(name: str, what: str = "table", limit: int | None = None) -> WrangleTable:
     """Return the table in a file.
 
@@ -105,36 +85,20 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Wran
         limit: only the first rows; None is all.
 
     Raises:
-        InvalidInput: the file cannot be read, has no rows, or has unnamed columns or columns of one name.
+        InvalidInput: the file cannot be read, has no rows, or has unnamed columns or columns of one name; or its suffix
+            names no format.
     """
-    form = form_of(name, what)
-    with closing(InputFile(Path(name), form)) as source:
-        table = (_read_text if form in DELIMITERS else _read_arrow)(source, limit, what)
-    if not table.records:
-        raise InvalidInput(f"{what} {name} has no rows; give a table with at least one")
-    return table
-
-
-def _check_columns(columns: Sequence[str], source: InputFile, what: str) -> None:
-    """Raise InvalidInput if a column has no name, or several have the same."""
-    if double := sorted({c for c in columns if columns.count(c) > 1}):
-        raise InvalidInput(f"{what} {source.name} has several columns named {double[0]!r}; rename them")
-    if "" in columns:
-        raise InvalidInput(f"{what} {source.name} has a column without a name, number {columns.index('') + 1}; name it")
-
-
-def _read_text(source: InputFile, limit: int | None, what: str) -> WrangleTable:
-    with source.open() as file:
-        columns, records = csv_table(file, source.name, source.form)
-        _check_columns(columns, source, what)
-        return WrangleTable(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
-
-
-def _read_arrow(source: InputFile, limit: int | None, what: str) -> WrangleTable:
-    columns = arrow_columns(source.file, source.name, source.form)
-    _check_columns(columns, source, what)
-    rows = tuple(islice(arrow_records(source.file, source.name, source.form, None), limit))
-    return WrangleTable(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
+    path = Path(name)
+    packed = path.suffix.lower() in (".gz", ".zst")
+    form = _FORMS.get(Path(path.stem).suffix.lower() if packed else path.suffix.lower())
+    if form is None or (packed and form not in DELIMITERS):
+        raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
+    with closing(InputFile(path, form)) as source:
+        columns, records = read_records(source, f"{what} {name}", limit)
+        if "" in columns:
+            raise InvalidInput(f"{what} {name} has a column without a name, number {columns.index('') + 1}; name it")
+        arrow = None if form in DELIMITERS else _whole(source).slice(0, limit)
+    return WrangleTable(str(path), form, columns, records, arrow)
 
 
 def _whole(source: InputFile) -> Any:
@@ -153,15 +117,8 @@ def _whole(source: InputFile) -> Any:
             return pa.ipc.open_stream(file).read_all()
 
 
-# Writing.
-
-
 def check_output(name: str, form: str) -> None:
-    """Raise InvalidInput if the suffix of an output names neither JSON lines nor the format of the table.
-
-    Args:
-        form: format of the table.
-    """
+    """Raise InvalidInput if the suffix of an output names neither JSON lines nor the format of the table."""
     suffix = Path(name).suffix.lower()
     if suffix != ".jsonl" and _FORMS.get(suffix) != form:
         same = " or ".join(s for s, f in _FORMS.items() if f == form)
@@ -190,16 +147,12 @@ def holds_table(name: str, table: WrangleTable, added: Sequence[Added]) -> bool:
 
 def _write(file: Any, name: str, table: WrangleTable, added: Sequence[Added]) -> None:
     if Path(name).suffix.lower() == ".jsonl":
-        file.writelines(_json_lines(table, added))
+        for i, record in enumerate(table.records):
+            file.write(encode_fields(record.fields | {column.name: column.values[i] for column in added}))
     elif table.form in DELIMITERS:
         file.writelines(_text_lines(table, added))
     else:
         _write_arrow(file, table, added)
-
-
-def _json_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
-    for i, record in enumerate(table.records):
-        yield encode_fields({**record.fields, **{column.name: column.values[i] for column in added}})
 
 
 def _text_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
@@ -207,15 +160,11 @@ def _text_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
     writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
-        cells = [record.fields.get(column) for column in table.columns]
-        writer.writerow([_cell(value) for value in (*cells, *(column.values[i] for column in added))])
+        cells = [record.fields.get(column) for column in table.columns] + [column.values[i] for column in added]
+        writer.writerow([value if isinstance(value, str) else text_of(value) or "" for value in cells])
         yield buffer.getvalue().encode("utf-8", "surrogateescape")
         buffer.seek(0)
         buffer.truncate()
-
-
-def _cell(value: Any) -> str:
-    return value if isinstance(value, str) else text_of(value) or ""
 
 
 def _write_arrow(file: Any, table: WrangleTable, added: Sequence[Added]) -> None:

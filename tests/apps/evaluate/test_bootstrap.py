@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from flexengine.apps.evaluate.bootstrap import interval
+from flexengine.apps.evaluate.figures import interval
 from flexengine.apps.evaluate.metrics import bits_per_byte, mean, word_perplexity
 
 

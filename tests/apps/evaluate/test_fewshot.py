@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.apps.evaluate.fewshot import draw
+from flexengine.apps.evaluate.instances import draw
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30), st.data(), st.integers(0, 99))

@@ -164,7 +164,7 @@ def test_shots_of_the_scenarios_own_file_are_not_evaluated(tmp_path: Path, name:
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     assert "rows.jsonl has no rows" in refusal(tmp_path, YAML, rows="\n")
     yaml = YAML.replace("rows.jsonl", "rows.csv")
-    assert "several columns are named 'q'" in refusal(tmp_path, yaml, name="rows.csv", rows="q,q\n1,2\n")
+    assert "has several columns named 'q'" in refusal(tmp_path, yaml, name="rows.csv", rows="q,q\n1,2\n")
     assert "has no header line" in refusal(tmp_path, yaml, name="rows.csv", rows="")
 
 

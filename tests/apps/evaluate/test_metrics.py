@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from flexengine.apps.evaluate import metrics, texts
-from flexengine.apps.evaluate.answers import InstanceAnswer
-from flexengine.apps.evaluate.metrics import METRICS, measured, worst
+from flexengine.apps.evaluate import metrics
+from flexengine.apps.evaluate.metrics import METRICS, InstanceAnswer, measured, worst
 
 # The raw score prefers choice 0, that per token choice 1, that per byte choice 2, the unconditional one choice 1.
 CHOICES = InstanceAnswer(choices=("no", "perhaps", "it depends on"), logprobs=(-2.0, -3.0, -4.0), tokens=(1, 3, 3),
@@ -62,8 +61,8 @@ def test_probabilities_far_below_the_smallest_float() -> None:
     ],
 )
 def test_texts(text: str, right: str, exact: float, quasi: float, f1: float, set_f1: float) -> None:
-    assert (texts.exact_match(text, right), texts.quasi_exact_match(text, right)) == (exact, quasi)
-    assert (texts.f1(text, right), texts.set_f1(text, right)) == pytest.approx((f1, set_f1))
+    assert (metrics.exact_match(text, right), metrics.quasi_exact_match(text, right)) == (exact, quasi)
+    assert (metrics.f1(text, right), metrics.set_f1(text, right)) == pytest.approx((f1, set_f1))
 
 
 def test_the_best_of_several_right_answers_counts() -> None:

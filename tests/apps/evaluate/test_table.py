@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from flexengine.apps.evaluate.answers import InstanceAnswer
 from flexengine.apps.evaluate.figures import Draws, Figure
 from flexengine.apps.evaluate.instances import Built
+from flexengine.apps.evaluate.metrics import InstanceAnswer
 from flexengine.apps.evaluate.report import Evaluation
 from flexengine.apps.evaluate.runs import Run
 from flexengine.apps.evaluate.scenario import Data, Prompt, Scenario

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexengine.apps.wrangle.plan import make_plan
-from flexengine.apps.wrangle.run import check, finish, prepare, results_path, rows_path
+from flexengine.apps.wrangle.run import check, finish, job_of, prepare
 from flexengine.apps.wrangle.spec import make_spec
 from tests.apps.wrangle.helpers import answer_rows
 
@@ -32,8 +32,8 @@ def main(point: int, table: str, output: str) -> None:
     plan = make_plan(make_spec("match", (table,), {"label": "same", "shots": 1}))
     check(plan, output)
     prepare(plan, output)
-    if not results_path(output).exists():  # as a finished job does
-        rows, results = rows_path(output), results_path(output)
-        answer_rows(rows, results, lambda row: [-len(row["context"]), -70.0 * (row["row"] + 3)])
+    if not job_of(output).results.exists():  # as a finished job does
+        job = job_of(output)
+        answer_rows(job.rows, job.results, lambda row: [-len(row["context"]), -70.0 * (row["row"] + 3)])
     finish(plan, output)
     print(reached)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from flexengine.apps.wrangle.pairs import common_columns, matching_pairs, schema_pairs
-from flexengine.apps.wrangle.similar import check_library, nearest
+from flexengine.apps.wrangle.pairs import check_library, common_columns, matching_pairs, nearest, schema_pairs
 from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
 from flexengine.apps.wrangle.tables import WrangleTable, read_table
 from flexengine.errors import InvalidInput

@@ -3,7 +3,7 @@
 import pytest
 
 from flexengine.apps.wrangle import prompts
-from flexengine.apps.wrangle.serialise import serialise, text_of
+from flexengine.apps.wrangle.prompts import serialise, text_of
 
 
 @pytest.mark.parametrize(("value", "text"), [

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from flexengine.apps.wrangle.plan import WranglePlan, make_plan
-from flexengine.apps.wrangle.run import Report, as_json, check, finish, prepare, results_path, rows_path, work_files
+from flexengine.apps.wrangle.run import Report, as_json, check, finish, job_of, prepare, work_files
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import CITIES, PAIRS, answer_rows, written
@@ -25,7 +25,7 @@ def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[
     plan = make_plan(make_spec(task, (table,), given))
     check(plan, str(output))
     prepare(plan, str(output))
-    answer_rows(rows_path(str(output)), results_path(str(output)), give)
+    answer_rows(job_of(str(output)).rows, job_of(str(output)).results, give)
     return plan, finish(plan, str(output))
 
 
@@ -125,7 +125,7 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"has rows of a run with another table or other options, in .*rows\.jsonl"):
         run(output, lambda row: [-1.0, -2.0], "match", table, noun="Place")
     prepare(make_plan(make_spec("match", (table,), {"noun": "Place"})), str(output), restart=True)
-    assert "Place A" in rows_path(str(output)).read_text()
+    assert "Place A" in job_of(str(output)).rows.read_text()
     assert [path.name for path in tmp_path.glob("o.csv*")] == ["o.csv.rows.jsonl"]
 
 
@@ -136,7 +136,7 @@ def test_rows_of_a_job_that_never_began_are_replaced(tmp_path: Path) -> None:
         plan = make_plan(make_spec("match", (table,), {"noun": noun}))
         check(plan, output)
         prepare(plan, output)
-    assert "Place A" in rows_path(output).read_text()
+    assert "Place A" in job_of(output).rows.read_text()
 
 
 def test_a_foreign_output_stays(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_output_that_appears_while_the_job_runs_stays(tmp_path: Path) -> None
     plan = make_plan(make_spec("match", (written(tmp_path, "t.csv", PAIRS),), {}))
     check(plan, output := str(tmp_path / "o.csv"))
     prepare(plan, output)
-    answer_rows(rows_path(output), results_path(output), lambda row: [-1.0, -2.0])
+    answer_rows(job_of(output).rows, job_of(output).results, lambda row: [-1.0, -2.0])
     written(tmp_path, "o.csv", "mine")
     with pytest.raises(InvalidInput, match=r"o\.csv was written by another program while the job ran; rename it"):
         finish(plan, output)
@@ -201,7 +201,7 @@ def test_unread_rows_of_two_tables(tmp_path: Path, suffix: str) -> None:
     right = written(tmp_path, "b.csv", "name,y\narts delicatessen,3\nthe fenix,4\na,b,c\n")
     plan = make_plan(make_spec("match", (left, right), {"top": 1}))
     prepare(plan, output := str(tmp_path / f"o.{suffix}"))
-    answer_rows(rows_path(output), results_path(output), lambda row: [-1.0, -2.0])
+    answer_rows(job_of(output).rows, job_of(output).results, lambda row: [-1.0, -2.0])
     report = finish(plan, output)
     faults = [f"{right}, line 4: has 3 cells, but the header has 2"]
     if suffix != "arrow":

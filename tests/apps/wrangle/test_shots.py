@@ -2,8 +2,8 @@
 
 import pytest
 
+from flexengine.apps.wrangle.plan import chosen, nearest_shots, shot_count
 from flexengine.apps.wrangle.questions import CellQuestion
-from flexengine.apps.wrangle.shots import chosen, nearest_shots, shot_count
 from flexengine.apps.wrangle.spec import Spec
 from flexengine.errors import InvalidInput
 
