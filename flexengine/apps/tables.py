@@ -5,8 +5,8 @@ from itertools import islice
 from flexengine.errors import InvalidInput
 from flexengine.job.read_arrow import arrow_table
 from flexengine.job.read_csv import csv_table
+from flexengine.job.reading import DELIMITERS, TableRow
 from flexengine.job.source import InputFile
-from flexengine.job.tables import DELIMITERS, TableRow
 
 
 def read_records(

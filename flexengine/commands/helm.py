@@ -203,15 +203,15 @@ def _encoding(args: argparse.Namespace) -> "Encoding":
 
 
 def _export(args: argparse.Namespace) -> int:
-    from flexengine.apps.helm.exchange import States, export
+    from flexengine.apps.helm.exchange import export, read_states
 
     if not args.files or args.output is None:
         raise InvalidInput("write flexengine helm export FOLDER --output ROWS.jsonl, with the folder of a suite")
     check_output(args.output)
     if args.output == "-" or is_stream(args.output):
         raise InvalidInput(f"--output is {args.output}; it must be a file, which flexengine run reads several times")
-    states = States(args.files)
-    check_not_overwritten({str(path): path for path in states.by_file}, {"--output": args.output})
+    states = read_states(args.files)
+    check_not_overwritten({str(path): path for path in states}, {"--output": args.output})
     count = export(states, _encoding(args), Path(args.output))
     say(
         f"{count} rows are in {args.output}; run them with: flexengine run {args.output} --score --logprobs 0 --output"
@@ -221,14 +221,14 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from flexengine.apps.helm.exchange import States, complete
+    from flexengine.apps.helm.exchange import complete, read_states
 
     if len(args.files) < 2:
         raise InvalidInput("write flexengine helm import RESULTS.jsonl FOLDER, with the folder of a suite")
     if args.output is not None:
         raise InvalidInput("--output has no effect with import, which completes the files of the suite; leave it out")
     results, *names = args.files
-    states = States(names)
+    states = read_states(names)
     done, failed = complete(states, Path(results), _encoding(args))
-    say(f"{done} requests in {len(states.by_file)} files have results, {failed} of them an error")
+    say(f"{done} requests in {len(states)} files have results, {failed} of them an error")
     return SOME_FAILED if failed else DONE

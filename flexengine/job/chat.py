@@ -64,10 +64,7 @@ def user_message(text: str) -> dict[str, Any]:
 
 def fault(tokenizer: Any) -> str | None:
     """Return why no prompt can be run as a user's message; None if prompts can. One message is tokenized to try.
-
-    Args:
-        tokenizer: None if the checkpoint has none.
-    """
+    tokenizer: None if the checkpoint has none."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer"
     try:
@@ -100,11 +97,8 @@ def _parsed_call(call: Any) -> Any:
 
 
 def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools that a chat template gets; None for none, or if `tool_choice` is none.
-
-    Raises:
-        InvalidInput: tools is no array of objects, or a field asks for something that a model cannot be forced to do.
-    """
+    """Return the tools that a chat template gets; None for none, or if `tool_choice` is none. Raise InvalidInput if
+    tools is no array of objects, or a field asks for something that a model cannot be forced to do."""
     tools, choice = request.get(TOOLS), request.get("tool_choice")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InvalidInput(f"tools is {shown(tools)}; it must be an array of objects")

@@ -34,9 +34,9 @@ from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.job.chat import TOOLS
 from flexengine.job.prompts import OVERRIDES
 from flexengine.job.read_arrow import record_of, records_of
+from flexengine.job.reading import whole_number
 from flexengine.job.results import present_fields
 from flexengine.job.rows import PROMPT_KINDS, Row
-from flexengine.job.tables import whole_number
 
 INDEX = "index"
 READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, INDEX)
@@ -55,18 +55,20 @@ def answered(batch: Any, params: SamplingParams, generate: Generate) -> Any:
     pa = _arrow()
     table = isinstance(batch, pa.Table)
     if not table:
-        check_batch(batch)
+        _check_columns(batch)
     names = batch.column_names if table else list(batch)
     added = result_columns(results_of(rows_of(batch), generate), json_columns(names, params))
     if not table:
-        return {name: _without_arrays(column) for name, column in batch.items()} | added
+        # Ray would pickle the arrays in cells, or convert them to tensors.
+        nested = {name for name, column in batch.items() if getattr(column, "dtype", None) == np.dtype(object)}
+        return {n: [_python(v) for v in column] if n in nested else column for n, column in batch.items()} | added
     for name, column in added.items():
         number = batch.schema.get_field_index(name)
         batch = batch.append_column(name, column) if number < 0 else batch.set_column(number, name, column)
     return batch
 
 
-def check_batch(batch: object) -> None:
+def _check_columns(batch: object) -> None:
     """Raise InvalidInput if the batch is not a dict of columns of one length."""
     if not isinstance(batch, Mapping):
         raise InvalidInput(
@@ -119,14 +121,10 @@ def generated(rows: list[Row], generate: Generate) -> list[Result]:
 
 
 def json_columns(names: list[str], params: SamplingParams) -> list[str]:
-    """Return which of "logprobs" and "samples" a batch's results have: those that `params` or a column may request.
-    This depends on the columns, not on the rows, so that batches with equal columns get equal result columns.
-
-    Args:
-        names: columns of the batch.
-    """
-    may = {"logprobs": params.logprobs is not None or "logprobs" in names, "samples": params.n > 1 or "n" in names}
-    return [name for name, requested in may.items() if requested]
+    """Return which of "logprobs" and "samples" a batch's results have: those that `params` or one of the columns
+    `names` may request. So batches with equal columns get equal result columns, whatever their rows."""
+    logprobs, samples = params.logprobs is not None or "logprobs" in names, params.n > 1 or "n" in names
+    return ["logprobs"] * logprobs + ["samples"] * samples
 
 
 def result_columns(results: list[Result], as_json: list[str]) -> dict[str, Any]:
@@ -196,13 +194,6 @@ def _python(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _python(v) for key, v in value.items()}
     return value.item() if isinstance(value, np.generic) and value.dtype.kind not in "mM" else value
-
-
-def _without_arrays(column: Any) -> Any:
-    """Return the column with arrays in its cells converted to lists, as Ray would pickle the arrays, or convert them to
-    tensors. Other columns are returned unchanged."""
-    nested = isinstance(column, np.ndarray) and column.dtype == object
-    return [_python(value) for value in column] if nested else column
 
 
 def _utf8(value: Any) -> Any:

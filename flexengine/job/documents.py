@@ -62,11 +62,7 @@ class InvalidJson(InvalidInput):
 
 
 class _Text:
-    """Part of a file as text, from the present position on.
-
-    Args:
-        most: most bytes of an element.
-    """
+    """Part of a file as text, from the present position on. most: most bytes of an element."""
 
     def __init__(self, file: BinaryIO, most: int) -> None:
         # Bytes that are not UTF-8 are kept as half surrogate pairs, so that only their row is refused.

@@ -45,9 +45,7 @@ class InputRows:
     Attributes:
         path: the input.
         form: its format, one of `source.FORMATS`.
-        prompt_column: the argument of this name.
-        chat: the argument of this name.
-        score: the argument of this name.
+        prompt_column, chat, score: the arguments of these names.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class InputRows:
 
     @property
     def changed(self) -> bool:
-        """Return whether the file has another size, time or inode than when it was opened."""
+        """Whether the file has another size, time or inode than when it was opened."""
         return self._source.state != self._state
 
     def hashed(self, digest: Any) -> Iterator[Row]:
@@ -150,16 +148,12 @@ class InputRows:
             if row.custom_id:
                 hashes.append(hash(row.custom_id))
         if hashes:
-            self._check_ids(hashes)
+            from flexengine.job.openai import duplicate_ids  # most files have no custom_id
+
+            if repeated := duplicate_ids(self, hashes):
+                listed = ", ".join(f"{name!r} (lines {first} and {second})" for name, first, second in repeated)
+                raise InvalidInput(
+                    f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
+                )
         self._scan = InputScan(total, digest.hexdigest(), only_texts)
         return self._scan
-
-    def _check_ids(self, hashes: "array[int]") -> None:
-        """Raise InvalidInput if OpenAI batch lines share a custom_id. hashes: those of all custom_ids."""
-        from flexengine.job.openai import duplicate_ids
-
-        if repeated := duplicate_ids(self, hashes):
-            listed = ", ".join(f"{name!r} (lines {first} and {second})" for name, first, second in repeated)
-            raise InvalidInput(
-                f"every custom_id must be unique, but these are found twice: {listed}; change one of each"
-            )

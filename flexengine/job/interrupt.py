@@ -11,10 +11,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_SECONDS = 5.0
 
 
-def _nothing() -> None:
-    pass
-
-
 class Interrupted(KeyboardInterrupt):
     """Raised in the main thread by the first SIGINT or SIGTERM.
 
@@ -44,7 +40,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._first: int | None = None
-        self._save: Callable[[], None] = _nothing
+        self._save: Callable[[], None] = lambda: None
         self.standing: Callable[[], str] = lambda: "interrupted"
 
     @contextmanager
@@ -61,7 +57,7 @@ class Interrupts:
             yield
         finally:
             last = standing()
-            self._save, self.standing = _nothing, lambda: last
+            self._save, self.standing = lambda: None, lambda: last
 
     def check(self) -> None:
         """Raise Interrupted if a signal came. Its first Interrupted may be lost, as Python drops exceptions that are

@@ -18,9 +18,8 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.config import Completion, Result, Score
 from flexengine.errors import InvalidInput
@@ -33,16 +32,7 @@ _FINISHED, _RETRIED = (bytes(states) + bytes(253) for states in ((0, 1, 1), (0, 
 _MANIFEST = b'{"manifest":'
 
 
-class Record(NamedTuple):
-    """A record in bytes [offset, end) of the journal, including its newline."""
-
-    offset: int
-    end: int
-    value: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Dropped:
+class Dropped(NamedTuple):
     """The end of a journal that recovery dropped.
 
     Attributes:
@@ -69,16 +59,6 @@ def decode_record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def read_records(file: BinaryIO) -> Iterator[Record]:
-    """Yield the records from the beginning up to the first incomplete or damaged one."""
-    offset = 0
-    for line in file:
-        if (value := decode_record(line)) is None:
-            return
-        yield Record(offset, offset + len(line), value)
-        offset += len(line)
 
 
 def value_of(result: Result) -> dict[str, Any]:
@@ -144,28 +124,24 @@ class Journal:
     def _recover(self) -> Dropped:
         size = os.fstat(self._file).st_size
         with open(self._file, "rb", closefd=False) as file:
-            self._check_ours(file)
-            for record in read_records(file):
-                if not self._note(record):
+            head = file.read(9 + len(_MANIFEST))
+            file.seek(0)
+            digits = all(c in b"0123456789abcdef" for c in head[:8]) and head[8:9] in (b" ", b"")
+            if not digits and head[9:] != _MANIFEST:  # recovery would empty it like a damaged journal
+                raise InvalidInput(f"{self.path} is no journal of this program; move it away or name another output")
+            for line in file:
+                value = decode_record(line)
+                if value is None or not self._note(value):
                     break
-                self._end = record.end
+                self._end += len(line)
             file.seek(self._end)
             damaged = file.readline().endswith(b"\n")  # a record that a kill cut short has no newline
         self._truncate()
         self._synced = (self._end, 0.0)
         return Dropped(size - self._end, damaged)
 
-    def _check_ours(self, file: BinaryIO) -> None:
-        """Raise InvalidInput if the file is no journal, as recovery would empty it like a damaged journal."""
-        head = file.read(9 + len(_MANIFEST))
-        file.seek(0)
-        digits = all(c in b"0123456789abcdef" for c in head[:8]) and head[8:9] in (b" ", b"")
-        if not digits and head[9:] != _MANIFEST:
-            raise InvalidInput(f"{self.path} is no journal of this program; move it away or name another output")
-
-    def _note(self, record: Record) -> bool:
-        """Add a record to the index. Return False if the first record is no manifest."""
-        value = record.value
+    def _note(self, value: dict[str, Any]) -> bool:
+        """Add the record at `_end` to the index. Return False if the first record is no manifest."""
         if self.manifest is None:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
@@ -176,7 +152,7 @@ class Journal:
         elif isinstance(value.get("settings"), dict):
             self.settings = value["settings"]
         elif isinstance(index := value.get("index"), int) and isinstance(value.get("result"), dict) and index >= 0:
-            self._place(index, record.offset, value["result"].get("error") is not None)
+            self._place(index, self._end, value["result"].get("error") is not None)
         return True
 
     def _place(self, index: int, offset: int, failed: bool) -> None:
@@ -233,7 +209,7 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows up to the last one that has a result."""
+        """Number of rows up to the last one that has a result."""
         return len(self._states)
 
     def count(self, state: int, rows: int) -> int:
@@ -242,10 +218,7 @@ class Journal:
 
     def finished(self, rows: int, retry_failed: bool = False) -> bytes:
         """Return a byte for each of at most the first `rows` rows: 1 if the row is finished, 0 if it must be run.
-
-        Args:
-            retry_failed: return 0 for failed rows, too.
-        """
+        retry_failed: return 0 for failed rows, too."""
         return bytes(self._states[:rows]).translate(_RETRIED if retry_failed else _FINISHED)
 
     def results(self, rows: Iterable[int]) -> Iterator[Result]:
@@ -322,11 +295,8 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Lock an open journal. Return False if another process has removed the file since it was opened.
-
-    Raises:
-        InvalidInput: another process has locked the journal, or the file is not a plain file.
-    """
+    """Lock an open journal. Return False if another process has removed the file since it was opened. Raise
+    InvalidInput if another process has locked the journal, or the file is not a plain file."""
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise InvalidInput(f"journal {path} is not a plain file; move it away or name another output")
     try:

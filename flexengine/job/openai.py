@@ -24,10 +24,10 @@ _SAME = (
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
     "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids",  # beyond OpenAI's, as vLLM takes them
 )  # fmt: skip
-_WITHOUT_EFFECT = (
+_WITHOUT_EFFECT = {
     "model", "user", "metadata", "store", "service_tier", "prediction",
     "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-)  # fmt: skip
+}  # fmt: skip
 # Fields that are accepted with the one value that is done here anyway.
 _ONLY: tuple[tuple[str, Any], ...] = (
     ("stream", False), ("echo", False), ("logit_bias", {}), ("modalities", ["text"]),
@@ -46,11 +46,7 @@ def custom_id_of(fields: dict[str, Any]) -> str:
 
 def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a batch line's request, with the field names of a plain row. SamplingParams checks the values of sampling
-    fields later.
-
-    Raises:
-        InvalidInput: the line is no valid batch line; the message names the field.
-    """
+    fields later. Raise InvalidInput if the line is no valid batch line; the message names the field."""
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise InvalidInput(f"custom_id is {shown(custom_id)}; it must be a string that is not empty")
@@ -71,19 +67,13 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     if request.get("top_k") == -1:  # in vLLM -1 is all tokens
         request["top_k"] = 0
     chat.check_format(remaining)
-    _drop_without_effect(remaining, request.get("n", 1))
-    if remaining:
+    for name, only in (*_ONLY, ("best_of", request.get("n", 1))):
+        if name in remaining and type(remaining[name]) is type(only) and remaining[name] == only:
+            del remaining[name]
+    if remaining.keys() - _WITHOUT_EFFECT:
+        remaining = {name: value for name, value in remaining.items() if name not in _WITHOUT_EFFECT}
         raise InvalidInput(f"body has {sorted(remaining)}, which {url} does not support here; remove them")
     return request
-
-
-def _drop_without_effect(body: dict[str, Any], n: Any) -> None:
-    """Remove fields without effect from a body: names and notes, and fields that have the only supported value."""
-    for name in _WITHOUT_EFFECT:
-        body.pop(name, None)
-    for name, only in (*_ONLY, ("best_of", n)):
-        if name in body and type(body[name]) is type(only) and body[name] == only:
-            del body[name]
 
 
 def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
@@ -182,14 +172,11 @@ def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[
         status, body = 200, _body(row, result, digest)
         body |= {"created": created, "model": model_name}
     elif result.error.startswith(f"{row.place}: "):
-        status, body = 400, {"error": _bad_request(result.error)}
+        fault = {"message": result.error, "type": "invalid_request_error", "param": None, "code": None}
+        status, body = 400, {"error": fault}
     else:
         return {**line, "response": None, "error": {"code": "generation_failed", "message": result.error}}
     return {**line, "response": {"status_code": status, "request_id": f"req_{digest}", "body": body}, "error": None}
-
-
-def _bad_request(message: str) -> dict[str, Any]:
-    return {"message": message, "type": "invalid_request_error", "param": None, "code": None}
 
 
 def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from flexengine.job import chat
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
-_NAMED_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}  # other programs' names
 
 
 class Target(NamedTuple):
@@ -79,7 +78,10 @@ def encode(
         return row
     request = row.request
     try:
-        _check_names(request)
+        for name in ("max_new_tokens", "max_completion_tokens"):  # other programs' names, which would be read as data
+            if request.get(name) is not None and request.get("max_tokens") is None:
+                raise InvalidInput(f"{name} is {shown(request[name])}; the field is named max_tokens here: rename it")
+        chat.check_format(request)
         sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
         ids = _prompt_ids(request, tokenizer, known, row.chat)
@@ -99,18 +101,15 @@ def encode(
 def _prompt_ids(
     request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool
 ) -> tuple[int, ...]:
-    """Return the token ids of a request's prompt. Raise InvalidInput if it has none or several, or a wrong one.
-
-    Args:
-        as_message: run text as a user's message.
-    """
+    """Return the token ids of a request's prompt. as_message: run text as a user's message."""
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
-        others = list(request)
-        named = "" if present else (f" (its fields are {shown(others)}; --prompt-column, or prompt_column of run_job,"
-                                    " names another)")  # fmt: skip
+        fields = (
+            f" (its fields are {shown(list(request))}; --prompt-column, or prompt_column of run_job, names another)"
+        )
         raise InvalidInput(
-            f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed{named}"
+            f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed"
+            f"{'' if present else fields}"
         )
     kind = present[0]
     if kind == "messages":
@@ -127,22 +126,8 @@ def _prompt_ids(
     return _tokenized(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
 
 
-def _check_names(request: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if the row asks for something under a name that would be read as data, or that is not
-    supported."""
-    for name, own in _NAMED_ELSEWHERE.items():
-        if request.get(name) is not None and request.get(own) is None:
-            raise InvalidInput(f"{name} is {shown(request[name])}; the field is named {own} here: rename it")
-    chat.check_format(request)
-
-
 def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Return the token ids of messages, with the request's tools.
-
-    Args:
-        kind: field that the messages are from, for errors.
-        given: the messages.
-    """
+    """Return the token ids of messages, with the request's tools. kind: field that the messages are from."""
     messages, tools = chat.messages_of(given), chat.tools_of(request)
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)

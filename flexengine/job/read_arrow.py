@@ -10,10 +10,9 @@ from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput
 from flexengine.job.lines import utf8_fault
-from flexengine.job.reading import ReadOptions, ReadRows
+from flexengine.job.reading import ReadOptions, ReadRows, TableRow, check_columns, row_of, whole_number
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile
-from flexengine.job.tables import TableRow, check_columns, row_of, whole_number
 
 _BATCH_ROWS = 256  # rows converted to Python at a time
 

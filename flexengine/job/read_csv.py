@@ -1,4 +1,7 @@
-"""Reader of CSV and TSV files with the csv module."""
+"""Reader of CSV and TSV files with the csv module.
+
+Cells have the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
+"""
 
 import csv
 import json
@@ -6,16 +9,17 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from flexengine.config import json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job import reading
 from flexengine.job.lines import read_lines, too_long, utf8_fault
-from flexengine.job.reading import ReadOptions, ReadRows
+from flexengine.job.reading import DELIMITERS, SAMPLING_TYPES, ReadOptions, ReadRows, TableRow, check_columns, row_of
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
-from flexengine.job.tables import DELIMITERS, SAMPLING_TYPES, TableRow, check_columns, row_of
 
+_MOST_LINES = 1000  # of a record: without a limit every stray quote would read the rest of the file
+_Cells = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 
 
@@ -35,26 +39,6 @@ def open_csv(options: ReadOptions) -> ReadRows:
             yield row_of(index, record, column, convert, options.score)
 
     return rows
-
-
-class CsvCells(NamedTuple):
-    """One record of a CSV file, possibly the header.
-
-    Attributes:
-        line: line on which the record starts, from 1.
-        cells: cells in order.
-        fault: why the record cannot be read; None if it can.
-    """
-
-    line: int
-    cells: list[str]
-    fault: str | None
-
-
-# CSV and TSV with the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
-
-
-_MOST_LINES = 1000  # most lines of a record: without a limit every stray quote would read the rest of the file
 
 
 class _Feed(Iterator[str]):
@@ -102,14 +86,14 @@ def csv_table(file: BinaryIO, name: Path, form: str) -> tuple[list[str], Iterato
         InvalidInput: the file has no header.
     """
     records = _csv_records(file, DELIMITERS[form], reading.MAX_LINE_BYTES)
-    header = next(records, None)
-    if header is None or header.fault:
-        fault = f"line {header.line} {header.fault}" if header else "it is empty"
+    line, columns, fault = next(records, (0, [], "it is empty"))
+    if fault:
+        fault = f"line {line} {fault}" if line else fault
         raise InvalidInput(f"input {name} has no header line that names the columns: {fault}")
-    return header.cells, (_named(record, header.cells) for record in records)
+    return columns, (_named(*record, columns) for record in records)
 
 
-def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvCells]:
+def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
     """Yield the records of a CSV file, header first, without blank lines.
 
     If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
@@ -129,26 +113,21 @@ def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[CsvCells
             return
         except csv.Error as error:
             feed.give_back()
-            fault = _csv_fault(str(error))
+            fault = str(error)  # without the csv module's advice for programmers
+            if fault.startswith("new-line character"):
+                fault = "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
+            elif not fault.startswith("is longer"):
+                fault = f"invalid CSV: {fault.split(' - ')[0]}"
         raw = b"".join(raw for _, raw in feed.taken if raw is not None)
         if fault is None and not raw.strip(b" \r\n"):
             continue
-        yield CsvCells(feed.taken[0][0], cells, utf8_fault(raw) or fault)
+        yield feed.taken[0][0], cells, utf8_fault(raw) or fault
 
 
-def _named(record: CsvCells, columns: list[str]) -> TableRow:
-    """Return a record with the header's column names."""
-    fault = record.fault
-    if fault is None and len(record.cells) != len(columns):
-        fault = f"has {len(record.cells)} cells, but the header has {len(columns)}"
-    return TableRow(record.line, {} if fault else dict(zip(columns, record.cells, strict=True)), fault)
-
-
-def _csv_fault(message: str) -> str:
-    """Return the csv module's message without its advice for programmers."""
-    if message.startswith("new-line character"):
-        return "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
-    return message if message.startswith("is longer") else f"invalid CSV: {message.split(' - ')[0]}"
+def _named(line: int, cells: list[str], fault: str | None, columns: list[str]) -> TableRow:
+    if fault is None and len(cells) != len(columns):
+        fault = f"has {len(cells)} cells, but the header has {len(columns)}"
+    return TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
 
 
 def _scored_cell(name: str, cell: str) -> Any:
@@ -185,9 +164,12 @@ def parsed_cell(name: str, cell: str) -> Any:
     try:
         return _parse(kinds, cell)
     except (ValueError, KeyError, RecursionError) as error:
+        wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
+        if tuple in kinds:
+            wanted = "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
         raise InvalidInput(
-            f"column {name} is {cell[:50]!r}; as a sampling field it must be {_wanted(kinds)}"
-            " (rename the column if it holds data)"
+            f"column {name} is {cell[:50]!r}; as a sampling field it must be {wanted} (rename the column if it holds"
+            " data)"
         ) from error
 
 
@@ -205,9 +187,3 @@ def _whole(cell: str) -> int:
     if (match := _WHOLE.fullmatch(cell)) is None:
         raise ValueError(cell)
     return int(match[1])
-
-
-def _wanted(kinds: frozenset[Any]) -> str:
-    if tuple in kinds:
-        return "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
-    return "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"

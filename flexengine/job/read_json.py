@@ -27,7 +27,10 @@ def open_text(options: ReadOptions) -> ReadRows:
 
     def rows(file: BinaryIO) -> Iterator[Row]:
         for row, raw in _lines(options, file):
-            yield _text_row(row, raw) if row.error is None else row
+            fault = utf8_fault(raw)
+            if row.error is None:
+                row = row.refused(fault) if fault else Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
+            yield row
 
     return rows
 
@@ -71,30 +74,16 @@ def _elements(options: ReadOptions, file: BinaryIO) -> Iterator[tuple[Row, bytes
         raise InvalidInput(f"input {options.name}, {error}") from error
 
 
-def _text_row(row: Row, raw: bytes) -> Row:
-    if fault := utf8_fault(raw):
-        return row.refused(fault)
-    return Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
-
-
 def _json_row(row: Row, raw: bytes, options: ReadOptions) -> Row:
     try:
         fields = json_object(raw)
-    except InvalidInput as error:
-        return row.refused(str(error))
-    if is_batch_line(fields, (*PROMPT_KINDS, options.column)):
+        row = Row(row.index, row.line, fields)
+        if not is_batch_line(fields, (*PROMPT_KINDS, options.column)):
+            return replace(row, request=plain_request(fields, options.column, options.score))
         from flexengine.job import openai  # most files have no such line
 
-        row = Row(row.index, row.line, fields, custom_id=openai.custom_id_of(fields))
-        return _requested(row, openai.request_of, fields)
-    row = Row(row.index, row.line, fields)
-    return _requested(row, plain_request, fields, options.column, options.score)
-
-
-def _requested(row: Row, convert: Callable[..., dict[str, Any]], *arguments: Any) -> Row:
-    """Return a row with its request, or with an error."""
-    try:
-        return replace(row, request=convert(*arguments))
+        row = replace(row, custom_id=openai.custom_id_of(fields))
+        return replace(row, request=openai.request_of(fields))
     except InvalidInput as error:
         return row.refused(str(error))
     except RecursionError:
@@ -102,12 +91,7 @@ def _requested(row: Row, convert: Callable[..., dict[str, Any]], *arguments: Any
 
 
 def is_batch_line(fields: dict[str, Any], prompt_fields: Iterable[str | None]) -> bool:
-    """Return whether a JSON line is an OpenAI batch line: it has all four keys, or at least two of them and no prompt
-    field.
-
-    Args:
-        fields: fields of the line.
-        prompt_fields: names of prompt fields; None among them is ignored.
-    """
+    """Return whether a JSON line is an OpenAI batch line: it has all four keys, or at least two of them and none of the
+    fields `prompt_fields`, among which None is ignored."""
     known = sum(key in fields for key in _BATCH_KEYS)
     return known == len(_BATCH_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompt_fields if p))

@@ -69,22 +69,11 @@ def journal_path(output: str | os.PathLike[str] | None) -> Path | None:
 
 
 def files_beside(output: str | os.PathLike[str], name: str) -> dict[str, Path]:
-    """Return the files that a job writes beside its output, by the names that messages use.
-
-    Args:
-        name: name of the output in messages.
-    """
+    """Return the files that a job writes beside its output, which messages call `name`, by the names that messages
+    use."""
     if (journal := journal_path(output)) is None:
         return {}
     return {f"the unfinished part of {name}": part_path(output), f"the journal of {name}": journal}
-
-
-def output_row(row: Row, result: Result) -> dict[str, Any]:
-    """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
-    `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...).
-    `samples` and lists in `logprobs` are results of an earlier job, and are left out."""
-    own = {k: v for k, v in row.fields.items() if k not in _OPTIONAL or (k == "logprobs" and not isinstance(v, list))}
-    return {**own, **present_fields(result)}
 
 
 def present_fields(value: Any) -> dict[str, Any]:
@@ -94,10 +83,15 @@ def present_fields(value: Any) -> dict[str, Any]:
 
 
 def encode_row(row: Row, result: Result) -> bytes:
-    """Return an output line in UTF-8 with its newline. If the input fields cannot be written as JSON, leave them out
-    and say so in the result's error."""
+    """Return an output line in UTF-8 with its newline: the fields of the input row, then those of the Result.
+
+    The Result's fields replace input fields of the same name (`index`, `error`, ...). `samples` and lists in `logprobs`
+    are results of an earlier job, and are left out. If the input fields cannot be written as JSON, leave them out and
+    say so in the result's error.
+    """
+    own = {k: v for k, v in row.fields.items() if k not in _OPTIONAL or (k == "logprobs" and not isinstance(v, list))}
     try:
-        return encode_fields(output_row(row, result))
+        return encode_fields({**own, **present_fields(result)})
     except (RecursionError, TypeError, ValueError) as error:
         if not row.fields:
             raise
@@ -154,12 +148,19 @@ def _finite(value: Any) -> Any:
 
 
 class ResultWriter:
-    """Writes results, which come in any order, as lines in the order of the rows. A line is written as soon as all
-    earlier rows are written.
+    """Writes results, which come in any order, as lines in the order of the rows to a device, a pipe or a stream. A
+    line is written as soon as all earlier rows are written.
 
     Attributes:
         done: results so far without an error.
         failed: results so far with an error.
+
+    Args:
+        rows: the input rows, with indices 0, 1, 2, ... They are iterated while lines are written, so that memory holds
+            only results that wait for an earlier row.
+        output: a stream such as /dev/null or /dev/fd/3; None writes to `stream`.
+        stream: None is standard output.
+        encode: return the output line of a row.
     """
 
     def __init__(
@@ -169,15 +170,6 @@ class ResultWriter:
         stream: BinaryIO | None = None,
         encode: Encode = encode_row,
     ) -> None:
-        """Write to a device, a pipe or a stream.
-
-        Args:
-            rows: the input rows, with indices 0, 1, 2, ... They are iterated while lines are written, so that memory
-                holds only results that wait for an earlier row.
-            output: a stream such as /dev/null or /dev/fd/3; None writes to `stream`.
-            stream: None is standard output.
-            encode: return the output line of a row.
-        """
         self.done = self.failed = 0
         self._rows = iter(rows)
         self._output, self._stream, self.encode = output, stream, encode

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from flexengine.activity import activity
@@ -16,9 +17,9 @@ from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
-from flexengine.job.room import full_disk, size_of
 from flexengine.job.rows import Row
 from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
+from flexengine.job.whole_file import full_disk, size_of
 
 Describe = Callable[[Manifest], Manifest]
 _STEP = 2**20
@@ -27,15 +28,14 @@ _INPUT_CHANGED = "the input has changed while the job ran; restore it"
 
 
 class PendingRows:
-    """The rows that remain to be run, in order. They can be iterated as often as `rows`."""
+    """The rows that remain to be run, in order. They can be iterated as often as `rows`.
+
+    Args:
+        rows: all rows.
+        finished: one byte per row, 0 if the row must be run. Rows beyond its end must be run.
+    """
 
     def __init__(self, rows: Iterable[Row], finished: bytes) -> None:
-        """Select the rows that are not finished.
-
-        Args:
-            rows: all rows.
-            finished: one byte per row, 0 if the row must be run. InputRows beyond its end must be run.
-        """
         self._rows, self._finished = rows, finished
 
     def __iter__(self) -> Iterator[Row]:
@@ -48,8 +48,6 @@ class JobStore(ABC):
     Attributes:
         rows: all rows of the input.
         total: number of rows; if the rows have not been scanned, the constructor reads the input once.
-        done: rows that have a result without an error.
-        failed: rows that have a result with an error.
         resumed: rows that had a result when the job was resumed; set by `begin`.
         finished: whether all rows have a result and the output file is written; set by `begin`.
         note: message for the user after the job is opened and after `begin`; "" if there is none. See `take_note`.
@@ -61,11 +59,13 @@ class JobStore(ABC):
 
     @property
     @abstractmethod
-    def done(self) -> int: ...
+    def done(self) -> int:
+        """Rows that have a result without an error."""
 
     @property
     @abstractmethod
-    def failed(self) -> int: ...
+    def failed(self) -> int:
+        """Rows that have a result with an error."""
 
     def __enter__(self) -> "JobStore":
         return self
@@ -101,7 +101,7 @@ class JobStore(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
+        """Settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
         return {}
 
     def save_settings(self, settings: dict[str, Any]) -> None:  # noqa: B027 - a job without a journal stores nothing
@@ -109,11 +109,8 @@ class JobStore(ABC):
         Called before the first result."""
 
     def save(self, at_once: bool = True) -> None:  # noqa: B027
-        """Sync all results so far to the disk.
-
-        Args:
-            at_once: False syncs only if the last sync was at least SYNC_SECONDS ago.
-        """
+        """Sync all results so far to the disk. at_once: False syncs only if the last sync was at least SYNC_SECONDS
+        ago."""
 
     def end(self) -> None:  # noqa: B027
         """Write the output file. Called when every row has a result."""
@@ -121,10 +118,7 @@ class JobStore(ABC):
 
 class PrintedJob(JobStore):
     """A job whose results go to stdout, a device or a pipe, in input order. It has no journal and cannot be resumed.
-
-    Args:
-        output: a device or pipe; None is stdout.
-    """
+    output: a device or pipe; None is stdout."""
 
     def __init__(self, rows: InputRows, output: str | os.PathLike[str] | None = None) -> None:
         super().__init__(rows)
@@ -175,25 +169,20 @@ class JournalJob(JobStore):
 
     The journal stays. If the same command is run again, it does nothing if the job is finished, writes a lost output
     file again without computing, and runs further rows if the limit is larger.
+
+    Args:
+        path: the journal.
+        restart, retry: as for `open_job`.
+
+    Raises:
+        InvalidInput: another process writes this output, or the output file exists but its journal does not.
     """
 
     def __init__(
-        self, rows: InputRows, output: str | os.PathLike[str], restart: bool = False, retry_errors: bool = False
+        self, rows: InputRows, output: str | os.PathLike[str], path: Path, restart: bool = False, retry: bool = False
     ) -> None:
-        """Open the job's journal.
-
-        Args:
-            restart: delete the results of earlier runs.
-            retry_errors: run failed rows again.
-
-        Raises:
-            InvalidInput: another process writes this output, or the output file exists but its journal does not.
-        """
         super().__init__(rows)
-        path = journal_path(output)
-        if path is None:
-            raise InvalidInput(f"output {output} is a device or a pipe; only a plain file can have a journal")
-        self._output, self._restart, self._retry, self._model = output, restart, retry_errors, ""
+        self._output, self._restart, self._retry, self._model = output, restart, retry, ""
         self._seen: tuple[int, ...] | None = None  # the output file when the job began
         if os.path.exists(output) and not path.exists() and not restart:
             raise InvalidInput(
@@ -231,27 +220,28 @@ class JournalJob(JobStore):
             journal.begin(manifest, int(time.time()), replaces)
         else:
             check_same(journal.manifest, manifest, journal.path)
-            self._compare_times(journal.manifest, manifest)
+            if names := rewritten(journal.manifest, manifest):
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                self.note = (
+                    f"model file {names[0]}{more} was written since the job began; its size and samples of its contents"
+                    " are the same, so the job continues; --verify (verify=True in Python) compares all contents"
+                )
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
         self._seen = _state(self._output)
-        size = None if self._seen is None else self._seen[0]
-        self._check_longer(size)
-        self._check_own(size)
+        size = None
+        if self._seen is not None:
+            size = self._seen[0]
+            self._check_longer()
+            self._check_own(size)
         finished = journal.finished(self.total, self._retry)
         self.resumed = finished.count(1)
         whole = self.resumed == self.total
         self.finished = whole and not journal.outdated and journal.output == (self.total, size)
         return () if whole else PendingRows(self.rows, finished)
 
-    def _check_own(self, size: int | None) -> None:
-        """Raise InvalidInput if the output file was not written by this job, or was edited since.
-
-        Args:
-            size: bytes of the output file; None if there is none.
-        """
+    def _check_own(self, size: int) -> None:
+        """Raise InvalidInput if the output file, of `size` bytes, was not written by this job, or was edited since."""
         journal = self.journal
-        if size is None:
-            return
         if not journal.wrote and not journal.dropped.damaged:
             raise InvalidInput(
                 f"output {self._output} exists, but this job has not written it; rename it, and the same"
@@ -263,13 +253,9 @@ class JournalJob(JobStore):
                 " wrote; rename it, and the same command writes it again"
             )
 
-    def _check_longer(self, size: int | None) -> None:
-        """Raise InvalidInput if the output file has more rows than this job will write.
-
-        Args:
-            size: bytes of the output file; None if there is none.
-        """
-        if size is None or self._restart or self.journal.rows <= self.total:
+    def _check_longer(self) -> None:
+        """Raise InvalidInput if the output file has more rows than this job will write."""
+        if self._restart or self.journal.rows <= self.total:
             return
         with open(self._output, "rb") as file:
             rows = sum(block.count(b"\n") for block in iter(lambda: file.read(_STEP), b""))
@@ -292,15 +278,6 @@ class JournalJob(JobStore):
 
     def _encoder(self) -> Encode:
         return line_encoder(self._model, self.journal.created)
-
-    def _compare_times(self, was: Manifest, now: Manifest) -> None:
-        if names := rewritten(was, now):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.note = (
-                f"model file {names[0]}{more} was written since the job began; its size and samples of its"
-                " contents are the same, so the job continues; --verify (verify=True in Python) compares all"
-                " contents"
-            )
 
     def take(self, result: Result) -> None:
         with self._explained():
@@ -348,17 +325,13 @@ class JournalJob(JobStore):
         try:
             yield
         except OSError as error:
-            journal = self.journal.path
-            full = full_disk(error, journal.parent, self._bytes_to_write(), journal)
+            journal, finished = self.journal.path, self.done + self.failed
+            # What the rest of the journal and the output file take. An output line holds the fields of its row, too.
+            record = size_of(journal) // max(1, finished)
+            needed = record * (2 * self.total - finished) + self.rows.size
+            full = full_disk(error, journal.parent, needed, journal)
             message = f"{error.strerror}: {full}" if full else error.strerror
             raise OSError(error.errno, f"{message}; {self._remedy()}", str(self._output)) from error
-
-    def _bytes_to_write(self) -> int:
-        """Return about how many bytes the rest of the journal and the output file take, from the records so far. An
-        output line holds the fields of its row, too."""
-        finished = self.journal.count(DONE, self.total) + self.journal.count(FAILED, self.total)
-        record = size_of(self.journal.path) // max(1, finished)
-        return record * (2 * self.total - finished) + self.rows.size
 
     def _remedy(self) -> str:
         """Return how many rows are done and which command continues the job."""
@@ -391,8 +364,8 @@ def open_job(
     """
     with activity("reading", f"reading {rows.path}", unit="rows"):
         rows.scan()
-    if output is not None and journal_path(output) is not None:
-        return JournalJob(rows, output, restart, retry_errors)
+    if output is not None and (path := journal_path(output)) is not None:
+        return JournalJob(rows, output, path, restart, retry_errors)
     if restart or retry_errors:
         option = "--restart (restart=True in Python)" if restart else "--retry-errors (retry_errors=True in Python)"
         raise InvalidInput(f"{option} needs an output (--output) that is a plain file, which has a journal; name one")

@@ -66,9 +66,12 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if not files and rewritten(was, now):
         skipped.discard("model")  # only samples of rewritten files were compared, which may be another model's
     names = [name for name in dict.fromkeys((*now, *was)) if name not in skipped]
+    absent = object()
+    pairs = {name: (was.get(name, absent), now.get(name, absent)) for name in names}
+    changed = [name for name, (old, new) in pairs.items() if old != new or type(old) is not type(new)]
     return [
         *_changed_input(was, now),
-        *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
+        *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in changed),
         *(_changed_switch(before, after, name) for name in switches),
         *files,
     ]
@@ -81,11 +84,8 @@ def rewritten(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) -> None:
-    """Raise OtherJob, with the differences, if results of the two jobs must not be in one output.
-
-    Args:
-        journal: path of the journal, for messages.
-    """
+    """Raise OtherJob, with the differences, if results of the two jobs must not be in one output. journal: path of the
+    journal, for messages."""
     if was.get("format") != now.get("format"):
         raise OtherJob(
             f"{journal} was begun by another version of flexengine (format {_shown(was, 'format')}, now"
@@ -101,7 +101,6 @@ def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) 
 
 
 def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one message if the input's contents differ, with names and digests, else none."""
     if was.get(INPUT_DIGEST) == now.get(INPUT_DIGEST):
         return []
     old, new = (f"{m.get('input', _ABSENT)}, SHA-256 {str(m.get(INPUT_DIGEST, _ABSENT))[:12]}..." for m in (was, now))
@@ -133,24 +132,17 @@ def _switch(lossy: Mapping[str, Any], name: str) -> str:
 def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one message per model file whose size or contents differ, at most _MOST_FILES, and one with the number of
     the others."""
-    old, new = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {})
-    changes = [(name, _change(old.get(name), new.get(name))) for name in sorted({*old, *new})]
-    messages = [f"model file {name} {change}" for name, change in changes if change]
+    old, new, messages = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {}), list[str]()
+    for name in sorted({*old, *new}):
+        if name not in old or name not in new:
+            messages.append(f"model file {name} {'is missing' if name in old else 'was added'}")
+        elif old[name]["bytes"] != new[name]["bytes"]:
+            sizes = f"had {old[name]['bytes']:,} bytes, and has {new[name]['bytes']:,} now"
+            messages.append(f"model file {name} {sizes}")
+        elif any(old[name][field] != new[name][field] for field in ("sample", "sha256")):
+            messages.append(f"model file {name} has other contents of the same size")
     more = [f"{len(messages) - _MOST_FILES} more model files have changed"] if len(messages) > _MOST_FILES else []
     return messages[:_MOST_FILES] + more
-
-
-def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
-    """Return how a file has changed, as text; "" if its size and contents are the same."""
-    if old is None or new is None:
-        return "was added" if old is None else "is missing"
-    if old["bytes"] != new["bytes"]:
-        return f"had {old['bytes']:,} bytes, and has {new['bytes']:,} now"
-    return "" if all(old[name] == new[name] for name in ("sample", "sha256")) else "has other contents of the same size"
-
-
-def _equal(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
-    return name in was and name in now and bool(was[name] == now[name]) and type(was[name]) is type(now[name])
 
 
 def _shown(manifest: Mapping[str, Any], name: str) -> str:

@@ -4,7 +4,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.config import meant
 from flexengine.errors import InvalidInput
-from flexengine.job.room import full_disk
 from flexengine.job.streams import descriptor, is_stream
+from flexengine.job.whole_file import full_disk
 
 
 class Format(NamedTuple):
@@ -69,6 +69,7 @@ class InputFile:
         name: name of the input, for messages.
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.
         form: one of FORMATS.
+        packing: how it is compressed: gzip, zstd or "".
     """
 
     def __init__(self, name: Path, form: str | None = None) -> None:
@@ -89,7 +90,7 @@ class InputFile:
         self.form, packed = _form_of(name, form)
         try:
             self.file = self._regular()
-            self._packing = self._packing_of(packed)
+            self.packing = self._packing_of(packed)
             if not FORMATS[self.form].seeks:
                 self._check_text()
         except BaseException:
@@ -111,12 +112,11 @@ class InputFile:
             digest: object of hashlib that gets all bytes that are read; None for no digest.
         """
         with self.file.open("rb") as file:
-            if not self._packing:
-                yield _hashed(file, digest)
+            if not self.packing and digest is None:
+                yield file
                 return
-            with self._unpacked(file) as packed:
-                unpacked = io.BufferedReader(_Unpacked(packed, self.name, self._packing), _STEP)
-                yield _hashed(cast(BinaryIO, unpacked), digest)
+            with self._unpacked(file) if self.packing else nullcontext(file) as content:
+                yield cast(BinaryIO, io.BufferedReader(_Bytes(content, self, digest), _STEP))
 
     @property
     def state(self) -> tuple[int, ...] | None:
@@ -165,17 +165,14 @@ class InputFile:
 
     def _meant(self) -> str:
         """Return a question that names a file with a similar name; "" if there is none."""
-        if is_stream(self.name):
-            return ""
-        try:
-            names = os.listdir(self.name.parent)
-        except OSError:
-            return ""
-        name = meant(self.name.name, names)
+        name = None
+        if not is_stream(self.name):
+            with suppress(OSError):
+                name = meant(self.name.name, os.listdir(self.name.parent))
         return f"did you mean {self.name.with_name(name)}?" if name else ""
 
     def _packing_of(self, wanted: str) -> str:
-        """Return how the file is compressed: gzip, zstd or "". Its first bytes decide, so a stream needs no suffix."""
+        """Return how the file is compressed. Its first bytes decide, so a stream needs no suffix."""
         with self.file.open("rb") as file:
             head = file.read(_SEEN)
         packing = next((name for name, first in _FIRST_BYTES.items() if re.match(first, head)), "")
@@ -190,7 +187,7 @@ class InputFile:
         return packing
 
     def _unpacked(self, file: BinaryIO) -> Any:
-        if self._packing == "gzip":
+        if self.packing == "gzip":
             import gzip
 
             return gzip.GzipFile(fileobj=file)
@@ -208,68 +205,54 @@ class InputFile:
         if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
             raise InvalidInput(f"input {self.name} is {what}")
         wide = head.startswith(_UTF32_BOMS)
-        if wide or head.startswith(_UTF16_BOMS) or _every_second_is_zero(head):
+        even, odd = head[0::2], head[1::2]  # every second byte of Latin letters in UTF-16 is 0
+        zeros = len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))
+        if wide or head.startswith(_UTF16_BOMS) or zeros:
             encoding = "UTF-32" if wide else "UTF-16"
             command = f"iconv -f {encoding} -t UTF-8"
-            if self._copy is None and not self._packing:
+            if self._copy is None and not self.packing:
                 made = self.name.with_name(f"utf8-{self.name.name}")
                 command += f" {quote(str(self.name))} > {quote(str(made))}"
-            first = "decompress it, and " if self._packing else ""
+            first = "decompress it, and " if self.packing else ""
             raise InvalidInput(
                 f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
                 f" must be UTF-8: {first}convert it with {command}"
             )
 
 
-class _Unpacked(io.RawIOBase):
-    """Decompressed bytes of a file. Reading damaged data raises InvalidInput, which names the last whole line.
+class _Bytes(io.RawIOBase):
+    """Bytes of a file, which are added to a digest while they are read. Reading damaged compressed data raises
+    InvalidInput, which names the last whole line.
 
     Args:
-        packed: file object that decompresses.
-        name: name of the input.
-        packing: name of the compression.
+        file: the file, or an object that decompresses it.
+        source: the input, for messages.
+        digest: None for no digest.
     """
 
-    def __init__(self, packed: Any, name: Path, packing: str) -> None:
-        self._packed, self._name, self._packing, self._lines = packed, name, packing, 0
+    def __init__(self, file: Any, source: InputFile, digest: Any) -> None:
+        self._file, self._source, self._digest, self._lines = file, source, digest, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        name, packing = self._source.name, self._source.packing
         try:
-            data = self._packed.read1(len(buffer))
+            data = self._file.read1(len(buffer))
         except Exception as error:  # each decompressor raises errors of its own
-            if isinstance(error, OSError) and error.errno is not None:
+            if not packing or (isinstance(error, OSError) and error.errno is not None):
                 raise  # the file itself cannot be read
             reason = "it is cut short" if isinstance(error, EOFError) else str(error) or type(error).__name__
             raise InvalidInput(
-                f"input {self._name} is damaged after line {self._lines}: {reason} ({self._packing}); make it again"
+                f"input {name} is damaged after line {self._lines}: {reason} ({packing}); make it again"
             ) from error
-        self._lines += data.count(b"\n")
+        if packing:
+            self._lines += data.count(b"\n")
+        if self._digest is not None:
+            self._digest.update(data)
         buffer[: len(data)] = data
         return len(data)
-
-
-class _Hashed(io.RawIOBase):
-    """Bytes of a file, which are added to a digest while they are read."""
-
-    def __init__(self, file: BinaryIO, digest: Any) -> None:
-        self._file, self._digest = file, digest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        self._digest.update(data)
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _hashed(file: BinaryIO, digest: Any) -> BinaryIO:
-    """Return a file whose bytes are added to a digest, if there is one."""
-    return file if digest is None else cast(BinaryIO, io.BufferedReader(_Hashed(file, digest), _STEP))
 
 
 def _form_of(name: Path, form: str | None) -> tuple[str, str]:
@@ -297,9 +280,3 @@ def _unknown(name: Path, suffix: str, packed: str) -> str:
         return f"input {name} is compressed in a way that is not read; decompress it first ({unpack})"
     where = f"no suffix before {name.suffix}" if packed and not suffix else f"suffix {suffix!r}"
     return f"input {name} has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
-
-
-def _every_second_is_zero(head: bytes) -> bool:
-    """Return whether bytes look like UTF-16 text of Latin letters without a byte order mark."""
-    even, odd = head[0::2], head[1::2]
-    return len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))

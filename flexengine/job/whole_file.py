@@ -1,12 +1,15 @@
-"""Writing of files that appear complete or not at all."""
+"""Writing of files that appear complete or not at all, and what a message says if the disk is full."""
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from flexengine.job.room import full_disk
+from flexengine.config import cache_root
+from flexengine.errors import InvalidInput
 
 
 def part_path(output: str | os.PathLike[str]) -> Path:
@@ -58,3 +61,41 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def full_disk(error: OSError, directory: str | os.PathLike[str], needed: int = 0, own: Path | None = None) -> str:
+    """Return what a full disk has free and what to free there, as text; "" if the error is not that of a full disk.
+
+    Args:
+        error: error of a write.
+        directory: directory that was written to.
+        needed: about how many bytes are needed there; 0 if unknown.
+        own: the job's journal; None if there is none.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    place = Path(directory)
+    try:
+        free, device = shutil.disk_usage(place).free, place.stat().st_dev
+    except OSError:
+        return f"the disk of {place} is full; free space there"
+    parts = [f"the disk of {place} is full: {free:,} bytes are free"]
+    if needed:
+        parts[0] += f", about {needed:,} are needed"
+    if error.errno == errno.EDQUOT:
+        parts.append("your quota may allow less")
+    if own is not None:
+        parts.append(f"the journal {own} takes {size_of(own):,} bytes, and must be kept, as it holds the results")
+    with suppress(OSError, InvalidInput):
+        root = cache_root()
+        if root.stat().st_dev == device and (total := sum(size_of(path) for path in root.rglob("*") if path.is_file())):
+            parts.append(f"the cache {root} takes {total:,} bytes, and may be deleted while no job runs")
+    return "; ".join([*parts, "free space there"])
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 if it is missing."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

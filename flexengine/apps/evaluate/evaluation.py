@@ -1,10 +1,10 @@
-"""An evaluation: all runs over all scenarios, and the tokens per second of each.
+"""An evaluation: all runs over all scenarios, each as one job, and the tokens per second of each run.
 
 The rate of a batch that is padded is given, too, as FlexGen's tables of data wrangling give both.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +13,22 @@ from typing import Any
 from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.evaluate.figures import Draws, figures
-from flexengine.apps.evaluate.instances import Built
+from flexengine.apps.evaluate.instances import Built, Instance
+from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
 from flexengine.apps.evaluate.report import RESULTS, Evaluation
-from flexengine.apps.evaluate.requests import answers_of, rows_of
 from flexengine.apps.evaluate.runs import Run, run_job, stems_of
+from flexengine.apps.evaluate.scenario import Scenario
 from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import read_object
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
+from flexengine.job.results import logprob_of
+from flexengine.job.rows import without_place
 from flexengine.job.whole_file import write_whole
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"
 COUNTS = ("rows", "useful_tokens", "padded_tokens")  # of `Throughput.to_json`
+Row = Mapping[str, Any]
 Open = Callable[[Run], AbstractContextManager[RunsJobs]]
 
 
@@ -55,28 +59,20 @@ class Throughput:
         }
 
 
-def throughput(results: Sequence[Mapping[str, Any]]) -> Throughput:
-    """Return the tokens of a job's results. Texts that are scored whole have no input."""
+def throughput(results: Sequence[Row]) -> Throughput:
+    """Return the tokens of a job's results."""
     groups: dict[tuple[str, bool], list[tuple[int, list[int]]]] = {}
     rows = [row for row in results if row["error"] is None]
     for row in rows:
-        alone = "variant" not in row  # choices after the unconditional context are a batch of their own
-        groups.setdefault((row["scenario"], alone), []).append(_sizes(row))
-    sizes = [size for group in groups.values() for size in group]
-    return Throughput(len(rows), sum(first + sum(rest) for first, rest in sizes), sum(map(_padded, groups.values())))
-
-
-def _sizes(row: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Return the tokens of the input and of each output."""
-    if "scores" not in row:
-        return row["prompt_tokens"], [row["completion_tokens"]]
-    outputs = [score["tokens"] for score in row["scores"]]
-    return (0 if "text" in row else row["prompt_tokens"]), outputs
-
-
-def _padded(group: Sequence[tuple[int, list[int]]]) -> int:
-    longest = max(first for first, _ in group) + max(max(outputs) for _, outputs in group)
-    return longest * sum(len(outputs) for _, outputs in group)
+        group = groups.setdefault((row["scenario"], "variant" in row), [])  # unconditional choices are a batch, too
+        outputs = [score["tokens"] for score in row["scores"]] if "scores" in row else [row["completion_tokens"]]
+        group.append((0 if "text" in row else row["prompt_tokens"], outputs))  # a text that is scored has no input
+    useful = padded = 0
+    for group in groups.values():
+        longest = max(first for first, _ in group) + max(max(outputs) for _, outputs in group)
+        useful += sum(first + sum(outputs) for first, outputs in group)
+        padded += longest * sum(len(outputs) for _, outputs in group)
+    return Throughput(len(rows), useful, padded)
 
 
 def evaluate(
@@ -153,3 +149,68 @@ def note_throughput(run: Run, tokens: Throughput, seconds: float | None, path: P
     if seconds:
         rates = f"in {seconds:.1f} s {new['useful_tok_s']:,.1f} useful and {new['padded_tok_s']:,.1f} padded tok/s"
     message(f"run {run.name}: {text}; {rates}")
+
+
+def rows_of(scenarios: Sequence[Built]) -> list[dict[str, Any]]:
+    """Return the rows of the job: one for each instance without error, and one for each list of choices that is scored
+    after the unconditional context. Rows of one scenario follow each other, so that their shots are shared."""
+    return [row for built in scenarios for row in _rows(built)]
+
+
+def _rows(built: Built) -> Iterator[dict[str, Any]]:
+    scenario = built.scenario
+    runnable = [each for each in built.instances if each.error is None]
+    for instance in runnable:
+        names = {"scenario": scenario.name, "row": instance.number, "variant": instance.variant}
+        if scenario.kind == CHOICE:
+            yield names | {"context": instance.context, "choices": _continuations(scenario, instance.choices)}
+        elif scenario.kind == GENERATION:
+            most, stop = scenario.generation.max_tokens, list(scenario.generation.stop)
+            yield names | {"prompt": instance.context, "max_tokens": most, "stop": stop}
+        else:
+            yield names | {"text": instance.context}
+    if any(METRICS[name].unconditional for name in scenario.metrics):
+        for choices in dict.fromkeys(each.choices for each in runnable):
+            yield {"scenario": scenario.name, "context": scenario.choices.unconditional,
+                   "choices": _continuations(scenario, choices)}  # fmt: skip
+
+
+def _continuations(scenario: Scenario, choices: Sequence[str]) -> list[str]:
+    return [scenario.prompt.delimiter + choice for choice in choices]
+
+
+def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[InstanceAnswer]]:
+    """Return the answers to the instances of each scenario. results: the rows with the fields of the job's output, in
+    the order of `rows_of`."""
+    left, answers = iter(results), list[list[InstanceAnswer]]()
+    for built in scenarios:
+        rows = [next(left) for _ in _rows(built)]
+        own = iter(row for row in rows if "variant" in row)
+        alone = {tuple(row["choices"]): row for row in rows if "variant" not in row}
+        answers.append([
+            _answer(built.scenario, each, next(own), alone) if each.error is None else InstanceAnswer(error=each.error)
+            for each in built.instances
+        ])  # fmt: skip
+    return answers
+
+
+def _answer(
+    scenario: Scenario, instance: Instance, result: Row, alone: Mapping[tuple[str, ...], Row]
+) -> InstanceAnswer:
+    after = alone.get(tuple(_continuations(scenario, instance.choices)))
+    for row in (result, after):
+        if row is not None and row["error"] is not None:
+            # The engine names lines of the job's input, which the user did not write.
+            return InstanceAnswer(error=f"line {instance.line}: {without_place(row['error'])}")
+    if scenario.kind == GENERATION:
+        return InstanceAnswer(
+            text=result["generated_text"], generated=result["completion_tokens"], references=instance.references
+        )
+    scores = result["scores"]
+    return InstanceAnswer(
+        choices=instance.choices or (instance.context,),
+        logprobs=tuple(map(logprob_of, scores)),
+        tokens=tuple(score["tokens"] for score in scores),
+        unconditional=tuple(map(logprob_of, after["scores"])) if after is not None else (),
+        gold=instance.gold,
+    )

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +18,9 @@ from flexengine.apps.tables import read_records
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
+from flexengine.job.reading import TableRow, other_separator
 from flexengine.job.rows import without_place
 from flexengine.job.source import InputFile
-from flexengine.job.tables import TableRow, other_separator
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,8 @@ class Built:
 
 
 def build(scenario: Scenario) -> Built:
-    """Return the instances of a scenario.
-
-    Raises:
-        InvalidInput: a file cannot be read, lacks a column, or has a label outside the choices; there are too few rows
-            for the shots, or none is left to evaluate.
-    """
+    """Return the instances of a scenario. Raise InvalidInput if a file cannot be read, lacks a column, or has a label
+    outside the choices; there are too few rows for the shots, or none is left to evaluate."""
     columns = columns_of(scenario.prompt.template)
     table = _table(scenario, "data.file", scenario.data.file, columns)
     digests = {scenario.data.file: table.digest}
@@ -101,8 +98,10 @@ def build(scenario: Scenario) -> Built:
     used = {row.number for row in shots} if pool.digest == table.digest else set()  # few_shot.file may be data.file
     rows = [(number, row) for number, row in enumerate(table.rows) if number not in used][: scenario.data.limit]
     if not rows:
-        raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, so none is"
-                                    " evaluated; lower few_shot.count, or name another few_shot.file")  # fmt: skip
+        text = (
+            f"few_shot takes all {len(used)} rows of {table.path}, so none is evaluated; lower few_shot.count, or name"
+        )
+        raise scenario.origin.fault("few_shot.count", f"{text} another few_shot.file")
     prompt, instances = scenario.prompt, list[Instance]()
     parts = [prompt.instructions] if prompt.instructions else []
     parts += [shot.context + prompt.delimiter + _answer(shot) for shot in shots]
@@ -119,33 +118,27 @@ def build(scenario: Scenario) -> Built:
 
 
 def read_table(path: Path) -> ScenarioTable:
-    """Return the rows of a file. A .txt file has one column, text, with a line in each row.
-
-    Raises:
-        InvalidInput: the file cannot be read, has an unknown format, or has no rows.
-    """
+    """Return the rows of a file. A .txt file has one column, text, with a line in each row. Raise InvalidInput if the
+    file cannot be read, has an unknown format, or has no rows."""
     if path.exists() and not path.is_file():
         raise InvalidInput(f"{path} is no file; name a .jsonl, .csv, .tsv, .txt, .parquet or .arrow file")
     with closing(InputFile(path)) as source:
         form = source.form
         if form in ("jsonl", "txt"):
-            rows = _lines(path, form)
+            found = []
+            with InputRows(path, form=form) as lines:
+                for row in lines:
+                    fields = {"text": row.fields["prompt"]} if form == "txt" and row.error is None else row.fields
+                    # Errors that only concern prompts do not count: any object is a row here.
+                    fault = None if fields or row.error is None else without_place(row.error)
+                    found.append(TableRow(row.line, fields, fault))
+            rows = tuple(found)
             columns = tuple(dict.fromkeys(name for row in rows for name in row.fields))
         else:
             columns, rows = read_records(source, str(path))
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
     return ScenarioTable(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def _lines(path: Path, form: str) -> tuple[TableRow, ...]:
-    """Return the rows of JSON or text. Errors that only concern prompts do not count: any object is a row here."""
-    found = []
-    with InputRows(path, form=form) as rows:
-        for row in rows:
-            fields = {"text": row.fields["prompt"]} if form == "txt" and row.error is None else row.fields
-            found.append(TableRow(row.line, fields, None if fields else row.error and without_place(row.error)))
-    return tuple(found)
 
 
 def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> ScenarioTable:
@@ -161,14 +154,14 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     needed += [("label.column", label.column)] if label else []
     for place, column in needed:
         if column not in table.columns:
-            seems = other_separator(table.columns, table.form)
-            raise scenario.origin.fault(place, f"{place} names the column {shown(column)}, which {table.path} does not"
-                                        f" have; choose from {', '.join(table.columns)}"
-                                        f"{seems and f': {seems}'}")  # fmt: skip
+            seems, known = other_separator(table.columns, table.form), ", ".join(table.columns)
+            lacks = f"{place} names the column {shown(column)}, which {table.path} does not have; choose from {known}"
+            raise scenario.origin.fault(place, f"{lacks}{seems and f': {seems}'}")
+    place = "perturbations.columns"
     for column in perturbed.columns if perturbed else ():
         if column not in columns:
-            raise scenario.origin.fault("perturbations.columns", f"perturbations.columns names {shown(column)}, which"
-                                        f" is not in prompt.template; choose from {', '.join(columns)}")  # fmt: skip
+            lacks = f"{place} names {shown(column)}, which is not in prompt.template"
+            raise scenario.origin.fault(place, f"{lacks}; choose from {', '.join(columns)}")
     return table
 
 
@@ -179,8 +172,8 @@ def _shots(scenario: Scenario, pool: ScenarioTable) -> list[Instance]:
     made = [_instance(scenario, pool, number, row.fields) for number, row in enumerate(pool.rows)]
     usable = [each for each in made if each.error is None]
     if len(usable) < few.count:
-        raise scenario.origin.fault("few_shot.count", f"few_shot.count is {few.count}, but {pool.path} has"
-                                    f" {len(usable)} usable rows; lower it or name a larger file")  # fmt: skip
+        text = f"few_shot.count is {few.count}, but {pool.path} has {len(usable)} usable rows"
+        raise scenario.origin.fault("few_shot.count", f"{text}; lower it or name a larger file")
     fixed = scenario.kind != CHOICE or bool(scenario.choices.values)  # else labels are the places of the right choices
     labels = [_answer(each) if fixed else str(each.gold) for each in usable]
     return [usable[number] for number in draw(labels, few.count, few.seed, few.balanced)]
@@ -211,9 +204,7 @@ def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[i
     queues.sort(key=len, reverse=True)
     for queue in queues:
         random.shuffle(queue)
-    turns = max(map(len, queues), default=0)
-    in_turns = [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)]
-    chosen = in_turns[:count]
+    chosen = [number for turn in zip_longest(*queues) for number in turn if number is not None][:count]
     random.shuffle(chosen)
     return chosen
 
@@ -240,7 +231,7 @@ def _instance(scenario: Scenario, table: ScenarioTable, number: int, fields: dic
             raise InvalidInput("the text is empty")
         if scenario.kind == CHOICE:
             made = replace(made, choices=_choices(scenario, row.fields))
-        answers = _answers(label, row.fields)
+        answers = () if label is None else _answers(label, row.fields)
     except InvalidInput as error:
         return replace(empty, error=f"line {row.line}: {error}")
     if label is None or scenario.kind != CHOICE:
@@ -270,10 +261,8 @@ def _list(row: dict[str, Any], column: str) -> list[str]:
     return [text_of({column: each}, column) for each in value]
 
 
-def _answers(label: Label | None, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the right answers, as texts of at least one character; none if there are no labels."""
-    if label is None:
-        return ()
+def _answers(label: Label, row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the right answers, as texts of at least one character."""
     value = row.get(label.column)
     found = _list(row, label.column) if isinstance(value, list) else [text_of(row, label.column)]
     if not found or not all(each.strip() for each in found):

@@ -196,25 +196,20 @@ def _f1(given: Counter[str], right: Counter[str]) -> float:
     return 2 * shared / (given.total() + right.total()) if shared else 0.0
 
 
-def _best_match(compare: Callable[[str, str], float], answer: InstanceAnswer) -> tuple[float, ...]:
+def _best_match(answer: InstanceAnswer, compare: Callable[[str, str], float]) -> tuple[float, ...]:
     return (max(compare(answer.text, reference) for reference in answer.references),)
 
 
-def _choice_metric(name: str, normalization: str) -> Metric:
-    needs = normalization == UNCONDITIONAL
-    if name == "accuracy":
-        return Metric(CHOICE, partial(_right, normalization=normalization), 1, mean, unconditional=needs)
-    measure = partial(_confidence_and_right, normalization=normalization)
-    return Metric(CHOICE, measure, 2, calibration_error, True, LEFT_OUT, False, single=False, unconditional=needs)
-
-
 METRICS: dict[str, Metric] = {
-    **{f"{name}{way and f'_{way}'}": _choice_metric(name, way)
-       for name in ("accuracy", "ece") for way in NORMALIZATIONS},
+    **{f"accuracy{way and f'_{way}'}": Metric(CHOICE, partial(_right, normalization=way), 1, mean,
+                                              unconditional=way == UNCONDITIONAL) for way in NORMALIZATIONS},
+    **{f"ece{way and f'_{way}'}": Metric(CHOICE, partial(_confidence_and_right, normalization=way), 2,
+                                         calibration_error, True, LEFT_OUT, False, single=False,
+                                         unconditional=way == UNCONDITIONAL) for way in NORMALIZATIONS},
     "gold_probability": Metric(CHOICE, _gold_probability, 1, mean),
     "confidence": Metric(CHOICE, lambda answer: (float(probabilities(answer).max()),), 1, mean, False, LEFT_OUT, None,
                          single=False),
-    **{compare.__name__: Metric(GENERATION, partial(_best_match, compare), 1, mean)
+    **{compare.__name__: Metric(GENERATION, partial(_best_match, compare=compare), 1, mean)
        for compare in (exact_match, quasi_exact_match, f1, set_f1)},
     "generated_tokens": Metric(GENERATION, lambda answer: (float(answer.generated),), 1, mean, False, LEFT_OUT, None,
                                single=False),
@@ -245,11 +240,7 @@ def measured(metric: Metric, answers: Sequence[InstanceAnswer]) -> Floats:
 
 def worst(metric: Metric, variants: Sequence[Floats]) -> Floats:
     """Return, for each instance, the numbers of its worst variant. An instance with a variant that is left out is left
-    out.
-
-    Args:
-        variants: [instances, numbers] for each variant.
-    """
+    out. variants: [instances, numbers] for each variant."""
     stacked = np.stack(variants)
     single = metric.aggregate(stacked[:, :, None, :])
     missing = np.isnan(stacked).any(axis=-1)

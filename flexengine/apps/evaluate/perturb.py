@@ -82,16 +82,12 @@ def typos(text: str, random: Random, probability: float) -> str:
     return "".join(letters)
 
 
-def _neighbours() -> dict[str, str]:
-    """Return the keys that touch each key: left and right, and two in the row above and in the row below."""
-    places = {key: (column + row / 2, row) for row, keys in enumerate(_ROWS) for column, key in enumerate(keys)}
-    return {
-        key: "".join(k for k, (a, b) in places.items() if k != key and abs(a - x) <= 1 and abs(b - y) <= 1)
-        for key, (x, y) in places.items()
-    }
-
-
-NEIGHBOURS = _neighbours()
+_PLACES = {key: (column + row / 2, row) for row, keys in enumerate(_ROWS) for column, key in enumerate(keys)}
+# The keys that touch each key: left and right, and two in the row above and in the row below.
+NEIGHBOURS = {
+    key: "".join(k for k, (a, b) in _PLACES.items() if k != key and abs(a - x) <= 1 and abs(b - y) <= 1)
+    for key, (x, y) in _PLACES.items()
+}
 
 
 def extra_space(text: str, random: Random, most: int) -> str:
@@ -107,16 +103,14 @@ _SUBJECTS_BY_VERB = {"am": "i", "are": "you we they", "is": "he she it that ther
                      "will": _ALL_SUBJECTS, "would": _ALL_SUBJECTS, "have": "i you we they"}  # fmt: skip
 
 
-def _contractions() -> dict[str, str]:
-    """Return contractions by their two words in lower case."""
-    pairs = {f"{subject} {verb}": subject + _SHORT[verb]
-             for verb, subjects in _SUBJECTS_BY_VERB.items() for subject in subjects.split()}  # fmt: skip
-    pairs |= {f"{verb} not": f"{verb}n't" for verb in _NEGATED.split()}
-    pairs |= {f"{modal} have": f"{modal}'ve" for modal in ("could", "might", "must", "should", "would")}
-    return pairs | {"cannot": "can't", "will not": "won't", "shall not": "shan't"}
-
-
-CONTRACTIONS = _contractions()
+# Contractions by their words in lower case.
+CONTRACTIONS = {
+    **{f"{subject} {verb}": subject + _SHORT[verb]
+       for verb, subjects in _SUBJECTS_BY_VERB.items() for subject in subjects.split()},
+    **{f"{verb} not": f"{verb}n't" for verb in _NEGATED.split()},
+    **{f"{modal} have": f"{modal}'ve" for modal in ("could", "might", "must", "should", "would")},
+    "cannot": "can't", "will not": "won't", "shall not": "shan't",
+}  # fmt: skip
 # Only before a space, so that no contraction ends a sentence ("What it is." stays).
 _CONTRACTED = re.compile(rf"\b({'|'.join(sorted(CONTRACTIONS, key=len, reverse=True))})(?= )", re.IGNORECASE)
 

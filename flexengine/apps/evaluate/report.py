@@ -44,30 +44,41 @@ class Evaluation:
 
 
 def write_files(evaluation: Evaluation, folder: Path) -> None:
-    """Write the files RESULTS."""
+    """Write the files RESULTS. A line of instances.jsonl is the answer of a run to an instance."""
     values = summary(evaluation)
     as_json = json.dumps(values, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
     texts = [text.encode() for text in (as_json, as_csv(evaluation.figures), page(values))]
-    for name, data in zip(RESULTS, [*texts, _instances(evaluation)], strict=True):
+    instances = b"".join(
+        encode_fields({"run": run.name, "scenario": built.scenario.name, **_line(built, instance, answer)})
+        for run, of_run in zip(evaluation.runs, evaluation.answers, strict=True)
+        for built, answers in zip(evaluation.scenarios, of_run, strict=True)
+        for instance, answer in zip(built.instances, answers, strict=True)
+    )
+    for name, data in zip(RESULTS, [*texts, instances], strict=True):
         write_whole(folder / name, data)
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:
     """Return the results as JSON values."""
-    draws = {"level": LEVEL, "resamples": evaluation.draws.resamples, "seed": evaluation.draws.seed}
+    draws = {"level": LEVEL, **asdict(evaluation.draws)}
     runs = [
         {"name": run.name, "model": run.model, "lossy": run.lossy.enabled, "dtype": run.dtype}
         for run in evaluation.runs
     ]
-    return {"version": evaluation.version, "bootstrap": draws, "runs": runs,
-            "scenarios": [_scenario(built) for built in evaluation.scenarios],
-            "results": [asdict(figure) for figure in evaluation.figures]}  # fmt: skip
-
-
-def _scenario(built: Built) -> dict[str, Any]:
-    errors = sum(each.error is not None for each in built.instances)
-    return {**built.scenario.described(), "instances": len(built.instances), "unusable": errors,
-            "shots": list(built.shots), "sha256": built.digests}  # fmt: skip
+    scenarios = [
+        {
+            **built.scenario.described(),
+            "instances": len(built.instances),
+            "unusable": sum(each.error is not None for each in built.instances),
+            "shots": list(built.shots),
+            "sha256": built.digests,
+        }
+        for built in evaluation.scenarios
+    ]
+    results = [asdict(figure) for figure in evaluation.figures]
+    return {
+        "version": evaluation.version, "bootstrap": draws, "runs": runs, "scenarios": scenarios, "results": results,
+    }  # fmt: skip
 
 
 def as_csv(figures: Sequence[Figure]) -> str:
@@ -82,10 +93,14 @@ def as_csv(figures: Sequence[Figure]) -> str:
 def page(summary: dict[str, Any]) -> str:
     """Return results.html, a page without references to other files. Jinja escapes all text. summary: as in
     results.json."""
+    tables, count = [], len(summary["runs"])  # a line of a scenario's table has the figures of all runs
+    for scenario in summary["scenarios"]:
+        own = [figure for figure in summary["results"] if figure["scenario"] == scenario["name"]]
+        tables.append((scenario, [own[begin : begin + count] for begin in range(0, len(own), count)]))
     source = files("flexengine.apps.evaluate").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "signed": signed}
-    return environment.from_string(source).render(s=summary, tables=_tables(summary))
+    return environment.from_string(source).render(s=summary, tables=tables)
 
 
 def number(value: float | None) -> str:
@@ -99,25 +114,6 @@ def number(value: float | None) -> str:
 def signed(value: float | None) -> str:
     """Return a number with its sign."""
     return number(value) if value is None or value < 0 else f"+{number(value)}"
-
-
-def _tables(summary: dict[str, Any]) -> list[tuple[dict[str, Any], list[list[dict[str, Any]]]]]:
-    """Return each scenario with the lines of its table; a line has the figures of all runs."""
-    tables, count = [], len(summary["runs"])
-    for scenario in summary["scenarios"]:
-        own = [figure for figure in summary["results"] if figure["scenario"] == scenario["name"]]
-        tables.append((scenario, [own[begin : begin + count] for begin in range(0, len(own), count)]))
-    return tables
-
-
-def _instances(evaluation: Evaluation) -> bytes:
-    """Return the lines of instances.jsonl: the answer of each run to each instance."""
-    return b"".join(
-        encode_fields({"run": run.name, "scenario": built.scenario.name, **_line(built, instance, answer)})
-        for run, of_run in zip(evaluation.runs, evaluation.answers, strict=True)
-        for built, answers in zip(evaluation.scenarios, of_run, strict=True)
-        for instance, answer in zip(built.instances, answers, strict=True)
-    )
 
 
 def _line(built: Built, instance: Instance, answer: InstanceAnswer) -> dict[str, Any]:

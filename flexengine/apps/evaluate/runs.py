@@ -59,8 +59,13 @@ def parse_run(text: str) -> Run:
     switches: dict[str, Any] = {n.replace("-", "_"): v for n, v in options.items() if n not in ("model", "dtype")}
     try:
         for switch in ("sparse_attention", "sparsify"):
-            if switch in switches:
-                switches[switch] = _share(switch, switches[switch])
+            value = switches.get(switch)
+            try:
+                if value is not None:
+                    switches[switch] = float(value)
+            except ValueError:
+                option = switch.replace("_", "-")
+                raise InvalidInput(f"{option} is {shown(value)}; it must be a number, such as 0.1") from None
         lossy = Lossy(**switches)
     except InvalidInput as error:
         raise InvalidInput(f"--run {name}: {error}") from error
@@ -83,13 +88,6 @@ def _options(name: str, text: str) -> dict[str, str]:
             raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")
         options[option] = value
     return options
-
-
-def _share(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInput(f"{name.replace('_', '-')} is {shown(text)}; it must be a number, such as 0.1") from None
 
 
 def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:

@@ -10,11 +10,8 @@ from flexengine.errors import InvalidInput
 
 
 def columns_of(template: str) -> tuple[str, ...]:
-    """Return the columns of a template, each once, in order.
-
-    Raises:
-        InvalidInput: a brace is alone, or a column has a conversion or a format.
-    """
+    """Return the columns of a template, each once, in order. Raise InvalidInput if a brace is alone, or a column has a
+    conversion or a format."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -40,11 +37,8 @@ def filled(template: str, row: Mapping[str, Any]) -> str:
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return a value of a row as text: texts as they are, numbers and booleans as in JSON.
-
-    Raises:
-        InvalidInput: the row has no such value, or it is an array or an object.
-    """
+    """Return a value of a row as text: texts as they are, numbers and booleans as in JSON. Raise InvalidInput if the
+    row has no such value, or it is an array or an object."""
     value = row.get(column)
     if isinstance(value, str):
         return value

@@ -6,7 +6,7 @@ import pickle
 import signal
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -23,10 +23,20 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer, failure_of, this_member
+from flexengine.apps.fleet.member import (
+    Description,
+    Failure,
+    FleetMember,
+    Recipe,
+    ShardAnswer,
+    failure_of,
+    open_engine,
+    this_member,
+)
 from flexengine.apps.fleet.space import FleetMachine, Share, Space, space_for
-from flexengine.apps.fleet.stage import FleetStage
-from flexengine.errors import InvalidInput, MemberFailed
+from flexengine.errors import FlexError, InvalidInput, MemberFailed
+from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.server import StageServer
 
 LOCAL, AUTO = "local", "auto"  # addresses: a Ray that this process starts, and the one that runs on this machine
 CONNECT_SECONDS = 10.0
@@ -34,6 +44,7 @@ PLACE_SECONDS = 600.0  # until the stages of a group must have a place
 MOST_GROUPS = 4  # groups of stages that may be lost with one shard
 MOST_DEATHS = 10  # of actors that run one shard; it may be the reason, as when it needs too much memory
 _CLIENT = "ray://"
+Address = tuple[str, int]  # host and port
 
 
 @contextmanager
@@ -88,12 +99,6 @@ def _check_answers(address: str) -> None:
         ) from error
 
 
-def machines() -> list[FleetMachine]:
-    """Return the machines of the cluster that are alive and compute."""
-    found = [_machine(node) for node in ray.nodes() if node["Alive"]]
-    return [machine for machine in found if machine.cpus]
-
-
 def _machine(node: Any) -> FleetMachine:
     return FleetMachine(*(int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU", "memory")))
 
@@ -112,7 +117,8 @@ class RayFleet:
     def of(cls, device: str, actors: int | None, stages: int, interface: str | None) -> "RayFleet":
         """Return the fleet of the cluster to which this process is connected. Arguments and errors: see
         `space_for`."""
-        return cls(space_for(machines(), device, actors, stages, interface))
+        machines = [_machine(node) for node in ray.nodes() if node["Alive"]]
+        return cls(space_for([machine for machine in machines if machine.cpus], device, actors, stages, interface))
 
     def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
         """Return what an actor says of its engine; see `FleetMember.describe`. The actor ends with the call."""
@@ -127,11 +133,8 @@ class RayFleet:
             ray.kill(actor)
 
     def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[ShardAnswer | Failure]:
-        """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost.
-
-        Args:
-            shards: see `fleet.shards`.
-        """
+        """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost. shards: see
+        `fleet.shards`."""
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -178,25 +181,27 @@ class FleetActor:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the answer to a shard, in a table of one row, as Ray Data passes it."""
         (shard,) = table["shard"].to_pylist()
-        answer = self._first_found(lambda member: member.run(shard))
+        answer = self._answer("run", shard)
         return pa.table({"answer": pa.array([pickle.dumps(answer)], pa.large_binary())})
 
     def describe(self, sample: bytes) -> Description | Failure:
         """See `FleetMember.describe`."""
-        found: Description | Failure = self._first_found(lambda member: member.describe(sample))
+        found: Description | Failure = self._answer("describe", sample)
         self._close()
         if self.space.stages > 1:
             remove_placement_group(own_placement(self.space))
         return found
 
-    def _first_found(self, call: Callable[[Any], Any]) -> Any:
-        """Return what a call returns. If a stage is lost meanwhile, call again with a new group of stages."""
+    def _answer(self, method: str, given: bytes) -> Any:
+        """Return what a method of `FleetMember` returns. If a stage is lost meanwhile, call it again with a new group
+        of stages."""
         for _ in range(MOST_GROUPS):
             try:
                 self._member = self._member or self._opened()
             except MemberFailed as error:
                 return failure_of(error)
-            found = call(self._member)
+            member = self._member
+            found = member.answer(method, given) if isinstance(member, StageGroup) else getattr(member, method)(given)
             if not isinstance(found, Failure):
                 return found
             self._close()
@@ -242,25 +247,15 @@ class StageGroup:
         ]  # fmt: skip
         self._serving: list[Any] | None = None
 
-    def describe(self, sample: bytes) -> Description | Failure:
-        """See `FleetMember.describe`."""
-        found: Description | Failure = self._call("describe", sample)
-        return found
-
-    def run(self, shard: bytes) -> ShardAnswer | Failure:
-        """See `FleetMember.run`."""
-        found: ShardAnswer | Failure = self._call("run", shard)
-        return found
-
-    def _call(self, method: str, *given: Any) -> Any:
-        """Return what the first stage returns, or a Failure if any stage dies or fails meanwhile."""
+    def answer(self, method: str, given: bytes) -> Any:
+        """Return what a method of the first stage's `FleetMember` returns, or a Failure if any stage dies or fails
+        meanwhile."""
         first, *others = self._stages
         try:
             if self._serving is None:
                 address = ray.get(first.address.remote())
                 self._serving = [stage.serve.remote(address) for stage in others]
-            found = getattr(first, method).remote(*given)
-            ready, _ = ray.wait([found, *self._serving])
+            ready, _ = ray.wait([first.answer.remote(method, given), *self._serving])
             answer = ray.get(ready[0])
         except RayActorError as error:
             return Failure(this_member(), f"a stage died: {_line(error)}", running=True, lost=True)
@@ -285,13 +280,59 @@ def own_placement(space: Space) -> PlacementGroup:
         return placement_group([bundle] * space.stages, strategy, name)
 
 
-class StageActor(FleetStage):
-    """A stage, which asks Ray for its address and for the processes beside it."""
+class StageActor:
+    """A stage: one process of a pipeline. The first one has the fleet's member.
+
+    Args:
+        recipe: what the engine is made of.
+        rank: number of the stage.
+        space: number of stages, and the network interface that joins them.
+    """
 
     def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:
         _enter(recipe)
-        host = ray.util.get_node_ip_address() if space.interface else "127.0.0.1"
-        super().__init__(recipe, rank, space, host, share_here(recipe, space))
+        self.recipe, self.rank, self.space = recipe, rank, space
+        self.share = share_here(recipe, space)
+        self._address: Address | None = None
+        self._member: FleetMember | None = None
+
+    def address(self) -> Address:
+        """Return host and port at which the stages of the group meet. Called for the first stage."""
+        host = ray.util.get_node_ip_address() if self.space.interface else "127.0.0.1"
+        with socket.socket() as free:
+            free.bind((host, 0))
+            self._address = (host, free.getsockname()[1])
+        return self._address
+
+    def serve(self, address: Address) -> Failure | None:
+        """Carry out the orders of the first stage until it ends the job."""
+        try:
+            group = self._join(address)
+            try:
+                with open_engine(self.recipe, group, self.share) as engine:
+                    StageServer(engine, group).run()
+            finally:
+                group.close()
+        except Exception as error:
+            return failure_of(error)
+        return None
+
+    def answer(self, method: str, given: bytes) -> Any:
+        """Return what a method of `FleetMember` returns. Called for the first stage."""
+        if self._member is None:
+            assert self._address is not None
+            try:
+                self._member = FleetMember(self.recipe, self._join(self._address), self.share)
+            except FlexError as error:
+                return failure_of(error)
+        return getattr(self._member, method)(given)
+
+    def _join(self, address: Address) -> PipelineGroup:
+        """Return the group, after all stages have joined."""
+        # Each process sees its own GPU only, as if it were alone on its machine.
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.space.stages), "LOCAL_RANK": "0",
+                       "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}  # fmt: skip
+        return PipelineGroup(self.space.interface)
 
 
 def _enter(recipe: Recipe) -> None:

@@ -155,11 +155,8 @@ class FleetMember:
         self._engine: Engine | None = None
 
     def describe(self, sample: bytes) -> Description | Failure:
-        """Return the values that all members shall share.
-
-        Args:
-            sample: a shard, from which the engine plans; b"" if there is no row to run.
-        """
+        """Return the values that all members shall share. sample: a shard, from which the engine plans; b"" if there is
+        no row to run."""
         try:
             engine, params = self._opened(), self.recipe.params
             engine.reader.check(params)

@@ -15,11 +15,7 @@ MOST_ROWS = 2048  # of a shard, as a lost actor repeats its shard
 
 
 def shard_rows(rows: int, actors: int) -> int:
-    """Return how many rows a shard has.
-
-    Args:
-        rows: rows to run.
-    """
+    """Return how many rows a shard has. rows: rows to run."""
     return max(1, min(MOST_ROWS, math.ceil(rows / (PER_ACTOR * actors))))
 
 

@@ -8,11 +8,10 @@ from helm.clients.client import CachingClient
 from helm.common.cache import CacheConfig
 from helm.common.request import ErrorFlags, Request, RequestResult, wrap_request_time
 
-from flexengine.apps.helm.batch import PARAMS
 from flexengine.apps.helm.engines import encoding_of, engine_of
-from flexengine.apps.helm.requests import row_of
-from flexengine.apps.helm.results import result_of
-from flexengine.apps.helm.states import helm_result
+from flexengine.apps.helm.exchange import PARAMS
+from flexengine.apps.helm.imported import helm_result
+from flexengine.apps.helm.requests import result_of, row_of
 from flexengine.errors import FlexError
 
 _LOCK = threading.Lock()  # an engine runs one job at a time

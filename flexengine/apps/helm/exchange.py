@@ -1,53 +1,119 @@
-"""HELM's files of requests (scenario_state.json) as rows of a job, and the job's results in these files."""
+"""Requests of HELM as one job, which continues after an interruption, and HELM's files of requests and results
+(scenario_state.json)."""
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.helm.batch import Row, read_output, rows_of
-from flexengine.apps.helm.requests import STATE, Encoding, digest_of, row_of
-from flexengine.apps.helm.results import result_of
-from flexengine.config import json_kind, shown
+from flexengine.apps.helm.requests import ID, STATE, Encoding, digest_of, result_of, row_of
+from flexengine.apps.rows_job import RowsJob, RunsJobs
+from flexengine.config import SamplingParams, json_fault, json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
+from flexengine.job.same_job import OtherJob
 from flexengine.job.whole_file import write_whole
 
+Request = Mapping[str, Any]
+Row = dict[str, Any]
+States = dict[Path, dict[str, Any]]  # scenario states of HELM, by their files
+PARAMS = SamplingParams(logprobs=0)  # the log probability of each token
 
-class States:
-    """Scenario states of HELM.
 
-    Attributes:
-        by_file: the content of each file.
+def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
+    """Return the rows of requests, one for equal requests. Raise InvalidInput if the engine cannot serve one."""
+    unique = {digest_of(request): request for request in requests}
+    rows = []
+    for request in unique.values():
+        try:
+            rows.append(row_of(request, encoding))
+        except InvalidInput as error:
+            start = shown(request.get("prompt") or request.get("messages"))
+            raise InvalidInput(f"the request with the prompt {start} cannot be run: {error}") from error
+    return rows
+
+
+def run_batch(engine: RunsJobs, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
+    """Run rows as one job, and return the rows of its output by the digests of their requests.
+
+    The job's files are in `folder`, named by a digest of rows and options: the same call continues the job, or reads
+    its results if it is finished.
+
+    Args:
+        options: options on which results depend.
+
+    Raises:
+        InvalidInput: the model has changed since the job began.
+        FlexError: as for `Engine.run_job`.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """Read scenario states.
-
-        Args:
-            names: files, and folders in which files named STATE are searched, at any depth.
-
-        Raises:
-            InvalidInput: a file cannot be read or is no scenario state, there is none, or their requests are for
-                several deployments.
-        """
-        self.by_file = {path: _read(path) for name in names for path in _files(Path(name))}
-        models = sorted({str(request.get("model_deployment")) for request in self.requests()})
-        if len(models) > 1:
-            raise InvalidInput(f"the requests are for the deployments {', '.join(models)}; name the files of one")
-
-    def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield all requests."""
-        return (each["request"] for state in self.by_file.values() for each in state["request_states"])
+    decisive = json.dumps(options, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(decisive + b"\n" + b"".join(map(encode_fields, rows))).hexdigest()[:16]
+    job = RowsJob.named(folder / digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    job.write(rows)
+    try:
+        engine.run_job(job.rows, job.results, PARAMS, score=True, retry_errors=True)
+    except OtherJob as error:
+        raise InvalidInput(f"{error}; to start over, delete the files {folder / digest}.*") from error
+    return read_output(job.results)
 
 
-def _files(name: Path) -> list[Path]:
-    found = [name] if name.is_file() else sorted(name.rglob(STATE))
-    if not found:
-        raise InvalidInput(
-            f"there is no {STATE} in {name}; call helm-run with --dry-run first, and name the folder of its suite"
-        )
+def read_output(path: Path) -> dict[str, Row]:
+    """Return the rows of an output by the digests of their requests. Raise InvalidInput if it is no such output."""
+    found: dict[str, Row] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    fault = json_fault(error)
+                    raise InvalidInput(
+                        f"{path}, line {number} is not JSON ({fault}); name the output of flexengine run"
+                    ) from error
+                if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
+                    raise InvalidInput(
+                        f"{path}, line {number}: there is no field {ID} or error; name the output of"
+                        " flexengine run with rows of flexengine helm export"
+                    )
+                found[row[ID]] = row
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 text: {error}") from error
     return found
+
+
+def read_states(names: Sequence[str]) -> States:
+    """Return scenario states of HELM.
+
+    Args:
+        names: files, and folders in which files named STATE are searched, at any depth.
+
+    Raises:
+        InvalidInput: a file cannot be read or is no scenario state, there is none, or their requests are for several
+            deployments.
+    """
+    states: States = {}
+    for name in map(Path, names):
+        found = [name] if name.is_file() else sorted(name.rglob(STATE))
+        if not found:
+            raise InvalidInput(
+                f"there is no {STATE} in {name}; call helm-run with --dry-run first, and name the folder of its suite"
+            )
+        states |= {path: _read(path) for path in found}
+    models = sorted({str(request.get("model_deployment")) for request in requests_of(states)})
+    if len(models) > 1:
+        raise InvalidInput(f"the requests are for the deployments {', '.join(models)}; name the files of one")
+    return states
+
+
+def requests_of(states: States) -> Iterator[dict[str, Any]]:
+    """Yield all requests of states."""
+    return (each["request"] for state in states.values() for each in state["request_states"])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -66,14 +132,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def export(states: States, encoding: Encoding, output: Path) -> int:
-    """Write the rows of all requests, one for equal requests, and return their number.
-
-    Raises:
-        InvalidInput: the engine cannot serve a request, or there is none.
-    """
-    rows = rows_of(states.requests(), encoding)
+    """Write the rows of all requests, one for equal requests, and return their number. Raise InvalidInput if the engine
+    cannot serve a request, or there is none."""
+    rows = rows_of(requests_of(states), encoding)
     if not rows:
-        raise InvalidInput(f"there are no requests in {', '.join(map(str, states.by_file))}")
+        raise InvalidInput(f"there are no requests in {', '.join(map(str, states))}")
     write_whole(output, b"".join(map(encode_fields, rows)))
     return len(rows)
 
@@ -91,12 +154,12 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
             then.
     """
     output, failed, done = read_output(results), 0, 0
-    for path, state in states.by_file.items():
+    for path, state in states.items():
         for each in state["request_states"]:
             each["result"] = _result(each["request"], output, encoding, path, results)
             failed += not each["result"]["success"]
             done += 1
-    for path, state in states.by_file.items():
+    for path, state in states.items():
         write_whole(path, json.dumps(state, indent=2).encode())
     return done, failed
 
@@ -111,8 +174,12 @@ def _result(
             f" {results}; export its suite again, and run the rows"
         )
     try:
-        if row["error"] is None:
-            _check_row(row, row_of(request, encoding))
+        for name, value in (row_of(request, encoding) if row["error"] is None else {}).items():
+            if row.get(name) != value:
+                raise InvalidInput(
+                    f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give import the"
+                    " model, the options and the files of the export"
+                )
         return result_of(request, row, encoding)
     except InvalidInput as error:
         raise InvalidInput(f"{results}: {error}") from error
@@ -121,18 +188,3 @@ def _result(
             f"{results}: the row of the prompt {shown(request.get('prompt'))} is no output of flexengine"
             f" run ({type(error).__name__}: {error}); run the rows again"
         ) from error
-
-
-def _check_row(row: Row, own: Row) -> None:
-    """Raise InvalidInput if a row of the output is not that of a request.
-
-    Args:
-        row: row of the output.
-        own: the row of the request, as `export` writes it.
-    """
-    for name, value in own.items():
-        if row.get(name) != value:
-            raise InvalidInput(
-                f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give"
-                " import the model, the options and the files of the export"
-            )

@@ -1,17 +1,21 @@
-"""Requests of HELM as rows of a job. A request is a dict with the fields of HELM's `Request`.
+"""Requests of HELM as rows of a job, and rows of its output as results of HELM. A request is a dict with the fields of
+HELM's `Request`.
 
 Prompts are tokenized, and ended, as HELM's own HuggingFaceClient does.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.prompts import check_text
+from flexengine.job.results import logprob_of
+
+Token = dict[str, Any]
 
 STATE = "scenario_state.json"  # HELM's file of requests and results, in the folder of a run
 ID = "request"  # field of a row: the digest of its request
@@ -72,16 +76,15 @@ class Encoding:
 
     def prompt_ids(self, request: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a request's prompt. Raise InvalidInput if there are none."""
-        text = request.get("prompt") or ""
-        if messages := request.get("messages"):
-            if not self.apply_chat_template:
-                raise InvalidInput(
-                    "the request has messages, but no chat template is applied; apply_chat_template must"
-                    " be true for this scenario"
-                )
-            text = self._templated(messages)
-        elif self.apply_chat_template:
-            text = self._templated([{"role": "user", "content": text}])
+        text, messages = request.get("prompt") or "", request.get("messages")
+        if messages and not self.apply_chat_template:
+            raise InvalidInput(
+                "the request has messages, but no chat template is applied; apply_chat_template must be true for this"
+                " scenario"
+            )
+        if self.apply_chat_template:
+            messages = messages or [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
         if not ids:
             raise InvalidInput("the request's prompt is empty, and the tokenizer adds no token that begins a sequence")
@@ -89,12 +92,8 @@ class Encoding:
 
     def added_tokens(self) -> int:
         """Return how many tokens a prompt has beside those that HELM counts: special tokens and the chat template's."""
-        text = "a"
-        return len(self.prompt_ids({"prompt": text})) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _templated(self, messages: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return text
+        counted = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return len(self.prompt_ids({"prompt": "a"})) - len(counted)
 
 
 def digest_of(request: Mapping[str, Any]) -> str:
@@ -125,13 +124,22 @@ def row_of(request: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
                 " the others; it must have at least 2"
             )
         return {**own, "context": ids[:1], "continuation": ids[1:]}
-    stop, stop_ids = _stops(request.get("stop_sequences") or [], encoding.tokenizer)
+    # Special tokens are no part of the engine's text, so that they are stop tokens. Stop strings beyond those that the
+    # engine takes only cut the finished text.
+    texts, tokenizer = request.get("stop_sequences") or [], encoding.tokenizer
+    special = {text: tokenizer.convert_tokens_to_ids(text) for text in texts if text in tokenizer.all_special_tokens}
+    random = request.get("random")
     sampling = {
-        "max_tokens": request["max_tokens"], "temperature": request.get("temperature", 1.0),
-        "top_p": request.get("top_p", 1), "n": request.get("num_completions", 1), "seed": _seed(request.get("random")),
-        "presence_penalty": request.get("presence_penalty", 0), "stop": stop, "stop_token_ids": stop_ids,
+        "max_tokens": request["max_tokens"],
+        "temperature": request.get("temperature", 1.0),
+        "top_p": request.get("top_p", 1),
+        "n": request.get("num_completions", 1),
+        "seed": 0 if random is None else int.from_bytes(hashlib.sha256(random.encode()).digest()[:7]),
+        "presence_penalty": request.get("presence_penalty", 0),
+        "stop": [text for text in texts if text not in special][:MAX_STOPS],
+        "stop_token_ids": list(special.values()),
         "frequency_penalty": request.get("frequency_penalty", 0),
-    }  # fmt: skip
+    }
     SamplingParams(**sampling)  # raises if a value is not allowed
     return {**own, "prompt_token_ids": ids, **sampling}
 
@@ -146,7 +154,13 @@ def _check(request: Mapping[str, Any]) -> None:
             raise InvalidInput(
                 f"the request has {name} {shown(request[name])}, which this version of flexengine does not know"
             )
-    _check_kinds(given)
+    for name in ("prompt", "random"):  # SamplingParams checks numbers
+        if not isinstance(text := given.get(name, ""), str):
+            raise InvalidInput(f"the request has {name} {shown(text)}; it must be text")
+        check_text(name, text)
+    for name, kind, what in (("messages", dict, "objects"), ("stop_sequences", str, "texts")):
+        if not isinstance(value := given.get(name, []), list) or not all(isinstance(each, kind) for each in value):
+            raise InvalidInput(f"the request has {name} {shown(value)}; it must be an array of {what}")
     if given.get("prompt") and given.get("messages"):
         raise InvalidInput("the request has both prompt and messages; it must have one of them")
     if request.get("max_tokens") is None:
@@ -158,24 +172,72 @@ def _check(request: Mapping[str, Any]) -> None:
         )
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if texts of a request are none. SamplingParams checks its numbers."""
-    for name in ("prompt", "random"):
-        if not isinstance(text := given.get(name, ""), str):
-            raise InvalidInput(f"the request has {name} {shown(text)}; it must be text")
-        check_text(name, text)
-    for name, kind, what in (("messages", dict, "objects"), ("stop_sequences", str, "texts")):
-        if not isinstance(value := given.get(name, []), list) or not all(isinstance(each, kind) for each in value):
-            raise InvalidInput(f"the request has {name} {shown(value)}; it must be an array of {what}")
+def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
+    """Return the result of a request.
+
+    Texts, tokens and log probabilities are those of HELM's own HuggingFaceClient. There are no times: the time of a
+    single request in a batch is not defined, and an interrupted job gives the same bytes.
+
+    Args:
+        row: row of the output.
+        encoding: the encoding with which the row of the input was made.
+
+    Returns:
+        A dict with the fields of HELM's `RequestResult`.
+
+    Raises:
+        InvalidInput: the job computed no log probabilities, and the result needs them.
+    """
+    if row["error"] is not None:
+        return {"success": False, "embedding": [], "completions": [], "cached": False, "error": row["error"]}
+    if is_scored(request):  # the prompt; its first token has the log probability 0
+        ids = [*row["context"], *row["token_ids"]]
+        tokens = _tokens(ids, [0.0, *_logprobs(row)], encoding)
+        completions = [_completion(encoding.tokenizer.decode(ids), tokens)]
+    else:
+        completions = [_generated(request, sample, encoding) for sample in row.get("samples") or [row]]
+    return {"success": True, "embedding": [], "completions": completions, "cached": False}
 
 
-def _stops(texts: list[str], tokenizer: Any) -> tuple[list[str], list[int]]:
-    """Return the stop strings and the stop tokens of a request. Special tokens are no part of the engine's text, so
-    that they are stop tokens. Further stop strings than the engine takes only cut the finished text."""
-    special = {text: tokenizer.convert_tokens_to_ids(text) for text in texts if text in tokenizer.all_special_tokens}
-    return [text for text in texts if text not in special][:MAX_STOPS], list(special.values())
+def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
+    ids = sample["token_ids"]
+    logprobs = [0.0] * len(ids)
+    if request.get("temperature", 1.0) != 0 or encoding.model_logprobs:
+        logprobs = _logprobs(sample)
+    tokens = _tokens(ids, logprobs, encoding)
+    if request.get("echo_prompt"):
+        prompt = encoding.prompt_ids(request)
+        before = _tokens(prompt, [0.0] * len(prompt), encoding)
+        return _completion(encoding.tokenizer.decode([*prompt, *ids]), before + tokens)
+    ends = [*(request.get("stop_sequences") or []), *([encoding.end_of_text] if encoding.end_of_text else [])]
+    return truncated(encoding.tokenizer.decode(ids), tokens, ends)
 
 
-def _seed(random: str | None) -> int:
-    """Return the seed of a request: 0, or one that HELM's `random` determines."""
-    return 0 if random is None else int.from_bytes(hashlib.sha256(random.encode()).digest()[:7])
+def _logprobs(result: Mapping[str, Any]) -> list[float]:
+    """Return the log probability of each token."""
+    if not isinstance(entries := result.get("logprobs"), list):
+        raise InvalidInput(
+            "the results have no log probabilities; run the rows again with flexengine run --score"
+            " --logprobs 0 --restart"
+        )
+    return [logprob_of(entry) for entry in entries]
+
+
+def _tokens(ids: Sequence[int], logprobs: Sequence[float], encoding: Encoding) -> list[Token]:
+    return [
+        {"text": encoding.tokenizer.decode([token]), "logprob": logprob}
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
+
+
+def truncated(text: str, tokens: list[Token], ends: Sequence[str]) -> dict[str, Any]:
+    """Return a completion that ends before the first of some texts, as HELM's `truncate_sequence` cuts it: the text at
+    the character, the tokens before the first one that begins with such a text."""
+    for end in ends:
+        text = text.partition(end)[0]
+        tokens = tokens[: next((i for i, token in enumerate(tokens) if token["text"].startswith(end)), len(tokens))]
+    return _completion(text, tokens)
+
+
+def _completion(text: str, tokens: list[Token]) -> dict[str, Any]:
+    return {"text": text, "logprob": sum(token["logprob"] for token in tokens), "tokens": tokens}

@@ -22,12 +22,11 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 from helm.common.hierarchical_logger import hlog, htrack_block
 
-from flexengine.apps.helm.batch import Row, rows_of, run_batch
 from flexengine.apps.helm.engines import decisive, encoding_of, engine_of
+from flexengine.apps.helm.exchange import Row, rows_of, run_batch
+from flexengine.apps.helm.imported import Results, requests_of, with_results
 from flexengine.apps.helm.plugin import CLIENT
-from flexengine.apps.helm.requests import ID, digest_of
-from flexengine.apps.helm.results import result_of
-from flexengine.apps.helm.states import Results, requests_of, with_results
+from flexengine.apps.helm.requests import ID, digest_of, result_of
 
 FOLDER = "flexengine"  # in HELM's output path: the files of jobs
 

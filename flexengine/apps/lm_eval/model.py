@@ -138,12 +138,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         return first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            add_special_tokens: add the tokenizer's special tokens; None adds them unless the text begins with the token
-                that begins a sequence.
-        """
+        """Return the token ids of a text. add_special_tokens: add the tokenizer's special tokens; None adds them unless
+        the text begins with the token that begins a sequence."""
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         return self._encoded(string, add_special_tokens)
@@ -180,11 +176,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[Answer]:
-        """Return the log probability of each continuation, and whether it is greedy.
-
-        Args:
-            requests: (context, continuation) as text and as token ids of both.
-        """
+        """Return the log probability of each continuation, and whether it is greedy. requests: (context, continuation)
+        as text and as token ids of both."""
         pairs = []
         for texts, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:

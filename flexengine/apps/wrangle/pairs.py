@@ -8,7 +8,7 @@ from flexengine.apps.wrangle.prompts import serialise, text_of
 from flexengine.apps.wrangle.spec import TOKEN, Spec
 from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
-from flexengine.job.tables import TableRow
+from flexengine.job.reading import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time

@@ -225,10 +225,7 @@ def nearest_shots(
     spec: Spec, questions: Sequence[CellQuestion], pool: Sequence[CellQuestion], count: int, own: bool
 ) -> Iterator[list[CellQuestion]]:
     """Yield the most similar examples of each question, the most similar last, where it stands beside the question.
-
-    Args:
-        own: examples are rows of the questions' own table. Examples of a question's own row are left out.
-    """
+    own: examples are rows of the questions' own table. Examples of a question's own row are left out."""
     spare = most_of_a_row(questions, pool) if own else 0
     texts = [q.text for q in pool]
     found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)

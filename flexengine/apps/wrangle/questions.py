@@ -9,7 +9,7 @@ from flexengine.apps.wrangle.prompts import NO, YES, serialise, text_of
 from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
 from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
-from flexengine.job.tables import TableRow
+from flexengine.job.reading import TableRow
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}

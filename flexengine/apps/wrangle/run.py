@@ -134,11 +134,8 @@ def _is_written(plan: WranglePlan, output: str) -> bool:
 
 
 def finish(plan: WranglePlan, output: str) -> Report:
-    """Write the table with predictions from the results of the job, and return the report.
-
-    Raises:
-        InvalidInput: another program wrote the output while the job ran.
-    """
+    """Write the table with predictions from the results of the job, and return the report. Raise InvalidInput if
+    another program wrote the output while the job ran."""
     answers = _answers(plan, output)
     columns = _columns(plan, answers)
     if not os.path.exists(output):

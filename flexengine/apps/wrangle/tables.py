@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from flexengine.apps.tables import read_records
 from flexengine.apps.wrangle.prompts import text_of
 from flexengine.errors import InvalidInput
+from flexengine.job.reading import DELIMITERS, TableRow, other_separator
 from flexengine.job.results import encode_fields
 from flexengine.job.source import InputFile
-from flexengine.job.tables import DELIMITERS, TableRow, other_separator
 from flexengine.job.whole_file import explained, whole_file
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.evaluate.evaluation import evaluate
+from flexengine.apps.evaluate.evaluation import answers_of, evaluate, rows_of
 from flexengine.apps.evaluate.figures import Draws
 from flexengine.apps.evaluate.instances import Built, build
 from flexengine.apps.evaluate.report import Evaluation, write_files
-from flexengine.apps.evaluate.requests import answers_of, rows_of
 from flexengine.apps.evaluate.runs import Run, write_rows
 from flexengine.apps.evaluate.scenario import load
 from flexengine.apps.rows_job import RowsJob

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.helm.batch import PARAMS, run_batch
+from flexengine.apps.helm.exchange import PARAMS, run_batch
 from flexengine.apps.helm.requests import ID
 from flexengine.commands.helm import split
 from flexengine.commands.main import main

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
-from flexengine.apps.helm.results import result_of, truncated
+from flexengine.apps.helm.requests import ID, Encoding, digest_of, result_of, row_of, truncated
 from flexengine.errors import InvalidInput
 from tests.helpers.speaker import TEMPLATE
 from tests.helpers.tokenizers import byte_tokenizer

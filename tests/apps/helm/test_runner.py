@@ -27,7 +27,7 @@ from helm.common.request import GeneratedOutput, Request, Token
 from flexengine.apps.helm import engines
 from flexengine.apps.helm.client import FlexClient
 from flexengine.apps.helm.plugin import register
-from flexengine.apps.helm.results import truncated
+from flexengine.apps.helm.requests import truncated
 from flexengine.commands.main import main
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput
