@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from flexengine.places import place_of
+
 
 class FlexError(Exception):
     """Base of all errors that flexengine raises on purpose."""
@@ -54,7 +56,7 @@ _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} 
 
 def _option(tier: str, nbytes: int, engines: int) -> str:
     """Return the option that gives a tier as many bytes. engines: engines that share attention workers."""
-    if tier.startswith("worker"):
+    if place_of(tier).worker:
         each = f", of which each of {engines} processes gets a part" if engines > 1 else ""
         return f"set --worker-mem {nbytes * engines} or more{each}"
     further = f"set --offload-dir (the directory of {tier}) to one with {{}} bytes free"

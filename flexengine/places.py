@@ -1,98 +1,193 @@
-"""Names of places, where data is between uses: the device, host RAM, and one or more disks.
+"""Places, where data is between uses: the device, host RAM, one or more disks, and attention workers; and their lanes.
 
-Attention workers are further places, which hold KV cache and compute attention over it: worker1, worker2, ... In a
-policy, all of them together are place "workers".
+Attention workers hold KV cache and compute attention over it: worker1, worker2, ... In a policy, all of them together
+are place "workers".
 
 Every place has a capacity, a ledger, a route of lanes to the device (`schedule.routes.Routes`), and rates of these
 lanes (`plan.hardware`). Places are listed from near to far: device, host, disk, disk2, disk3, ... The checkpoint's
 files and the first offload directory are place "disk". Each further offload directory is another place.
+
+A place and a lane equal their names. Files, messages and dictionaries hold names; `place_of` and `lane_of` look up the
+objects.
 """
 
 from collections.abc import Container, Iterable
-from functools import lru_cache
 
-DEVICE, HOST, DISK = "device", "host", "disk"
-TIERS = (DEVICE, HOST, DISK)  # the places of every machine
-WORKERS = "workers"  # all attention workers, in a policy
-_FILED = "workerfile"  # begin of the names of attention workers that hold pages in a file, beside others in memory
-MOST_DISKS = 8
-MOST_WORKERS = 64
+MOST_DISKS, MOST_WORKERS = 8, 64
+COPIES = ("h2d", "d2h")  # links between host and device
 
 
-@lru_cache
-def place_names(disks: int = 1) -> tuple[str, ...]:
+class Lane(str):
+    """A serial resource that runs tasks in order.
+
+    Attributes:
+        place: the disk or attention worker whose data passes the lane; None for lanes of the device and the host.
+        way: read, write, h2d, d2h, send, attend or fetch; the lane's own name if it has no place.
+        link: h2d or d2h for a lane that uses this link, as several lanes may; else the lane's own name.
+        of_disk: whether it reads or writes a disk.
+        of_worker: whether it moves pages of an attention worker to or from RAM, or questions and answers, or attends.
+        queues: whether it queues its work on the GPU, if there is one. Other lanes work in their own thread.
+    """
+
+    place: "Place | None"
+    way: str
+    link: str
+    of_disk: bool
+    of_worker: bool
+    queues: bool
+
+    def __new__(cls, name: str, way: str = "", place: "Place | None" = None) -> "Lane":
+        lane = super().__new__(cls, name)
+        lane.place, lane.way = place, way or name
+        lane.link = lane.way if lane.way in COPIES else name
+        apart = None if lane.way in COPIES else place
+        lane.of_disk, lane.of_worker = apart is not None and apart.disk, apart is not None and apart.worker
+        lane.queues = lane.way not in ("read", "write", "cpu", "attend")
+        return lane
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return lane_of, (str(self),)
+
+
+class Place(str):
+    """A place.
+
+    Attributes:
+        disk: whether it is a disk.
+        worker: whether it is an attention worker.
+        filed: whether it is an attention worker that holds pages in a file, beside others in memory.
+        staged: whether data between it and a GPU passes through host staging.
+        lanes: lanes that read and write a disk, or pages of an attention worker; () for other places.
+        links: lanes of its data from host staging to the device, and back. All share the links h2d and d2h.
+        attention: lanes of questions to an attention worker, of its attention, and of its answers; () for others.
+    """
+
+    disk: bool
+    worker: bool
+    filed: bool
+    lanes: tuple[Lane, ...]
+    links: tuple[Lane, ...]
+    attention: tuple[Lane, ...]
+
+    def __new__(cls, name: str, disk: bool = False, worker: bool = False, filed: bool = False) -> "Place":
+        place = super().__new__(cls, name)
+        place.disk, place.worker, place.filed = disk, worker, filed
+        place.lanes = place.links = place.attention = ()
+        if place.staged:
+            place.lanes = tuple(Lane(f"{name}_{way}", way, place) for way in ("read", "write"))
+            place.links = tuple(Lane(f"{way}_{name}", way, place) for way in COPIES)
+        if name in ("host", "disk"):  # the first disk has no links of its own
+            place.links = tuple(map(Lane, COPIES))
+        if worker:
+            names = {"send": f"{name}_send", "attend": name, "fetch": f"{name}_fetch"}
+            place.attention = tuple(Lane(lane, way, place) for way, lane in names.items())
+        return place
+
+    @property
+    def staged(self) -> bool:
+        return self.disk or self.worker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return place_of, (str(self),)
+
+
+DEVICE, HOST, DISK = TIERS = (Place("device"), Place("host"), Place("disk", disk=True))  # the places of every machine
+WORKERS = Place("workers")  # all attention workers, in a policy
+_DISKS = (DISK, *(Place(f"{DISK}{number}", disk=True) for number in range(2, MOST_DISKS + 1)))
+_WORKERS = tuple(Place(f"worker{number}", worker=True) for number in range(1, MOST_WORKERS + 1))
+_FILED = tuple(Place(f"workerfile{number}", worker=True, filed=True) for number in range(1, MOST_WORKERS + 1))
+USED_READ = Lane("disk_used_read", "read", DISK)  # row in a trace: reads of used rows overlap tasks of the disk's lane
+_PLACES = {str(place): place for place in (DEVICE, HOST, WORKERS, *_DISKS, *_WORKERS, *_FILED)}
+_LANES = {str(lane): lane for place in _PLACES.values() for lane in (*place.lanes, *place.links, *place.attention)}
+_LANES[USED_READ] = USED_READ
+
+
+def place_of(name: str) -> Place:
+    """Return the place with a name; for a name of no place, a place without properties."""
+    return _PLACES.get(name) or Place(name)
+
+
+def lane_of(name: str) -> Lane:
+    """Return the lane with a name; for other names a lane without a place."""
+    return name if isinstance(name, Lane) else _LANES.get(name) or Lane(name)
+
+
+def place_names(disks: int = 1) -> tuple[Place, ...]:
     """Return the places of a machine, from near to far. disks: number of offload directories."""
-    return (*TIERS, *(f"{DISK}{number}" for number in range(2, disks + 1)))
+    return (DEVICE, HOST, *_DISKS[:disks])
 
 
-@lru_cache
-def worker_names(count: int, filed: int = 0) -> tuple[str, ...]:
+def worker_names(count: int, filed: int = 0) -> tuple[Place, ...]:
     """Return the places of a number of attention workers.
 
     Args:
         count: number of all workers.
         filed: how many of them, the last ones, hold pages in a file.
     """
-    names = (f"worker{number}" for number in range(1, count - filed + 1))
-    return (*names, *(f"{_FILED}{number}" for number in range(1, filed + 1)))
+    return _WORKERS[: count - filed] + _FILED[:filed]
 
 
-def further_disks(places: Iterable[str]) -> tuple[str, ...]:
+def disks_of(places: Iterable[str]) -> tuple[Place, ...]:
+    """Return the disks among places."""
+    return tuple(place for place in map(place_of, places) if place.disk)
+
+
+def further_disks(places: Iterable[str]) -> tuple[Place, ...]:
     """Return the disks after the first one. places: all places of a machine."""
-    return tuple(place for place in places if is_disk(place) and place != DISK)
+    return tuple(place for place in disks_of(places) if place != DISK)
 
 
-def workers_of(places: Iterable[str]) -> tuple[str, ...]:
+def workers_of(places: Iterable[str]) -> tuple[Place, ...]:
     """Return the attention workers among places."""
-    return tuple(filter(is_worker, places))
+    return tuple(place for place in map(place_of, places) if place.worker)
 
 
-def workers_in_memory(places: Iterable[str]) -> tuple[str, ...]:
+def workers_in_memory(places: Iterable[str]) -> tuple[Place, ...]:
     """Return the attention workers among places that do not hold their pages in a file. They share the KV cache; the
     others take sequences that find no room there."""
-    return tuple(place for place in places if is_worker(place) and not is_filed(place))
+    return tuple(worker for worker in workers_of(places) if not worker.filed)
 
 
-def disk_lanes(place: str) -> tuple[str, str]:
-    """Return the lanes that read and write a disk, or pages of an attention worker."""
-    return f"{place}_read", f"{place}_write"
-
-
-def off_device(places: Container[str]) -> tuple[str, ...]:
+def off_device(places: Container[str]) -> tuple[Place, ...]:
     """Return the places in `places` except the device, from near to far."""
-    return tuple(place for place in place_names(MOST_DISKS)[1:] if place in places)
-
-
-def attention_lanes(worker: str) -> tuple[str, str, str]:
-    """Return the lanes of questions to an attention worker, of its attention, and of its answers."""
-    return f"{worker}_send", worker, f"{worker}_fetch"
-
-
-def link_lanes(place: str) -> tuple[str, str]:
-    """Return the lanes of a disk's or worker's data from host staging to the device, and back. All share the link."""
-    return ("h2d", "d2h") if place == DISK else (f"h2d_{place}", f"d2h_{place}")
-
-
-def link_of(lane: str) -> str:
-    """Return the link that a lane uses: h2d or d2h for lanes of further disks and workers, else the lane's own name."""
-    return lane[:3] if lane.startswith(("h2d_", "d2h_")) else lane
+    return tuple(place for place in (HOST, *_DISKS) if place in places)
 
 
 def is_disk(name: str) -> bool:
     """Return whether a place is a disk, or a lane reads or writes a disk."""
-    return name.startswith(DISK)
+    return lane_of(name).of_disk or place_of(name).disk
 
 
 def is_worker(name: str) -> bool:
     """Return whether a place is an attention worker, or a lane is one of its lanes."""
-    return name.startswith("worker") and name != WORKERS
+    return lane_of(name).of_worker or place_of(name).worker
 
 
-def is_filed(place: str) -> bool:
-    """Return whether a place is an attention worker that holds pages in a file, beside other workers in memory."""
-    return place.startswith(_FILED)
+def is_filed(name: str) -> bool:
+    """Return whether a place is an attention worker that holds pages in a file."""
+    return place_of(name).filed
 
 
-def is_staged(place: str) -> bool:
+def is_staged(name: str) -> bool:
     """Return whether data between a place and a GPU passes through host staging."""
-    return is_disk(place) or is_worker(place)
+    return place_of(name).staged
+
+
+def link_of(lane: str) -> str:
+    """Return the link that a lane uses."""
+    return lane_of(lane).link
+
+
+def disk_lanes(place: str) -> tuple[Lane, ...]:
+    """Return the lanes that read and write a disk, or pages of an attention worker."""
+    return place_of(place).lanes
+
+
+def attention_lanes(worker: str) -> tuple[Lane, ...]:
+    """Return the lanes of questions to an attention worker, of its attention, and of its answers."""
+    return place_of(worker).attention
+
+
+def link_lanes(place: str) -> tuple[Lane, ...]:
+    """Return the lanes of a place's data from host staging to the device, and back."""
+    return place_of(place).links

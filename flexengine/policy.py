@@ -7,7 +7,7 @@ from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, is_worker, place_names, workers_in_memory
+from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, place_names, place_of, workers_in_memory
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
@@ -183,7 +183,7 @@ class Policy:
     def attends(self, cache_home: str) -> str:
         """Return the place that computes decode attention of sequences with KV cache on this tier: the place of an
         attender, or "device"."""
-        if is_worker(cache_home):
+        if place_of(cache_home).worker:
             return cache_home
         return HOST if self.delegate and cache_home == HOST else DEVICE
 
@@ -195,7 +195,7 @@ class Policy:
     def attended_by(self, place: str) -> str:
         """Return the place whose rate of attention counts for a place that computes attention: all workers together if
         each holds a part of every sequence."""
-        return WORKERS if is_worker(place) and self.partition != REQUESTS else place
+        return WORKERS if place_of(place).worker and self.partition != REQUESTS else place
 
     def team(self, home: str, places: Iterable[str]) -> tuple[str, ...]:
         """Return the attention workers that share the KV cache of a place: one, or all. () if the place is no worker.
@@ -204,7 +204,7 @@ class Policy:
             home: place of the KV cache.
             places: places of the machine.
         """
-        if not is_worker(home):
+        if not place_of(home).worker:
             return ()
         return (home,) if self.partition == REQUESTS else workers_in_memory(places)
 

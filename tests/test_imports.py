@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "flexengine"
 PURE = ("errors", "config", "policy", "strategy", "schedule", "plan")
 # What each part may import besides itself.
 ALLOWED = {
-    "errors": set[str](),
+    "errors": {"places"},
     "activity": set[str](),
     "read_retries": set[str](),
     "config": {"errors"},
@@ -58,7 +58,7 @@ ALLOWED = {
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
 EXCEPTIONS = {("tier.machine", "plan"), ("tier.machine", "schedule")}
-CUDA = {"tier.cuda", "runtime.lane", "kernels.cuda"}
+CUDA = {"tier.cuda", "tier.limits", "runtime.lane", "kernels.cuda"}
 
 
 class Import(NamedTuple):

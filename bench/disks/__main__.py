@@ -35,11 +35,11 @@ class Case:
 
 def rates_of(engine: Any, rates: list[float]) -> Any:
     """Return the hardware to plan with: assumed rates of a simulated accelerator, with the disks' throttles."""
-    from flexengine.places import is_disk
+    from flexengine.places import disks_of
     from flexengine.plan.assumed import assumed
 
     known = assumed("sim", engine.core.machine.capacity)
-    names = filter(is_disk, known.places)
+    names = disks_of(known.places)
     tables = {name: ((1.0, rate),) for name, rate in zip(names, rates, strict=True)}
     links = {f"{name}_{way}": table for name, table in tables.items() for way in ("read", "write")}
     return replace(known, links={**known.links, **links}, checkpoint_read=((1.0, rates[0]),))

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.guests.stages.environment import ranks
 from flexengine.guests.stages.group import PipelineGroup
-from flexengine.guests.stages.launch import LocalStages
+from flexengine.guests.stages.launch import LocalStages, ranks
 from flexengine.guests.stages.server import StageServer
 
 

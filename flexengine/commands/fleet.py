@@ -11,7 +11,7 @@ from flexengine.commands.open_engine import engine_options
 from flexengine.commands.options import Group, named
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.guests.stages.environment import ranks
+from flexengine.guests.stages.launch import ranks
 
 if TYPE_CHECKING:
     from flexengine.apps.fleet.job import FleetRunner

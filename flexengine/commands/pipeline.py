@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flexengine.commands.options import AUTO, named
 from flexengine.commands.options import Group as Options
 from flexengine.errors import InvalidInput
-from flexengine.guests.stages.environment import INTERFACE, ranks
+from flexengine.guests.stages.launch import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.strategy import Strategy

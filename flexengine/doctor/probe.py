@@ -20,9 +20,10 @@ from flexengine.doctor.attempt import Failed, attempt
 from flexengine.doctor.software import compilers
 from flexengine.kernels import build
 from flexengine.kernels.onednn import has_onednn
-from flexengine.places import disk_lanes, is_disk
+from flexengine.places import disks_of
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier import cuda
+from flexengine.tier.limits import has_gpu
 from flexengine.tier.machine import Machine, make_machine
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +35,7 @@ def torch_facts() -> dict[str, Any]:
         "version": torch.__version__,
         "cuda_build": torch.version.cuda,
         "hip_build": torch.version.hip,
-        "cuda_available": cuda.available(),
+        "cuda_available": has_gpu(),
         "threads": torch.get_num_threads(),
         "onednn": has_onednn(),
         "openmp": build.openmp_runtime(),
@@ -90,8 +91,8 @@ def measured_rates(machine: Machine) -> dict[str, Any]:
 def _rates(machine: Machine, links: Any, checkpoint: Table, touch: float) -> dict[str, Any]:
     """Return bytes per second: of each directory (read, write), of the links and of page faults."""
     disks = {}
-    for place, directory in zip(filter(is_disk, machine.tiers), machine.directories, strict=True):
-        read, write = (_best(links[lane]) if lane in links else None for lane in disk_lanes(place))
+    for place, directory in zip(disks_of(machine.tiers), machine.directories, strict=True):
+        read, write = (_best(links[lane]) if lane in links else None for lane in place.lanes)
         disks[str(directory)] = {"read": read, "write": write}
     disks[str(machine.directories[0])]["checkpoint_read"] = _best(checkpoint)
     others = {lane: _best(table) for lane, table in links.items() if lane in ("h2d", "d2h")}

@@ -28,7 +28,7 @@ def numerics(core: Core) -> dict[str, Any]:
     Switches that the planner has not chosen yet are left out."""
     import transformers
 
-    cuda, policy = core.machine.kind == "cuda", core.options.policy
+    cuda, policy = core.machine.gpu, core.options.policy
     return {
         **({"cache": core.cache_form} if core.cache_form else {}),
         "dtype": str(core.dtype).removeprefix("torch."),

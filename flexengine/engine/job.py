@@ -32,7 +32,6 @@ from flexengine.engine.sweep_reports import JobRows, SweepReports, best_read_rat
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
-from flexengine.places import is_disk
 from flexengine.plan.brief import plan_line
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
@@ -178,7 +177,7 @@ class Job:
             state.report(renewed(loss, generation.lose(home), whole=False))
 
     def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> SweepReports:
-        disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]
+        disks = self.core.machine.disks
         reports = SweepReports(
             listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
             best_read_rate(watch.cost.hardware), resources.pending_bytes,
@@ -203,7 +202,7 @@ class Job:
             state.note_loss()
             raise
         except Exception as error:
-            lack = shortage(error, core.machine.kind == "cuda")
+            lack = shortage(error, core.machine.gpu)
             forget_variables(error)
             if lack is None:
                 raise

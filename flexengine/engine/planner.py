@@ -13,7 +13,7 @@ from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy, choices
 from flexengine.model.tokenizer import load_tokenizer
-from flexengine.places import is_worker
+from flexengine.places import place_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import SweepMonitor
@@ -247,7 +247,7 @@ class Planner:
             OutOfMemory: no such layout fits.
         """
         capacity, other = self.machine.capacity, "host" if tier == "device" else "device"
-        in_ram = capacity.shared and not is_worker(tier)
+        in_ram = capacity.shared and not place_of(tier).worker
         booked = layout.total(tier) + (layout.total(other) if in_ram else 0)
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # bytes for memory other than tensors

@@ -7,7 +7,7 @@ from flexengine.engine.core import Core
 from flexengine.engine.planner import Planner
 from flexengine.engine.state import JobState
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
-from flexengine.places import is_worker
+from flexengine.places import place_of
 from flexengine.plan.formatting import count
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -153,7 +153,7 @@ def exhausted(lack: Shortage, layout: Layout, times: int, why: OutOfMemory | Non
     message = f"{lack}, with {shape(layout.policy)}{tried}"
     if why is not None:
         message += f", and there is no smaller plan: {why}"
-    if is_worker(lack.tier):
+    if place_of(lack.tier).worker:
         message += "; end other engines that use the worker, or give it a larger --worker-mem"
     else:
         option = "--device-mem" if lack.tier == "device" else "--host-mem"

@@ -25,7 +25,6 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
-from flexengine.tier import cuda
 
 
 class Session:
@@ -283,9 +282,10 @@ def _core(options: EngineOptions) -> Core:
         )
 
     from flexengine.plan.stages import stage_layers
+    from flexengine.tier.cuda import take_one
 
     def layers(count: int) -> tuple[int, int]:
         return stage_layers(count, group.rank, group.size, options.strategy)
 
-    cuda.take_one(group.local_rank)
+    take_one(group.local_rank)
     return Core(options, layers, guest("driver of stages")(group) if group.rank == 0 else None)

@@ -123,7 +123,7 @@ class LocalStage(Stage):
         self.worker, self.program, self.executor, self.watch = worker, program, executor, watch
         self.layers = (*worker.skeleton.layer_range, worker.skeleton.total)
         self.policy, self.pools = watch.layout.policy, watch.layout.pools
-        self.cuda = worker.weights.machine.kind == "cuda"
+        self.cuda = worker.weights.machine.gpu
         self._results: deque[StageResult] = deque()
 
     def __enter__(self) -> Self:

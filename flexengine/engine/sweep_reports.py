@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flexengine.activity import Activity, Listener, RunningActivity
 from flexengine.activity.terminal import minutes
 from flexengine.engine.state import Progress
+from flexengine.places import disks_of
 from flexengine.plan.formatting import digits, percent, size
 from flexengine.plan.hardware import Hardware
 
@@ -152,7 +153,7 @@ def best_read_rate(hardware: Hardware) -> float | None:
     """Return the highest measured bytes per second of reads from all disks together; None if they are not measured."""
     if not hardware.measured:
         return None
-    lanes = [lane for lane in hardware.links if lane.startswith("disk") and lane.endswith("_read")]
+    lanes: list[str] = [disk.lanes[0] for disk in disks_of(hardware.places)]
     best = {lane: max(rate for _, rate in hardware.links[lane]) for lane in lanes if hardware.links[lane]}
     if hardware.checkpoint_read:
         best["disk_read"] = max(best.get("disk_read", 0.0), *(rate for _, rate in hardware.checkpoint_read))

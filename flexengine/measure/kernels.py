@@ -19,7 +19,7 @@ from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
 from flexengine.model.linear import Product
-from flexengine.places import is_disk
+from flexengine.places import HOST, disks_of, lane_of
 from flexengine.plan.hardware import Table
 from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
@@ -218,7 +218,7 @@ def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict
     after max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
     """
     crosstalk: dict[str, dict[str, float]] = {}
-    reads = [f"{place}_read" for place in filter(is_disk, machine.tiers)]
+    reads = [disk.lanes[0] for disk in disks_of(machine.tiers)]
     links = [*reads, "h2d"] if machine.compute.type == "cpu" else reads
     with unnoticed(machine), readable(machine, checkpoint) as files:
         for lane, other in [("device", link) for link in links] + list(combinations(reads, 2)):
@@ -267,8 +267,8 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
         with products(machine, dtype, torch.bfloat16) as product:
             yield product(BESIDE).call
         return
-    staged = is_disk(lane) and not machine.capacity.shared
-    place = lane.removesuffix("_read") if is_disk(lane) else "host"
+    disk = lane_of(lane).place
+    staged, place = disk is not None and not machine.capacity.shared, disk or HOST
     size = min(MOVED, room(machine, "device", "host"), room(machine, place), max(files.values())) // ALIGN * ALIGN
     size = size or ALIGN
     with Regions(machine) as regions:

@@ -15,7 +15,7 @@ from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
-from flexengine.places import DISK, disk_lanes, is_disk
+from flexengine.places import DISK, disks_of, place_of
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Region
@@ -77,7 +77,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     with unnoticed(machine):
         touch, busy = _touch(room(machine, "device", "host"))
         links = copies(machine)
-        for place in filter(is_disk, machine.tiers):
+        for place in disks_of(machine.tiers):
             usable = not (place == DISK and machine.no_offload)
             links |= _spills(machine, place) if usable else _assumed_spills(machine)
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
@@ -215,13 +215,13 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
 
         writes = _table(sizes, SPILL_SECONDS, write, machine)
         reads = _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)
-        return dict(zip(disk_lanes(place), (reads, writes), strict=True))
+        return dict(zip(place_of(place).lanes, (reads, writes), strict=True))
 
 
 def _assumed_spills(machine: Machine) -> dict[str, Table]:
     """Return assumed rates of the first offload directory, for one that cannot be used, and that no plan uses."""
     links = assumed(machine.kind, machine.capacity).links
-    return {lane: links[lane] for lane in disk_lanes(DISK)}
+    return {lane: links[lane] for lane in DISK.lanes}
 
 
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:

@@ -24,7 +24,7 @@ from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.kernels.build import cpu_type
 from flexengine.model.linear import numerics
-from flexengine.places import link_of
+from flexengine.places import lane_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier.limits import device_of
@@ -58,7 +58,7 @@ def obtain(
     Returns:
         None if the cache lacks the machine's rates and `measure` is false.
     """
-    held = opened.dtype if opened else dtype or (torch.float16 if machine.kind == "cuda" else torch.float32)
+    held = opened.dtype if opened else dtype or (torch.float16 if machine.gpu else torch.float32)
     files = opened.files if opened else []
     key = key_of(machine, held, files)
     hardware = None if again else cached(key)
@@ -138,7 +138,7 @@ def corrected(
     names["device"] = own & {*hardware.layers, *hardware.heads, *hardware.blocks}
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():
-        for name in names.get(link_of(lane), ()):
+        for name in names.get(lane_of(lane).link, ()):
             if planned is not None and not _alike(_measured(planned, name), _measured(hardware, name)):
                 continue
             now[name] = min(MAX_CORRECTION, max(MIN_CORRECTION, before.get(name, 1.0) * factor))
@@ -189,7 +189,7 @@ def _digest(parts: Sequence[str]) -> str:
 
 def machine_name(machine: Machine) -> str:
     """Return the name of the GPU, or of the CPU with its number of cores."""
-    if machine.kind == "cuda":
+    if machine.gpu:
         return str(torch.get_device_module(machine.compute).get_device_name())
     lines = cpu_type().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -42,7 +42,7 @@ def seconds_per_call(
         machine: whose GPU work, queued by the calls, is waited for; None for none.
         before: called before each call, on a GPU before each BURST of calls; its seconds do not count.
     """
-    queued = machine is not None and machine.kind == "cuda"
+    queued = machine is not None and machine.gpu
     synchronize = machine.synchronize if machine is not None else _nothing
     number, times, prepare = 0, list[float](), before or _nothing
     began = time.perf_counter()
@@ -108,7 +108,7 @@ def room(machine: Machine, *tiers: str) -> int:
         ledger = machine.tier(tier).ledger
         if ledger.capacity is not None:
             sizes.append((ledger.capacity - ledger.used) // 2)
-    if machine.kind == "cuda" and tiers == ("device",):
+    if machine.gpu and tiers == ("device",):
         sizes = sizes[1:] or sizes
     shared = machine.capacity.shared and {"device", "host"} <= set(tiers)
     return min(sizes) // (2 if shared else 1)

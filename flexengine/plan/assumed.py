@@ -5,7 +5,7 @@ They serve jobs so short that measuring would take longer than a better policy c
 
 from collections.abc import Sequence
 
-from flexengine.places import disk_lanes, is_disk
+from flexengine.places import disks_of, place_of
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table
 
@@ -27,14 +27,15 @@ def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]
     gpu = kind == "cuda"
     products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CPU, "float32": _CPU}
     memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)  # bytes per second
-    lanes = [disk_lanes(disk) for disk in filter(is_disk, capacity.places)]
-    reads = [read for read, _ in lanes]
-    disks = dict.fromkeys(reads, ((1.0, 1.5e9),)) | {write: ((1.0, 7e8),) for _, write in lanes}
+    lanes = [disk.lanes for disk in disks_of(capacity.places)]
+    reads: list[str] = [read for read, _ in lanes]
+    rates = [(lane, rate) for both in lanes for lane, rate in zip(both, (1.5e9, 7e8), strict=True)]
+    disks: dict[str, Table] = {lane: ((1.0, rate),) for lane, rate in rates}
     talk: dict[str, dict[str, float]] = {}
     if not gpu:
         talk = {"device": dict.fromkeys(reads, _LOST), **{lane: {"device": _LOST} for lane in reads}}
     for a, b in (*same_device, *((b, a) for a, b in same_device)):
-        for lane, other in zip(disk_lanes(a), disk_lanes(b), strict=True):
+        for lane, other in zip(place_of(a).lanes, place_of(b).lanes, strict=True):
             talk.setdefault(lane, {})[other] = 1.0
     return Hardware(
         name=f"{kind}, assumed", kind=kind,

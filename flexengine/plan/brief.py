@@ -1,6 +1,6 @@
 """A plan in one line."""
 
-from flexengine.places import is_disk, is_worker, link_of
+from flexengine.places import lane_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import clock, count, digits, percent, place_name, size, worker_lane
@@ -60,10 +60,10 @@ def waits_for(lane: str, shared: bool) -> str:
     """Return the work of a lane in words, as an object of "waits for"."""
     if shared and lane == "h2d":
         return "copies of weights from RAM to a slot"
-    disk, _, way = lane.partition("_")
-    if is_disk(lane):
-        return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
-    if is_worker(lane):
-        return worker_lane(lane)
+    known = lane_of(lane)
+    if known.of_disk:
+        return f"reads from {known.place}" if known.way == "read" else f"writes to {known.place}"
+    if known.of_worker:
+        return worker_lane(known)
     return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
-            "cpu": "computing on the host"}[link_of(lane)]  # fmt: skip
+            "cpu": "computing on the host"}[known.link]  # fmt: skip

@@ -68,7 +68,7 @@ class Shapes:
         """Return the values of prefill_tokens to try, the preferred one first."""
         if self.options.prefill_tokens is not None:
             return (self.options.prefill_tokens,)
-        return PREFILL_TOKENS_CPU if self.cost.hardware.kind != "cuda" else PREFILL_TOKENS_GPU
+        return PREFILL_TOKENS_GPU if self.cost.hardware.gpu else PREFILL_TOKENS_CPU
 
     def blocks(self) -> list[int]:
         """Return the block sizes to try: from all rows, or the limit, down to 1 by a factor of about 1.4."""

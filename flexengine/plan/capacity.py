@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexengine.errors import InvalidInput
-from flexengine.places import DISK, WORKERS, is_disk, place_names, worker_names, workers_of
+from flexengine.places import DISK, WORKERS, Place, further_disks, place_names, worker_names, workers_of
 from flexengine.policy import Policy
 
 
@@ -36,7 +36,7 @@ class Capacity:
     engines: int = 1
 
     @cached_property
-    def places(self) -> tuple[str, ...]:
+    def places(self) -> tuple[Place, ...]:
         """Return all places, from near to far."""
         return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
@@ -49,7 +49,7 @@ class Capacity:
     def limited(self, limits: Mapping[str, int | None]) -> "Capacity":
         """Return the capacity with new limits for some places."""
         merged = {**self.limits, **limits}
-        more = tuple(merged[place] for place in self.places if is_disk(place) and place != DISK)
+        more = tuple(merged[place] for place in further_disks(self.places))
         workers = tuple(merged[place] for place in workers_of(self.places))
         return replace(
             self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more, workers=workers

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import is_disk
+from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
@@ -68,9 +68,9 @@ def waiting(
     """
     half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads  # bytes of a token's values; of one kv head's
     chosen, lanes = full * chosen_share(model), dict[str, Any]()
-    if is_disk(home):
+    if place_of(home).disk:
         share = chosen_share(model, max(1.0, (MAX_GAP_BYTES + row) / row))  # of the values, gaps included
-        lane, transfer = f"{home}_read", max(1.0, batch_tokens * share * half)
+        lane, transfer = place_of(home).lanes[0], max(1.0, batch_tokens * share * half)
         lanes[lane] = full * share * half / at(hardware.links[lane], transfer)
     if home == "host" or not hardware.shared:
         transfer = min(float(CHOSEN), max(1.0, batch_tokens * chosen_share(model) * half))

@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.places import DEVICE, DISK, HOST, disk_lanes, further_disks, is_filed, is_worker, workers_in_memory
+from flexengine.places import DEVICE, DISK, HOST, further_disks, place_of, workers_in_memory
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware, at
@@ -197,7 +197,7 @@ class Cost:
         """
         policy = layout.policy
         split, room = self._split(layout)
-        off_device = sum(x for place, x in split.items() if place != "device" and not is_worker(place))
+        off_device = sum(x for place, x in split.items() if place != "device" and not place_of(place).worker)
         sweeps = self.sweeps(policy, room, round(off_device, 2))
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split, layout), fractions, policy)
@@ -244,7 +244,7 @@ class Cost:
             waits: part of the device's seconds in which it waits for records.
         """
         device, hidden = first.get("device", 0.0), 0.0
-        if self.hardware.kind != "cuda":  # page faults take time of the CPU that computes, unless it waits
+        if not self.hardware.gpu:  # page faults take time of the CPU that computes, unless it waits
             hidden = min(faults, waits)  # these take time of the thread that reads
             device += faults - hidden
         read = max(read, hidden)
@@ -275,8 +275,8 @@ class Cost:
             if tier in workers:  # sequences enter workers by turns
                 before = before or left
                 left = min(left, before / len(workers))
-            elif is_filed(tier):  # it takes what is left of the share of all workers
-                left = min(left, homes[tier] - sum(n for place, n in counts.items() if is_worker(place)))
+            elif place_of(tier).filed:  # it takes what is left of the share of all workers
+                left = min(left, homes[tier] - sum(n for place, n in counts.items() if place_of(place).worker))
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, left))
             room += tokens
         whole = sum(counts.values()) or 1.0
@@ -329,7 +329,7 @@ def copying(hardware: Hardware, layout: Layout) -> float:
 
 def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:
     """Return the seconds of writing copies of weights to a disk."""
-    return nbytes / at(hardware.lane_rates(disk_lanes(disk)[1]), LOAD_BYTES)
+    return nbytes / at(hardware.lane_rates(place_of(disk).lanes[1]), LOAD_BYTES)
 
 
 def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
@@ -344,5 +344,5 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
     booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
     cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
     rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
-    busy = hardware.touch_busy if hardware.kind != "cuda" else 0.0  # a GPU computes without the processor
+    busy = hardware.touch_busy if not hardware.gpu else 0.0  # a GPU computes without the processor
     return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)

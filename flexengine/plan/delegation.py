@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.places import is_worker, workers_in_memory
+from flexengine.places import place_of, workers_in_memory, workers_of
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
@@ -36,7 +36,7 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     check_partition(model, layout.policy, layout.places)
     layout.book("device", "paused forwards", suspended(model, layout.policy, layout.places))
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
-    if policy.works and not any(map(is_worker, rows)):
+    if policy.works and not workers_of(rows):
         raise InvalidInput(
             f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
             f" {policy.block_size}; raise the share, or leave it out"
@@ -50,7 +50,7 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
         if (members := len(policy.team(place, layout.places))) > 1:
             layout.desks[place] = aligned(rows[place] * (model.sent + model.fetched + 4 * model.heads))
             layout.book("device" if capacity.shared else "host", DESKS, members * layout.desks[place])
-    by_cpu = [n for place, n in rows.items() if not is_worker(place)]
+    by_cpu = [n for place, n in rows.items() if not place_of(place).worker]
     if policy.delegate and not by_cpu:
         raise InvalidInput(
             f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
@@ -139,7 +139,7 @@ def slowing(
     an attention worker on its cores slow each other by the worker's share of the cores."""
     places = policy.attended(cache_homes(policy, hardware.places)).values()
     talk, single = dict(crosstalk), policy.block_size <= policy.gpu_batch_size
-    cores = hardware.worker_cores if hardware.kind != "cuda" else {}
+    cores = hardware.worker_cores if not hardware.gpu else {}
     for place in places:
         lane = routes(hardware).attend[place][1]
         share = min(1.0, sum(cores.get(worker, 0.0) for worker in policy.team(place, hardware.places)))
@@ -156,13 +156,13 @@ def terms(data: Sweeping) -> Iterator[Term]:
     tokens = sweeps.decoding * sweeps.counted * len(model.layers)
     for home, place in policy.attended(hardware.places).items():
         down, there, up = routes(hardware).attend[place]
-        first, cells = policy.queries_first and is_worker(place), tokens / gpu_batch
+        first, cells = policy.queries_first and place_of(place).worker, tokens / gpu_batch
         crossing = Crossing.of(model, hardware, policy, place)
         yield Move(up, CACHE, home, tokens * crossing.answers, gpu_batch * crossing.answers)
         for sent in crossing[:2] if first else (crossing.queries + crossing.keys,):
             yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
         attended = decode_attention(data.rates, sweeps, policy.attended_by(place)) * sweeps.counted
-        asking = hardware.worker_seconds if is_worker(place) else 0.0
+        asking = hardware.worker_seconds if place_of(place).worker else 0.0
         yield LaneWork(there, CACHE, home, attended + cells * (1 + first) * asking)
         on_device = decode_attention(data.rates, sweeps) * sweeps.counted
         yield LaneWork("device", CACHE, home, cells * data.rates.delegated - on_device)

@@ -4,15 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
-from flexengine.places import (
-    DEVICE,
-    DISK,
-    MOST_DISKS,
-    MOST_WORKERS,
-    is_staged,
-    place_names,
-    worker_names,
-)
+from flexengine.places import DEVICE, DISK, MOST_DISKS, MOST_WORKERS, place_names, worker_names
 from flexengine.plan import neurons
 from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.chosen import chosen_share
@@ -29,7 +21,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 BAR_CHARACTERS = 40
-PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
+PLACE_MARKS: dict[str, str] = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
 PLACE_MARKS |= dict.fromkeys((*worker_names(MOST_WORKERS), *worker_names(MOST_WORKERS, MOST_WORKERS)), "w")
 SCHEDULES = {
     "row": "a gpu_batch enters when the one before has ended",
@@ -158,7 +150,7 @@ def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[st
         what: account["device"].get(what, 0) + account["host"].get(what, 0)
         for what in dict.fromkeys([*account["device"], *account["host"]])
     }
-    others = [(place, account[place], capacity.limits[place]) for place in filter(is_staged, hardware.places)]
+    others = [(place, account[place], capacity.limits[place]) for place in hardware.places if place.staged]
     return [("RAM", ram, capacity.device), *others]
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from flexengine.places import is_disk, is_worker
+from flexengine.places import Lane, lane_of
 
 
 def size(nbytes: float) -> str:
@@ -53,24 +53,22 @@ def percent(share: float) -> str:
 
 def lane_name(lane: str, shared: bool) -> str:
     """Return the name of a lane in reports. shared: whether host and device are one memory."""
-    if is_disk(lane):
+    known = lane_of(lane)
+    if known.of_disk:
         return lane.replace("_", " ")
-    if is_worker(lane):
-        return worker_lane(lane)
-    link, _, disk = lane.partition("_")
-    if disk:
-        return f"{disk} to device" if link == "h2d" else f"device to {disk}"
+    if known.of_worker:
+        return worker_lane(known)
+    if known.place:
+        return f"{known.place} to device" if known.way == "h2d" else f"device to {known.place}"
     names = {"h2d": "RAM to slot" if shared else "host to device", "d2h": "device to host", "device": "compute",
              "cpu": "host compute"}  # fmt: skip
     return names.get(lane, lane)
 
 
-def worker_lane(lane: str) -> str:
+def worker_lane(lane: Lane) -> str:
     """Return the work of an attention worker's lane."""
-    worker, _, way = lane.partition("_")
-    return {"send": "questions to", "fetch": "answers of", "write": "pages to", "read": "pages of"}.get(
-        way, "attention of"
-    ) + f" {worker}"
+    work = dict(send="questions to", attend="attention of", fetch="answers of", write="pages to", read="pages of")
+    return f"{work[lane.way]} {lane.place}"
 
 
 def place_name(place: str, shared: bool) -> str:

@@ -20,14 +20,12 @@ from flexengine.errors import InvalidInput
 from flexengine.places import (
     MOST_DISKS,
     MOST_WORKERS,
-    attention_lanes,
-    disk_lanes,
+    Place,
+    disks_of,
     further_disks,
-    is_disk,
-    is_worker,
-    link_lanes,
-    link_of,
+    lane_of,
     place_names,
+    place_of,
     worker_names,
     workers_of,
 )
@@ -200,9 +198,9 @@ class Hardware:
     def _check_lanes(self) -> None:
         lanes = self.lanes
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
-        needed |= {lane for disk in filter(is_disk, self.places) for lane in disk_lanes(disk)}
+        needed |= {lane for disk in disks_of(self.places) for lane in disk.lanes}
         for place, price in _object("prices", self.prices).items():
-            if place not in place_names(MOST_DISKS) and not is_worker(place):
+            if place not in place_names(MOST_DISKS) and not place_of(place).worker:
                 raise InvalidInput(f"prices has {shown(place)}; it may have device, host, disk, disk2, worker1, and so"
                                    " on")  # fmt: skip
             positive(f"price of {place}", price)
@@ -237,6 +235,11 @@ class Hardware:
         return self.kind == "cpu"
 
     @property
+    def gpu(self) -> bool:
+        """Return whether the device computes without the processor."""
+        return self.kind == "cuda"
+
+    @property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
                         self.more_disks, self.workers, self.filed)  # fmt: skip
@@ -248,7 +251,7 @@ class Hardware:
                        more_disks=capacity.more_disks, workers=capacity.workers, filed=capacity.filed)  # fmt: skip
 
     @property
-    def places(self) -> tuple[str, ...]:
+    def places(self) -> tuple[Place, ...]:
         """Return all places, from near to far."""
         return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
 
@@ -257,14 +260,14 @@ class Hardware:
         """Return all lanes."""
         workers = workers_of(self.places)
         further = (*further_disks(self.places), *workers)
-        disks = tuple(lane for place in further for lane in disk_lanes(place))
-        links = () if self.shared else tuple(lane for place in further for lane in link_lanes(place))
-        attention = tuple(lane for worker in workers for lane in attention_lanes(worker))
+        disks = tuple(lane for place in further for lane in place.lanes)
+        links = () if self.shared else tuple(lane for place in further for lane in place.links)
+        attention = tuple(lane for worker in workers for lane in worker.attention)
         return LANES[:2] + disks + LANES[2:4] + links + LANES[4:] + attention
 
     def price(self, works: bool) -> float:
         """Return the price of all places. works: whether attention workers are among them."""
-        return sum(self.prices.get(place, 0.0) for place in self.places if works or not is_worker(place))
+        return sum(self.prices.get(place, 0.0) for place in self.places if works or not place.worker)
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane.
@@ -278,9 +281,10 @@ class Hardware:
 
     def lane_rates(self, lane: str) -> Table:
         """Return the rates of a lane's link. Without a GPU, the rates of h2d hold for both directions."""
-        if (rate := self.worker_links.get(lane.partition("_")[0])) is not None:
+        known = lane_of(lane)
+        if known.of_worker and known.place and (rate := self.worker_links.get(known.place)) is not None:
             return ((1.0, rate),)
-        return self.links.get(link_of(lane), self.links["h2d"])
+        return self.links.get(known.link, self.links["h2d"])
 
     def weight_rates(self, lane: str) -> Table:
         """Return the rates at which a lane moves weights. The first disk's lane reads the checkpoint's files."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
-from flexengine.places import DISK, TIERS, further_disks, is_disk, is_staged, is_worker, workers_in_memory
+from flexengine.places import DISK, TIERS, disks_of, further_disks, place_of, workers_in_memory
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.guests import guest
@@ -192,7 +192,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     for (j, at), times in layers.items():
         placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
-        for disk in filter(is_disk, set(at)):
+        for disk in disks_of(set(at)):
             _grow_stage(layout, disk, slot_bytes(t.stored_bytes for t, home in placed if home == disk))
         _book_weights(layout, placed, times)
         for tier in set(at):
@@ -246,7 +246,7 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     taken = -(-blocks // -(-blocks // most))
     layout.head_rows = min(model.vocabulary, taken * together)
     layout.slot = max(layout.slot, slot_bytes([taken * (head.held_bytes // blocks)]))
-    if is_disk(home):
+    if place_of(home).disk:
         _grow_stage(layout, home, slot_bytes([taken * (head.stored_bytes // blocks)]))
 
 
@@ -258,7 +258,7 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     row = model.hidden * model.itemsize
     layout.hidden_buffer = aligned(policy.prefill_tokens * row)
     layout.book("device", "hidden buffers", num_buffers(policy.slots) * layout.hidden_buffer)
-    if any(map(is_disk, off_device)) and capacity.staged:
+    if disks_of(off_device) and capacity.staged:
         layout.book("host", "hidden staging", num_buffers(policy.slots) * layout.hidden_buffer)
     for tier in off_device:
         states = aligned(hidden_tokens(policy, workload, tier) * row)
@@ -304,7 +304,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
-    if any(map(is_staged, homes)) and capacity.staged:
+    if any(place_of(home).staged for home in homes) and capacity.staged:
         layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     layout.book("device" if capacity.shared else "host", READING, _read_buffers(model, layout))
     for tier in layout.places:
@@ -363,7 +363,7 @@ def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
 
 def _in_ram(tier: str, capacity: Capacity) -> bool:
     """Return whether a place is in the memory that host and device share."""
-    return capacity.shared and not is_staged(tier)
+    return capacity.shared and not place_of(tier).staged
 
 
 def _limit(tier: str, capacity: Capacity) -> int | None:
@@ -393,8 +393,8 @@ def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> 
 
 
 def _remedy(tier: str) -> str:
-    if is_worker(tier):
+    if (place := place_of(tier)).worker:
         return "give the attention workers more memory with --worker-mem, or make the block smaller"
     which = "" if tier == DISK else f" (the directory of {tier})"
-    more = f"set --offload-dir{which} to a directory with more free bytes" if is_disk(tier) else "give more memory"
+    more = f"set --offload-dir{which} to a directory with more free bytes" if place.disk else "give more memory"
     return f"{more}, move a share of the policy to another tier, or make the block smaller"

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import DEVICE, HOST, attention_lanes, workers_of
+from flexengine.places import DEVICE, HOST, place_of, workers_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import LOG_SUM_BYTES, Crossing
 from flexengine.plan.facts import ModelFacts
@@ -179,7 +179,7 @@ class WorkerLinks:
         policy = prediction.policy
         kind = "decode" if prediction.counts["decode"] > 0 else "prefill"
         layer = {lane: x / len(model.layers) for lane, x in prediction.lanes[kind].items()}
-        lanes = ((w, [layer.get(lane, 0.0) for lane in attention_lanes(w)]) for w in workers_of(hardware.places))
+        lanes = ((w, [layer.get(lane, 0.0) for lane in w.attention]) for w in workers_of(hardware.places))
         work = {w: times for w, times in lanes if times[0]}
         if not work:
             return None
@@ -187,13 +187,14 @@ class WorkerLinks:
         members = {worker for w in work for worker in policy.team(w, hardware.places)}
         handling = (1 + policy.queries_first) * hardware.worker_seconds
         asked = {w: times[0] / _question_seconds(model, hardware, policy, w) for w, times in work.items()}
-        rates = [at(hardware.lane_rates(attention_lanes(w)[0]), policy.gpu_batch_size * model.sent) for w in members]
+        rates = [at(hardware.lane_rates(place_of(w).attention[0]), policy.gpu_batch_size * model.sent) for w in members]
         total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(members))
         reading = max(times[1] - handling * asked[w] for w, times in work.items())
         # A gpu_batch asks one worker, or all of them if each holds a part of every sequence.
         asked = {w: max(1.0, n if policy.partition == REQUESTS else total) for w, n in asked.items()}
         batches = sum(asked.values()) if policy.partition == REQUESTS else max(asked.values())
-        others = [x for lane, x in layer.items() if lane != DEVICE and "worker" not in lane]
+        own = {lane for w in workers_of(hardware.places) for lane in (*w.lanes, *w.links, *w.attention)}
+        others = [x for lane, x in layer.items() if lane != DEVICE and lane not in own]
         return WorkerLinks(
             computing=layer[DEVICE], loading=max(others, default=0.0),
             moving=max(down + up for down, _, up in work.values()),
@@ -231,7 +232,7 @@ class WorkerLinks:
 
 def _question_seconds(model: ModelFacts, hardware: Hardware, policy: Policy, worker: str) -> float:
     """Return the seconds of a gpu_batch's question on a worker's lane, as the cost model counts them."""
-    crossing, lane = Crossing.of(model, hardware, policy, worker), attention_lanes(worker)[0]
+    crossing, lane = Crossing.of(model, hardware, policy, worker), place_of(worker).attention[0]
     sent = crossing[:2] if policy.queries_first else (crossing.queries + crossing.keys,)
     each = [policy.gpu_batch_size * nbytes for nbytes in sent]
     return float(sum(hardware.link_seconds(lane, nbytes, nbytes) for nbytes in each))

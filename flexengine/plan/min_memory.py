@@ -9,7 +9,6 @@ from itertools import product
 from typing import TypeVar
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory, TooLittle
-from flexengine.places import is_worker
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count
@@ -47,7 +46,7 @@ def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
         prefill_tokens: as in `Policy`.
         capacity: capacity of the machine. Where host and device are one memory, the host tier saves nothing.
     """
-    places = [place for place in capacity.places if not is_worker(place)]
+    places = [place for place in capacity.places if not place.worker]
     alone: list[Split] = [tuple(float(place == only) for place in places) for only in places]
     homes = [home for home in alone if not (capacity.shared and home[1])]
     weights = alone[2:3] if capacity.shared else [alone[2], alone[1], alone[0]]  # further disks hold copies at most

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.places import is_worker
+from flexengine.places import place_of
 from flexengine.plan.facts import CacheGroup, ModelFacts
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.plan.workload import Workload
@@ -29,7 +29,7 @@ def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None =
         window: tokens that the layers' queries see, None for all.
         slices: number of attention workers among which the tokens of a page are divided.
     """
-    if tier == "device" or is_worker(tier):
+    if tier == "device" or place_of(tier).worker:
         return slices * PAGE_TOKENS
     wanted = min(-(-EXTENT // model.kv_token), longest if window is None else min(longest, -(-window // 2)))
     tokens = aligned(wanted, PAGE_TOKENS)

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import filterfalse
 from typing import Self
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import is_filed, is_worker, workers_of
+from flexengine.places import workers_of
 from flexengine.plan.candidates import Candidates, Options, Shapes, sensible
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -81,7 +80,7 @@ class Placement:
     @property
     def places(self) -> tuple[str, ...]:
         """The machine's places among which the program divides data. The share of attention workers is fixed."""
-        return tuple(place for place in self.tried.cost.hardware.places if not is_worker(place))
+        return tuple(place for place in self.tried.cost.hardware.places if not place.worker)
 
     @property
     def delegates(self) -> bool:
@@ -165,7 +164,7 @@ class Placement:
     def _attended(self, shape: Policy) -> dict[str, float]:
         """Return the fraction of the sequences of a block by place of their KV cache, as if none overflowed into
         files."""
-        homes = cache_homes(shape, filterfalse(is_filed, self.tried.cost.hardware.places))
+        homes = cache_homes(shape, [place for place in self.tried.cost.hardware.places if not place.filed])
         return {place: count / sum(homes.values()) for place, count in homes.items()}
 
     def _allowed(self, choice: Choice) -> frozenset[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from flexengine.places import TIERS, link_of
+from flexengine.places import TIERS, lane_of
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
 
@@ -86,5 +86,6 @@ def busiest(lanes: Mapping[str, float]) -> str:
     """
     links: dict[str, float] = {}
     for lane, seconds in lanes.items():
-        links[link_of(lane)] = links.get(link_of(lane), 0.0) + seconds
-    return max(lanes, key=lambda lane: (links[link_of(lane)], lanes[lane]))
+        link = lane_of(lane).link
+        links[link] = links.get(link, 0.0) + seconds
+    return max(lanes, key=lambda lane: (links[lane_of(lane).link], lanes[lane]))

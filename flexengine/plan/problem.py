@@ -329,8 +329,8 @@ def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Affine]:
     """
     read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
     faults = nbytes / hardware.touch if hardware.touch else 0.0
-    lane = "touch" if hardware.kind == "cuda" else "device"
-    seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
+    lane = "touch" if hardware.gpu else "device"
+    seconds = {place: 0.0 if hardware.gpu and place == "device" else faults for place in RESIDENT}
     reads = dict.fromkeys(RESIDENT, read)
     for disk in further_disks(hardware.places):
         reads[disk] = read + write_seconds(hardware, disk, nbytes)

@@ -23,7 +23,7 @@ from itertools import permutations
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.places import WORKERS, is_worker, link_of, workers_in_memory
+from flexengine.places import WORKERS, lane_of, place_of, workers_in_memory
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware, Table, at, values_at
@@ -98,7 +98,7 @@ class Attention:
         is all attention workers together: each holds an equal part of every sequence, so the slowest one counts.
         """
         hardware = self.hardware
-        if place == WORKERS or is_worker(place):
+        if place == WORKERS or place_of(place).worker:
             moved = at(hardware.links["h2d"], EXTENT)
             workers = workers_in_memory(hardware.places) if place == WORKERS else (place,)
             return ((1.0, len(workers) * min(hardware.worker_attention.get(worker, moved) for worker in workers)),)
@@ -212,14 +212,14 @@ class Rates:
         link adds up.
         """
         crosstalk = {lane: dict(others) for lane, others in self.hardware.crosstalk.items()}
-        moved = self.hardware.links if self.hardware.kind != "cuda" else ("disk_read",)
+        moved = self.hardware.links if not self.hardware.gpu else ("disk_read",)
         for link in moved if self.streaming else ():
             for lane, other, what in (("device", link, "device"), (link, "device", "disk_read")):
                 others = crosstalk.setdefault(lane, {})
                 measured = others.get(other, 0.0) if link != "disk_read" else 0.0
                 others[other] = max(measured, self.streaming[what])
         for a, b in permutations(self.hardware.lanes, 2):
-            if link_of(a) == link_of(b):  # lanes of one link share its rate
+            if lane_of(a).link == lane_of(b).link:  # lanes of one link share its rate
                 crosstalk.setdefault(a, {})[b] = 1.0
         return crosstalk
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import DEVICE, is_disk, is_worker
+from flexengine.places import DEVICE, lane_of, place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
@@ -204,7 +204,7 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
         page: bytes of a page.
         pages: pages of one gpu_batch in one layer.
     """
-    alone = hardware.kind == "cuda" or is_disk(lane)
+    alone = hardware.gpu or lane_of(lane).of_disk
     return page if alone else page * max(1.0, pages)
 
 
@@ -264,7 +264,7 @@ class Sweeping:
             loaded = sweeps.prompt_loaded if delegated else coming
             stored = sweeps.prompt_stored if delegated or place == "host" else sweeps.stored
             token_bytes = token
-            if is_worker(place):
+            if place_of(place).worker:
                 token_bytes *= guest("delegation").Crossing.of(model, self.hardware, self.policy, place).pages
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
                 for lane in lanes:
@@ -284,11 +284,11 @@ class Sweeping:
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
     """Yield the seconds of reading embedding rows, if the table is on disk."""
     t = model.embedding
-    if t is None or layout is None or not is_disk(disk := layout.homes[t.name]):
+    if t is None or layout is None or not (disk := place_of(layout.homes[t.name])).disk:
         return
     row = t.stored_bytes / model.vocabulary * t.rows_together  # bytes that are read for one row
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
-    lane = f"{disk}_read"
+    lane = disk.lanes[0]
     read = max(row, shortest_read(hardware, lane))
     yield LaneWork(lane, "", "", Move(lane, WEIGHTS, disk, tokens * read, read).seconds(hardware))
 

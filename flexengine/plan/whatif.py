@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flexengine.activity import activity
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.places import MOST_DISKS, is_disk, is_worker, place_names
+from flexengine.places import MOST_DISKS, lane_of, place_names, place_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -119,7 +119,7 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
         for tier, limit, label in _full(hardware, prediction)
     ]
     used = {lane for lane, seconds in prediction.busy.items() if seconds > 0}
-    if any(map(is_disk, used)) or prediction.load_seconds > 0:
+    if any(lane_of(lane).of_disk for lane in used) or prediction.load_seconds > 0:
         result.append(Change("disk twice as fast", model, _faster_disk(hardware)))
     if not hardware.shared:
         links = _twice_as_fast(hardware, "h2d", "d2h")
@@ -134,7 +134,7 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
 
 def _full(hardware: Hardware, prediction: Prediction) -> Iterator[tuple[str, int, str]]:
     """Yield (place, capacity in bytes, label of its doubling) of each memory that is nearly full."""
-    used = {tier: prediction.layout.total(tier) for tier in hardware.places}
+    used: dict[str, int] = {tier: prediction.layout.total(tier) for tier in hardware.places}
     if hardware.shared:
         used["device"] += used.pop("host")
     words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM"}
@@ -172,7 +172,7 @@ def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
 
 def _faster_disk(hardware: Hardware) -> Hardware:
     """Return hardware on which the offload directories and the model's files are twice as fast."""
-    faster = _twice_as_fast(hardware, *filter(is_disk, hardware.links))
+    faster = _twice_as_fast(hardware, *(lane for lane in hardware.links if lane_of(lane).of_disk))
     return replace(
         faster, checkpoint_read=_twice(hardware.checkpoint_read), blocks=_faster_blocks(hardware, "read", "stream")
     )
@@ -289,7 +289,7 @@ def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[
             yield replace(policy, num_gpu_batches=batches)
     total = sum(t.held_bytes for t in change.model.tensors)
     for fill in (0.9, 0.6, 0.3):  # share of the added memory
-        if change.grown is not None and not is_worker(change.grown[0]):
+        if change.grown is not None and not place_of(change.grown[0]).worker:
             yield _moved_up(policy, change.grown[0], fill * change.grown[1] / total)
         elif change.label.startswith("4-bit"):
             yield _moved_up(policy, "device", fill * (1 - policy.weights[0]))
@@ -300,7 +300,7 @@ def _moved_up(policy: Policy, tier: str, share: float) -> Policy:
     To a disk they also come from nearer disks."""
     by_place = dict.fromkeys(place_names(MOST_DISKS), 0.0) | shares(policy.weights)
     weights, place = list(by_place.values()), list(by_place).index(tier)
-    sources = [k for k in reversed(range(len(weights))) if k > place or (is_disk(tier) and 2 <= k < place)]
+    sources = [k for k in reversed(range(len(weights))) if k > place or (place_of(tier).disk and 2 <= k < place)]
     for source in sources:
         moved = min(share, weights[source])
         weights[source], weights[place], share = weights[source] - moved, weights[place] + moved, share - moved

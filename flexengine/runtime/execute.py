@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from flexengine.runtime.frames import forget_variables
-from flexengine.runtime.lane import Done, Lane, new_lane
+from flexengine.runtime.lane import Done, LaneRunner, new_lane
 from flexengine.runtime.times import TaskTimes
 from flexengine.runtime.trace import Spans
 from flexengine.runtime.watchdog import Watchdog
@@ -67,7 +67,7 @@ class Executor:
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, *traces: Spans) -> None:
         self.perform, self.kind = perform, lane_kind
         self.times, self.watchdog = TaskTimes(traces), Watchdog()
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, LaneRunner] = {}
         self.edges: Edges[Done] = Edges()
         self._ended = False
 
@@ -131,7 +131,7 @@ class Executor:
         lane.submit(lambda: self._work(task, lane), after, done)
         return done
 
-    def _work(self, task: Task, lane: Lane) -> None:
+    def _work(self, task: Task, lane: LaneRunner) -> None:
         if self._ended:
             raise Cancelled(str(task))
         began = lane.mark()

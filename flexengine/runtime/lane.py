@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flexengine.places import lane_of
 from flexengine.runtime.frames import forget_variables
 
 
@@ -107,7 +108,7 @@ class Done:
             stream.wait_event(self.event)
 
 
-class Lane(ABC):
+class LaneRunner(ABC):
     """Runs tasks one after another, in the order they were submitted."""
 
     name: str
@@ -124,7 +125,7 @@ class Lane(ABC):
         """Wait for the submitted tasks and end the lane."""
 
 
-class Inline(Lane):
+class Inline(LaneRunner):
     """Lane that runs each task at once in the caller's thread. It is the reference, and fastest without overlap."""
 
     def __init__(self, name: str) -> None:
@@ -152,7 +153,7 @@ def _synchronize() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class Thread(Lane):
+class Thread(LaneRunner):
     """Lane with a thread of its own. After a failed task, tasks that wait for it fail, and the lane keeps running."""
 
     def __init__(self, name: str) -> None:
@@ -213,7 +214,7 @@ class Stream(Thread):
         self._stream.synchronize()  # a prefetch for a sweep that was never run may not have ended
 
 
-def new_lane(kind: str, name: str) -> Lane:
+def new_lane(kind: str, name: str) -> LaneRunner:
     """Return a new lane.
 
     Args:
@@ -224,7 +225,4 @@ def new_lane(kind: str, name: str) -> Lane:
     """
     if kind == "inline":
         return Inline(name)
-    copies = name.startswith("worker") and name.endswith(("_send", "_fetch"))
-    if kind == "stream" and (copies or not name.startswith(("disk", "cpu", "worker"))):
-        return Stream(name)
-    return Thread(name)
+    return Stream(name) if kind == "stream" and lane_of(name).queues else Thread(name)

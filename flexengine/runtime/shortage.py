@@ -6,7 +6,7 @@ import re
 import torch
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import is_disk
+from flexengine.places import place_of
 from flexengine.runtime.execute import TaskFailed
 from flexengine.runtime.frames import forget_variables
 
@@ -46,7 +46,7 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     if isinstance(error, TaskFailed):
         cause, what = error.cause, str(error.task)
     if isinstance(cause, OutOfMemory):
-        result = None if is_disk(cause.tier) else Shortage(_tier(cause, ram), cause.what, cause.needed)
+        result = None if place_of(cause.tier).disk else Shortage(_tier(cause, ram), cause.what, cause.needed)
     elif isinstance(cause, torch.OutOfMemoryError) or _says(cause, _ON_GPU):
         result = Shortage("device", what, _requested(cause))
     elif isinstance(cause, MemoryError) or _says(cause, _IN_RAM) or getattr(cause, "errno", None) == errno.ENOMEM:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from flexengine.places import WORKERS, is_filed, workers_in_memory
+from flexengine.places import WORKERS, place_of, workers_in_memory
 from flexengine.policy import REQUESTS, Policy, Split, places_of
 
 
@@ -87,7 +87,7 @@ def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     """
     places, by_place = tuple(places), dict(count_by_tier(policy.block_size, policy.cache))
     shared, workers = by_place.pop(WORKERS, 0), workers_in_memory(places)
-    late = dict.fromkeys(filter(is_filed, places), shared)
+    late = dict.fromkeys((place for place in places if place_of(place).filed), shared)
     if policy.partition != REQUESTS:
         workers, late = workers[:1], {}
     each = {place: shared // len(workers) + (i < shared % len(workers)) for i, place in enumerate(workers)} | late

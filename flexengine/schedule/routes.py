@@ -4,18 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from flexengine.places import (
-    HOST,
-    TIERS,
-    attention_lanes,
-    disk_lanes,
-    is_disk,
-    is_staged,
-    is_worker,
-    link_lanes,
-    link_of,
-    workers_of,
-)
+from flexengine.places import HOST, TIERS, lane_of, place_of, workers_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +19,7 @@ class Routes:
 
     load: dict[str, tuple[str, ...]]
     store: dict[str, tuple[str, ...]]
-    attend: dict[str, tuple[str, str, str]]
+    attend: dict[str, tuple[str, ...]]
 
     @staticmethod
     @cache
@@ -47,25 +36,21 @@ class Routes:
         """
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
-        for place in filter(is_staged, places):
-            (read, write), (up, down) = disk_lanes(place), link_lanes(place)
+        for place in (place for place in map(place_of, places) if place.staged):
+            (read, write), (up, down) = place.lanes, place.links
             load[place] = (read, up) if staged else (read,)
             store[place] = (down, write) if staged else (write,)
-        attend = {HOST: ("d2h", "cpu", "h2d")} if staged else {}
-        return Routes(load, store, attend | {worker: attention_lanes(worker) for worker in workers_of(places)})
+        attend: dict[str, tuple[str, ...]] = {HOST: ("d2h", "cpu", "h2d")} if staged else {}
+        return Routes(load, store, attend | {worker: worker.attention for worker in workers_of(places)})
 
 
 STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
 
-_WAY = ("enter", "read", "cpu", "h2d", "device", "d2h", "write", "leave")
+_WAYS = ("enter", "read", "cpu", "h2d", "device", "d2h", "write", "leave")
 
 
 def by_way(lanes: Iterable[str]) -> list[str]:
     """Return lanes in the order in which data passes them: disk reads, host, h2d, device, d2h, disk writes. Lanes of
     further disks follow the lane of the first disk, lanes of workers those of disks."""
-    return sorted(lanes, key=lambda lane: (_stop(lane), len(lane), lane))  # disk_read before disk2_read
-
-
-def _stop(lane: str) -> int:
-    name = lane.rpartition("_")[2] if is_disk(lane) or is_worker(lane) else link_of(lane)
-    return _WAY.index(name) if name in _WAY else len(_WAY)
+    stops = {way: number for number, way in enumerate(_WAYS)}
+    return sorted(lanes, key=lambda lane: (stops.get(lane_of(lane).way, len(stops)), len(lane), lane))  # disk, disk2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
-from flexengine.places import is_filed, is_worker, workers_of
+from flexengine.places import place_of, workers_of
 from flexengine.policy import Policy
 from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.batches import Batch, Piece, form_batches, interleaved, split_prompt
@@ -240,7 +240,7 @@ class Sweeps:
         for tier in self._by_load(forecast):
             pools = self.pools[tier]
             # A file takes what is left of the share of all workers.
-            taken = sum(counts[worker] for worker in workers_of(self.pools)) if is_filed(tier) else counts[tier]
+            taken = sum(counts[worker] for worker in workers_of(self.pools)) if place_of(tier).filed else counts[tier]
             if taken >= self.places[self._current].get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
@@ -261,8 +261,8 @@ class Sweeps:
         """Return the tiers in the order in which sequences enter. Among attention workers, those in memory come before
         those with pages in a file, and then the one with the fewest cached tokens first."""
         loads = {worker: sum(each.tokens for each in forecast[worker]) for worker in workers_of(self.pools)}
-        workers = iter(sorted(loads, key=lambda worker: (is_filed(worker), loads[worker])))
-        return [next(workers) if is_worker(tier) else tier for tier in self.pools]
+        workers = iter(sorted(loads, key=lambda worker: (worker.filed, loads[worker])))
+        return [next(workers) if place_of(tier).worker else tier for tier in self.pools]
 
     def in_prompt(self, piece: Piece) -> bool:
         """Return whether a piece of the sweep begun last is part of a prompt."""
@@ -280,7 +280,7 @@ class Sweeps:
             rest = [s for s in live if not s.generated] if delegated else live
             formed += [(batch, tier, "device") for batch in self._formed([*trunks, *rest], pools)]
         hidden = assign_tiers([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
-        batches = (Batch(pieces, tier, home, where, policy.queries_first and is_worker(where))
+        batches = (Batch(pieces, tier, home, where, policy.queries_first and place_of(where).worker)
                    for (pieces, tier, where), home in zip(formed, hidden, strict=True))  # fmt: skip
         return interleaved(batches)
 

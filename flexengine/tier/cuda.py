@@ -11,9 +11,10 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import OutOfMemory
-from flexengine.tier.base import Region, Tier, aligned
+from flexengine.tier.base import Region
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_memory
+from flexengine.tier.machine import Machine
 from flexengine.tier.memory import MemoryTier, mapped
 
 CONVERTED = 16 << 20  # bytes of elements that `PinnedTier.load` copies to the GPU at once to convert them there
@@ -95,29 +96,44 @@ class PinnedTier(MemoryTier):
             self._unlock(address)
 
 
-class CudaTier(Tier):
+class CudaTier(MemoryTier):
     """GPU memory. Each region is one tensor of the caching allocator."""
 
-    def __init__(self, name: str, ledger: Ledger) -> None:
-        self.name, self.ledger = name, ledger
+    def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
-        size = aligned(nbytes)
-        with self.ledger.booked(size, what):
-            return Region(torch.empty(size, dtype=torch.uint8, device="cuda"), 0, nbytes, dtype)
-
-    def free(self, region: Region, what: str) -> None:
-        self.ledger.release(aligned(region.nbytes), what)
-
-    def view(self, region: Region) -> torch.Tensor:
-        place: torch.Tensor = region.place
-        return place[region.start : region.start + region.nbytes].view(region.dtype)
+    def receive_reads(self, region: Region) -> None:
+        """Do nothing: no disk reads into GPU memory."""
 
     def load(self, region: Region, target: torch.Tensor) -> None:
         target.view(-1).copy_(self.view(region))
 
     def store(self, source: torch.Tensor, region: Region) -> None:
         self.view(region).copy_(source.view(-1))
+
+
+class CudaMachine(Machine):
+    """A machine with a CUDA GPU. Work that a thread queues on it ends later."""
+
+    gpu, compute, lanes = True, torch.device("cuda"), "stream"
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+    def keep_freed(self, room: bool = True) -> None:
+        """Do nothing: few of the job's tensors are in RAM."""
+
+    def give_back(self) -> None:
+        """Return freed memory that malloc and torch hold to the system, so that larger allocations succeed.
+
+        cuBLAS keeps a workspace per stream that ran a matrix product. Each job creates new streams, so the workspaces
+        are freed too.
+        """
+        super().give_back()
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:  # only in builds for CUDA
+            clear()
+        torch.cuda.empty_cache()
 
 
 def register(room: torch.Tensor) -> str:
@@ -153,11 +169,6 @@ def total_memory() -> int:
     return int(torch.cuda.mem_get_info()[1])
 
 
-def available() -> bool:
-    """Return whether torch can use a CUDA GPU."""
-    return torch.cuda.is_available()
-
-
 @dataclass(frozen=True)
 class Gpu:
     """A GPU that torch sees.
@@ -183,23 +194,6 @@ def gpus() -> list[Gpu]:
         free, total = torch.cuda.mem_get_info(number)
         seen.append(Gpu(about.name, total, free, f"{about.major}.{about.minor}"))
     return seen
-
-
-def give_back() -> None:
-    """Return freed GPU memory that torch caches to the system, so that larger allocations succeed.
-
-    cuBLAS keeps a workspace per stream that ran a matrix product. Each job creates new streams, so the workspaces are
-    freed too.
-    """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:  # only in builds for CUDA
-        clear()
-    torch.cuda.empty_cache()
-
-
-def synchronize() -> None:
-    """Wait for the work on the current CUDA stream of this thread."""
-    torch.cuda.current_stream().synchronize()
 
 
 _gpus = 1  # GPUs of this machine that the processes of a pipeline share

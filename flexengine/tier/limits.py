@@ -1,4 +1,4 @@
-"""Memory, cores and disk space that this process may use: free RAM, limits of cgroup v1 and v2, free disk space."""
+"""Memory, cores, disk space and GPU that this process may use, within the limits of cgroups (v1 and v2)."""
 
 import contextlib
 import math
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
 from flexengine.errors import InvalidInput
 
@@ -48,6 +49,11 @@ def cgroup_cores(root: Path = Path("/")) -> float | None:
     """Return the cores that this process's cgroups let it use, as CPU seconds per second; None if there is no limit."""
     quotas = [_quota(version, folder) for version, folder in _cgroups(root, "cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use a CUDA GPU."""
+    return torch.cuda.is_available()
 
 
 def usable_cores() -> float:

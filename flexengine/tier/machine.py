@@ -14,31 +14,22 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput
-from flexengine.places import (
-    MOST_DISKS,
-    attention_lanes,
-    disk_lanes,
-    is_disk,
-    is_filed,
-    is_staged,
-    is_worker,
-    place_names,
-)
+from flexengine.places import MOST_DISKS, disks_of, place_names, place_of
 from flexengine.plan.capacity import Capacity
 from flexengine.schedule.routes import Routes
-from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
-from flexengine.tier.limits import device_of, in_ram, total_memory, usable_disk, usable_memory
+from flexengine.tier.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 
 KINDS = ("auto", "cpu", "cuda", "sim")
@@ -75,16 +66,18 @@ class Links:
     more_disks: tuple[tuple[float | None, float | None], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("h2d", "d2h", "disk_read", "disk_write"):
-            _check_rate(name, getattr(self, name))
-        pairs = isinstance(self.more_disks, list | tuple) and all(
-            isinstance(pair, list | tuple) and len(pair) == 2 for pair in self.more_disks
-        )
-        if not pairs:
-            raise InvalidInput(f"more_disks is {self.more_disks!r}; it must hold a pair (read, write) of rates for"
-                               " each further offload directory")  # fmt: skip
-        for rate in (rate for pair in self.more_disks for rate in pair):
-            _check_rate("a rate of more_disks", rate)
+        more = self.more_disks
+        if not isinstance(more, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in more):
+            raise InvalidInput(
+                f"more_disks is {more!r}; it must hold a pair (read, write) of rates for each further offload directory"
+            )
+        rates = [(name, getattr(self, name)) for name in ("h2d", "d2h", "disk_read", "disk_write")]
+        rates += [("a rate of more_disks", rate) for pair in more for rate in pair]
+        for name, value in rates:
+            if value is not None and not (_is_number(value) and value > 0):
+                raise InvalidInput(
+                    f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no limit"
+                )
         if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
             raise InvalidInput(f"latency is {self.latency!r}; it must be a number of seconds of at least 0")
 
@@ -98,43 +91,38 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_rate(name: str, value: Any) -> None:
-    if value is not None and not (_is_number(value) and value > 0):
-        raise InvalidInput(
-            f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no limit"
-        )
-
-
 @dataclass
 class Machine:
     """A compute device with its tiers.
 
     Attributes:
         kind: cpu, sim or cuda.
-        compute: torch device of the kernels.
         device: tier of compute buffers; see the table above.
         host: tier of RAM.
         disks: tiers of the offload directories, one spill file each. The first also reads checkpoint files.
         workers: tiers of the attention workers.
         capacity: bytes per tier, for the planner.
         routes: hops that data takes between tiers.
-        lanes: kind of lanes that overlap transfers with compute: thread or stream.
         directories: the offload directory of each disk.
         no_offload: reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if
             the directory can be used.
+        gpu: whether the device computes without the processor, and does not wait for what is queued.
+        compute: torch device of the kernels.
+        lanes: kind of lanes that overlap transfers with compute: thread or stream.
     """
 
     kind: str
-    compute: torch.device
     device: Tier
     host: Tier
     disks: tuple[Tier, ...]
     workers: tuple[Tier, ...]
     capacity: Capacity
     routes: Routes
-    lanes: str
     directories: tuple[Path, ...]
     no_offload: str = ""
+    gpu: ClassVar = False
+    compute: ClassVar = torch.device("cpu")
+    lanes: ClassVar = "thread"
 
     @property
     def disk(self) -> Tier:
@@ -149,7 +137,7 @@ class Machine:
     @property
     def same_device(self) -> list[tuple[str, str]]:
         """Return the pairs of disks whose directories lie on one device, and so share its rate."""
-        disks = zip(filter(is_disk, self.capacity.places), map(device_of, self.directories), strict=True)
+        disks = zip(disks_of(self.capacity.places), map(device_of, self.directories), strict=True)
         return [(a, b) for (a, one), (b, other) in combinations(disks, 2) if one == other]
 
     def renew(self, place: str) -> None:
@@ -170,29 +158,21 @@ class Machine:
     def traffic(self) -> dict[str, int]:
         """Return the bytes moved so far per link."""
         moved = dict[str, int]()
-        for place in filter(is_staged, self.tiers):
-            tier = self.tiers[place]
-            moved |= zip(disk_lanes(place), (tier.bytes_read, tier.bytes_written), strict=True)
-            if is_worker(place):
-                send, _, fetch = attention_lanes(place)
-                moved |= zip((send, fetch), tier.attention_bytes, strict=True)
+        for place, tier in self.tiers.items():
+            moved |= zip(place_of(place).lanes, (tier.bytes_read, tier.bytes_written), strict=False)
+            moved |= zip(place_of(place).attention[::2], tier.attention_bytes, strict=False)
         return moved | {"h2d": self.host.bytes_read, "d2h": self.host.bytes_written}
 
     def synchronize(self) -> None:
         """Wait for the work that this thread queued on the device, so that lanes may use its results."""
-        if self.kind == "cuda":
-            cuda.synchronize()
 
-    def keep_freed(self, room: bool) -> None:
-        """Make malloc keep much freed memory for reuse if `room` is true, else little. Does nothing for cuda."""
-        if self.kind != "cuda":
-            keep_freed(room)
+    def keep_freed(self, room: bool = True) -> None:
+        """Make malloc keep much freed memory for reuse if `room` is true, else little."""
+        keep_freed(room)
 
     def give_back(self) -> None:
         """Return freed memory that malloc and torch hold to the system."""
         give_back_freed()
-        if self.kind == "cuda":
-            cuda.give_back()
 
     def close(self) -> None:
         """Close all tiers and return freed memory to the system."""
@@ -226,21 +206,26 @@ def make_machine(
     if kind not in KINDS:
         raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
     if kind == "auto":
-        kind = "cuda" if cuda.available() else "cpu"
-    if kind == "cuda" and not cuda.available():
+        kind = "cuda" if has_gpu() else "cpu"
+    if kind == "cuda" and not has_gpu():
         raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device out")
     if links is not None and kind != "sim":
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
-    if kind != "cuda":
+    made: type[Machine] = Machine
+    if kind == "cuda":
+        cuda = import_module("flexengine.tier.cuda")  # not on other machines
+        made = cuda.CudaMachine
+    else:
         keep_freed()
-    _check_sizes(kind, device_mem, host_mem)
+    _check_sizes(kind, device_mem, host_mem, cuda.total_memory() if kind == "cuda" else None)
     _allow_open_files()
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
     taken = sum(worker.local_bytes for worker in workers)
     ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0], sharing, taken)
     free_disk, *more = _shared_out((free_disk, *_further(directories)), directories, sharing)
-    disks = _disks(directories, (free_disk, *more))
+    of_disks = zip(place_names(len(directories))[2:], (free_disk, *more), directories, strict=True)
+    disks: tuple[Tier, ...] = tuple(DiskTier(name, Ledger(name, size), path) for name, size, path in of_disks)
     device: Tier
     host: Tier
     sizes: tuple[int | None, int | None]  # bytes of device and host
@@ -260,22 +245,10 @@ def make_machine(
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more),
                         workers=tuple(worker.ledger.capacity for worker in workers),
-                        filed=sum(is_filed(worker.name) for worker in workers),
+                        filed=sum(place_of(worker.name).filed for worker in workers),
                         engines=max((worker.engines for worker in workers), default=1))  # fmt: skip
-    compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
     routes = Routes.between(capacity.places, staged=capacity.staged)
-    return Machine(
-        kind, torch.device(compute), device, host, disks, tuple(workers), capacity, routes, lanes, directories, fault
-    )
-
-
-def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...]:
-    """Return a tier for each offload directory. sizes: bytes of each."""
-    names = place_names(len(directories))[2:]
-    return tuple(
-        DiskTier(name, Ledger(name, size), directory)
-        for name, size, directory in zip(names, sizes, directories, strict=True)
-    )
+    return made(kind, device, host, disks, tuple(workers), capacity, routes, directories, fault)
 
 
 def _further(directories: Sequence[Path]) -> tuple[int, ...]:
@@ -310,12 +283,13 @@ def _shared_out(sizes: Sequence[int], directories: Sequence[Path], sharing: int)
     )
 
 
-def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> None:
-    """Raise InvalidInput if a size exceeds the memory of this machine, or host_mem is set for kind cpu."""
+def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: int | None) -> None:
+    """Raise InvalidInput if a size exceeds the memory of this machine, or host_mem is set for kind cpu. gpu: bytes of
+    the GPU; None if RAM is the device."""
     if kind == "cpu" and host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
     ram = (total_memory(), "the machine, or the cgroup of this process,")
-    device = (cuda.total_memory(), "the GPU") if kind == "cuda" else ram
+    device = ram if gpu is None else (gpu, "the GPU")
     sizes = [("--device-mem", device_mem or 0, device), ("--host-mem", host_mem or 0, ram)]
     if kind == "sim":
         sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))

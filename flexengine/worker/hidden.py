@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flexengine.places import is_disk
+from flexengine.places import disks_of, place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
@@ -35,7 +35,7 @@ class Hidden:
         self._offloaded = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
         count = num_buffers(layout.policy.slots) if size else 0
         self._buffers = [take("device", size, "hidden buffers", dtype) for _ in range(count)]
-        count = count if any(map(is_disk, layout.hidden_home)) and machine.capacity.staged else 0
+        count = count if disks_of(layout.hidden_home) and machine.capacity.staged else 0
         self._stages = [take("host", size, "hidden staging", dtype) for _ in range(count)]
         self._parts: list[Region | None] = []
         size, slots = layout.port_buffer, layout.policy.slots
@@ -97,7 +97,7 @@ class Hidden:
     def _moved(self, k: int, tier: str, buffer: int) -> Transfer:
         part = self._parts[k]
         assert part is not None
-        stage = self._part(self._stages[buffer], k) if is_disk(tier) and self._stages else None
+        stage = self._part(self._stages[buffer], k) if place_of(tier).disk and self._stages else None
         return Transfer([part], stage, self._part(self._buffers[buffer], k))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexengine.places import DISK
+from flexengine.places import DISK, USED_READ
 from flexengine.plan.layout import Layout
 from flexengine.schedule.order import Cell
 from flexengine.schedule.tasks import Copy, Op, Task
@@ -17,7 +17,6 @@ from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
-LANE = f"{DISK}_used_read"  # row of these reads in a trace: they overlap tasks of the disk's lane
 # By field of `OpenModel.flash` with what it reads, by layer: the source as module:name, which is imported on first use.
 SOURCES = {
     "blocks": "flexengine.guests.flash.neurons:Neurons",
@@ -53,7 +52,7 @@ class DemandReads:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        task, began = Copy(Op.READ_USED, self.cell, LANE, home=DISK), time.perf_counter()
+        task, began = Copy(Op.READ_USED, self.cell, USED_READ, home=DISK), time.perf_counter()
         yield
         end = time.perf_counter()
         for note in self._notes:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat, PanelPart
-from flexengine.places import is_disk
+from flexengine.places import place_of
 from flexengine.plan.layout import VALUES, Layout
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
@@ -111,7 +111,7 @@ class Values:
         for part in shape.parts:
             source = shape.rows(part, pool_pages, head, offset)
             target = shape.rows(part, buffer_pages, head, offset)
-            if is_disk(home):
+            if place_of(home).disk:
                 source, order = source.sort()
                 target = target[order]
             self._bring(home, pool, source.cpu(), buffer, target, part.width)

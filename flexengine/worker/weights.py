@@ -12,7 +12,7 @@ from flexengine.codec.forms import Form
 from flexengine.model.form import WeightFormat
 from flexengine.model.native.layer import release
 from flexengine.model.skeleton import ParamRef
-from flexengine.places import DISK, is_disk, off_device
+from flexengine.places import DISK, off_device, place_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
@@ -138,7 +138,7 @@ class Weights:
             nbytes = stored.nbytes // stored.dtype.itemsize * dtype.itemsize
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]
-            if is_disk(tier):
+            if place_of(tier).disk:
                 self._arrivals.onto_disk(unit, source, self.machine.tier(tier), region)
                 continue
             target = self.machine.tier(tier).view(region)
@@ -228,7 +228,7 @@ class Weights:
         if key not in self._in_slot:
             parts, held, place = self.units[unit], self._held, self._slots[slot].place
             sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
-            straight = (n for n in parts if is_disk(self._tier(n)) and not self.machine.capacity.staged)
+            straight = (n for n in parts if place_of(self._tier(n)).disk and not self.machine.capacity.staged)
             offsets = slot_offsets(list(sizes.items()), {n: parts[n][0][0].start for n in straight})
             self._in_slot[key] = {n: Region(place, offsets[n], sizes[n], held[n]) for n in parts}
         return self._in_slot[key]

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.guests.attention_workers import files
+from flexengine.guests.attention_workers import pool
 from flexengine.places import worker_names, workers_in_memory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
@@ -29,7 +29,7 @@ ALL = {"workers": 1}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MEASURED", 1 << 20)
+    monkeypatch.setattr(pool, "MEASURED", 1 << 20)
 
 
 def mapped_files(folder: Path) -> int:
@@ -120,13 +120,13 @@ def test_names_and_shares() -> None:
 
 def test_directories_that_cannot_hold_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"cannot hold a file of pages \(No such file or directory\)"):
-        files.read_rate(tmp_path / "none", 1)
+        pool.read_rate(tmp_path / "none", 1)
     with pytest.raises(InvalidInput, match=r"--worker-mem is 100,[0,]+ bytes, but the disk of .* free bytes; give"):
-        files.read_rate(tmp_path, 10**17)
+        pool.read_rate(tmp_path, 10**17)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with pytest.raises(OSError, match="No space left"):
-        files.mapped(tmp_path, 2 * free)
-    pages = files.mapped(tmp_path, 8192)
+        pool.new_file(tmp_path, 2 * free)
+    pages = pool.new_file(tmp_path, 8192)
     assert pages.tolist() == [0] * 8192
     pages[:] = 7
     assert mapped_files(tmp_path) == 1

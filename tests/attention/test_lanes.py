@@ -34,5 +34,5 @@ def test_lanes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, stream: bool
     monkeypatch.setattr(lanes, "Stream", lambda name: name)
     lane = lanes.new_lane("stream", name)
     assert (lane == name) == stream
-    if isinstance(lane, lanes.Lane):
+    if isinstance(lane, lanes.LaneRunner):
         lane.close()

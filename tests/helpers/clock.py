@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexengine.places import is_disk, is_worker
+from flexengine.places import lane_of, place_of
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import Crossing, keys_share, projection_share
@@ -134,7 +134,7 @@ class Clock:
 
         def delegated(task: Task, later: float) -> float:
             j, k = task.cell.layer, task.cell.batch
-            first, asking = batches[k].queries_first, hardware.worker_seconds if is_worker(_place(task)) else 0.0
+            first, asking = batches[k].queries_first, hardware.worker_seconds if place_of(_place(task)).worker else 0.0
             if task.op in (Op.ATTEND, Op.ATTEND_CACHED):
                 return asking + (0.0 if first and task.op is Op.ATTEND else attention[k][j])
             before, keys = projection_share(self.cost.model, j), keys_share(self.cost.model, j)
@@ -174,7 +174,7 @@ class Clock:
             t = model.embedding
             assert t is not None
             row = t.stored_bytes / model.vocabulary * t.rows_together
-            read = max(row, shortest_read(self.cost.hardware, task.lane)) if is_disk(task.lane) else row
+            read = max(row, shortest_read(self.cost.hardware, task.lane)) if lane_of(task.lane).of_disk else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
         before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import WORKERS, is_worker
+from flexengine.places import WORKERS, place_of
 from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
@@ -175,4 +175,4 @@ def test_small_blocks_have_no_share_on_workers(seed: int) -> None:
     found = search(model, machine, Workload({(rng.choice((8, 100)), 16): rng.randrange(2, 12)}))
     for each in found.tried:
         homes = cache_homes(each.policy, machine.places)
-        assert (each.policy.works > 0) == any(map(is_worker, homes))
+        assert (each.policy.works > 0) == any(place_of(home).worker for home in homes)

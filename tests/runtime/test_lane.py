@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.runtime.lane import Done, Inline, Lane, Thread, new_lane
+from flexengine.runtime.lane import Done, Inline, LaneRunner, Thread, new_lane
 from tests.helpers.patience import PATIENCE, in_time
 
 
 class LaneTests:
     """Tests that every lane must pass; a subclass makes the lane in `make`."""
 
-    def make(self, name: str) -> Lane:
+    def make(self, name: str) -> LaneRunner:
         raise NotImplementedError
 
     @pytest.fixture
@@ -24,7 +24,7 @@ class LaneTests:
         yield made
         in_time(lambda: [lane.close() for lane in made])
 
-    def submit(self, lane: Lane, work: Callable[[], None], *after: Done) -> Done:
+    def submit(self, lane: LaneRunner, work: Callable[[], None], *after: Done) -> Done:
         done = Done()
         try:
             lane.submit(work, after, done)
@@ -38,7 +38,7 @@ class LaneTests:
 
         return work
 
-    def test_one_after_another_in_order(self, lanes: list[Lane]) -> None:
+    def test_one_after_another_in_order(self, lanes: list[LaneRunner]) -> None:
         seen: list[int] = []
         inside: list[int] = []
 
@@ -54,7 +54,7 @@ class LaneTests:
         assert seen == list(range(20))
         assert all(d.ended and d.error is None for d in done)
 
-    def test_waits_for_another_lane(self, lanes: list[Lane]) -> None:
+    def test_waits_for_another_lane(self, lanes: list[LaneRunner]) -> None:
         seen: list[str] = []
 
         def slow() -> None:
@@ -66,7 +66,7 @@ class LaneTests:
         in_time(second.wait)
         assert seen == ["first", "second"]
 
-    def test_an_error_reaches_whoever_waits_and_nobody_else(self, lanes: list[Lane]) -> None:
+    def test_an_error_reaches_whoever_waits_and_nobody_else(self, lanes: list[LaneRunner]) -> None:
         seen: list[str] = []
         bad = self.submit(lanes[0], self.fail("boom"))
         after = self.submit(lanes[1], lambda: seen.append("after"), bad)
@@ -87,7 +87,7 @@ class LaneTests:
         assert all(d.ended for d in done)
         assert not any(t.name == "flexengine-a" for t in threading.enumerate())
 
-    def test_no_gradients(self, lanes: list[Lane]) -> None:
+    def test_no_gradients(self, lanes: list[LaneRunner]) -> None:
         found: list[bool] = []
         with torch.no_grad():  # the caller of an Inline lane sees to it itself
             in_time(self.submit(lanes[0], lambda: found.append(torch.is_grad_enabled())).wait)
@@ -95,7 +95,7 @@ class LaneTests:
 
 
 class TestInline(LaneTests):
-    def make(self, name: str) -> Lane:
+    def make(self, name: str) -> LaneRunner:
         return Inline(name)
 
     def test_raises_at_once(self) -> None:
@@ -106,10 +106,10 @@ class TestInline(LaneTests):
 
 
 class TestThread(LaneTests):
-    def make(self, name: str) -> Lane:
+    def make(self, name: str) -> LaneRunner:
         return Thread(name)
 
-    def test_lanes_overlap(self, lanes: list[Lane]) -> None:
+    def test_lanes_overlap(self, lanes: list[LaneRunner]) -> None:
         """Two tasks that each wait for the other's beginning end only if both lanes run at once."""
         begun = [threading.Event(), threading.Event()]
 
@@ -120,7 +120,7 @@ class TestThread(LaneTests):
         done = [self.submit(lane, lambda i=i: work(i)) for i, lane in enumerate(lanes)]
         in_time(lambda: [d.wait() for d in done])
 
-    def test_idle_lane_holds_nothing(self, lanes: list[Lane]) -> None:
+    def test_idle_lane_holds_nothing(self, lanes: list[LaneRunner]) -> None:
         import weakref
 
         class Thing:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.tier import machine
+from flexengine.tier import cuda, machine
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Links, make_machine
 
@@ -52,7 +52,7 @@ def test_with_little_room_freed_blocks_leave_the_process_whatever_was_made_after
 def test_machine_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, host: int | None, links: Links | None, message: str
 ) -> None:
-    monkeypatch.setattr(machine.cuda, "available", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     with pytest.raises(InvalidInput, match=message):
         make_machine(kind, None, host, [tmp_path], links)
 
@@ -73,8 +73,8 @@ def test_more_memory_than_there_is_is_refused(
 ) -> None:
     """Otherwise a plan would use memory that does not exist, and the system would kill the job."""
     monkeypatch.setattr(machine, "total_memory", lambda: 100)
-    monkeypatch.setattr(machine.cuda, "available", lambda: True)
-    monkeypatch.setattr(machine.cuda, "total_memory", lambda: 50)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(cuda, "total_memory", lambda: 50)
     with pytest.raises(InvalidInput, match=message):
         make_machine(kind, device, host, [tmp_path])
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
 from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
-from flexengine.guests.attention_workers.parts import by_tokens, merged, whole
-from flexengine.guests.attention_workers.tables import WorkerTables
+from flexengine.guests.attention_workers.tables import WorkerTables, by_tokens, merged, whole
 from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts

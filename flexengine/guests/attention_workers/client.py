@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers.files import mapped_file
 from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
+from flexengine.guests.attention_workers.pool import mapped_file
 from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.wire.link import Broken, Connection, Message

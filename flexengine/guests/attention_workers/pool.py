@@ -1,19 +1,31 @@
-"""Memory and processors of an attention worker, which all its engines share."""
+"""Memory and processors of an attention worker, which all its engines share.
 
+Pages may be in a file: it is mapped to memory, so the system reads pages that attention reads. Lines of a file that is
+larger than free RAM are read from disk again and again. So only sequences that find no room in the memory of other
+workers are there (Lamina, section 3.6: memory beyond the device's; InstInfer: attention beside a disk).
+"""
+
+import mmap
+import os
 import secrets
+import shutil
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flexengine.guests.attention_workers import files
+from flexengine.errors import InvalidInput
 from flexengine.tier.memory import aligned_buffer
 
 T = TypeVar("T")
+MEASURED = 64 << 20  # bytes that are written and read to measure a disk
 
 
 class EngineConnection(Protocol):
@@ -41,7 +53,7 @@ class WorkerPool:
     def __init__(self, memory: int, folder: Path | None = None) -> None:
         """Measure reads from a file, if pages are in files. Raise InvalidInput if there cannot be a file."""
         self.memory, self.taken, self.folder, self.number = memory, 0, folder, secrets.randbits(62)
-        self.file_rate = 0 if folder is None else files.read_rate(folder, memory)
+        self.file_rate = 0 if folder is None else read_rate(folder, memory)
         self.measured = threading.Lock()
         self._lock = threading.Lock()
         self._members: dict[int, EngineConnection] = {}  # by number of the engine
@@ -62,7 +74,7 @@ class WorkerPool:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return new memory, uint8, zeros. Raise MemoryError or OSError if there is none."""
-        return aligned_buffer(nbytes) if self.folder is None else files.mapped(self.folder, nbytes)
+        return aligned_buffer(nbytes) if self.folder is None else new_file(self.folder, nbytes)
 
     def give_back(self, nbytes: int) -> None:
         """Give memory back."""
@@ -94,3 +106,43 @@ class WorkerPool:
     def close(self) -> None:
         """End the thread that computes. Work that it has not begun is cancelled."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def mapped_file(descriptor: int, nbytes: int) -> Tensor:
+    """Return uint8 [nbytes] in a mapping of an open file, which other processes may map too."""
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+
+
+def new_file(folder: Path, nbytes: int) -> Tensor:
+    """Return uint8 [nbytes], zeros, in a mapping of a new file without a name, which ends with the tensor.
+
+    Raise OSError if the disk has too few free bytes: without space, later writes would end the process.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return mapped_file(file.fileno(), nbytes)
+
+
+def read_rate(folder: Path, memory: int) -> int:
+    """Return the bytes per second of reads from a file in a directory. Raise InvalidInput if it cannot have one of so
+    many bytes. memory: most bytes of all files."""
+    try:
+        if (free := shutil.disk_usage(folder).free) < memory:
+            raise InvalidInput(
+                f"--worker-mem is {memory:,} bytes, but the disk of {str(folder)!r} has {free:,} free"
+                " bytes; give less, or a directory of another disk"
+            )
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(MEASURED))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, MEASURED, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            with closing(mmap.mmap(file.fileno(), MEASURED, prot=mmap.PROT_READ)) as pages:
+                pages.read()
+            return max(1, round(MEASURED / (time.perf_counter() - began)))
+    except OSError as error:
+        raise InvalidInput(
+            f"directory {str(folder)!r} cannot hold a file of pages ({error.strerror or error});"
+            " give a directory of a disk that can be written"
+        ) from error

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
-from flexengine.guests.attention_workers.files import mapped_file
 from flexengine.guests.attention_workers.messages import (
     PROTOCOL,
     QUESTION_BYTES,
@@ -26,7 +25,7 @@ from flexengine.guests.attention_workers.messages import (
     text,
     words,
 )
-from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.pool import WorkerPool, mapped_file
 from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message
 from flexengine.tier.base import aligned

@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
-from flexengine.guests.stages.environment import INTERFACE, ranks
 from flexengine.guests.stages.frames import LAST, Frame, FrameChannel, FrameQueue, receiver, sender
+from flexengine.guests.stages.launch import INTERFACE, ranks
 from flexengine.guests.wire.link import Broken, Connection
 from flexengine.guests.wire.packing import pack, unpack
 

@@ -1,4 +1,5 @@
-"""Start the processes of a pipeline on this machine, each with the same command line."""
+"""Start the processes of a pipeline on this machine, each with the same command line. Environment variables, those of
+torchrun, tell each its place. No torch here."""
 
 import os
 import socket
@@ -7,10 +8,26 @@ from signal import SIGINT
 from types import TracebackType
 from typing import Self
 
-from flexengine.errors import StageLost
+from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.wire.processes import END_SECONDS, ChildProcess, interrupts_wait
 
 LOCAL = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface of gloo
+
+
+def ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes; (0, 1) without torchrun.
+
+    Raises:
+        InvalidInput: the variables are no numbers, or the rank is not below the number of processes.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise InvalidInput(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, which torchrun sets to a"
+            " number below the number of processes; unset both to run one process"
+        )
+    return int(rank), int(size)
 
 
 class LocalStages:

@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 
 from flexengine.guests.wire.link import Broken
+from flexengine.places import Lane, Place
 
 T = TypeVar("T")
 
 
 def pack(values: Any) -> Tensor:
-    """Return values as uint8 [bytes]: numbers, text, lists, dicts, dataclasses and named tuples."""
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(values)), dtype=torch.uint8)
+    """Return values as uint8 [bytes]: numbers, text, lists, dicts, dataclasses and named tuples; places and lanes by
+    their names."""
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(values, enc_hook=_name)), dtype=torch.uint8)
+
+
+def _name(value: object) -> str:
+    if isinstance(value, Place | Lane):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be packed")
 
 
 def unpack(body: Tensor, kind: type[T]) -> T:

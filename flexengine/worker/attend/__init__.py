@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from flexengine.places import HOST, WORKERS, is_worker
+from flexengine.places import HOST, WORKERS, place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.tier.machine import Machine
@@ -24,5 +24,5 @@ ATTENDERS: dict[str, str | Callable[..., Attender]] = {
 
 def attender_of(place: str) -> Callable[[ModelFacts, Layout, Machine, Cache, torch.dtype], Attender]:
     """Return the class of a place's attender. Each attention worker is a place."""
-    attender = ATTENDERS[WORKERS if is_worker(place) else place]
+    attender = ATTENDERS[WORKERS if place_of(place).worker else place]
     return partial(resolve_name(attender) if isinstance(attender, str) else attender, place)

@@ -14,7 +14,7 @@ from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend
-from flexengine.places import is_worker
+from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.batches import Batch, Piece
@@ -88,7 +88,7 @@ class Cache:
         groups = (
             tables_of(batch, pieces, pool, [held[p.sequence][g] for p in pieces],
                       {i: (tokens, ids[g]) for i, (tokens, ids) in shared.items()}, self.pools.page_shape(g, tier),
-                      compute, self._values is not None and not is_worker(tier))
+                      compute, self._values is not None and not place_of(tier).worker)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
         return View(sum(p.single for p in pieces), tuple(groups), self._means_of(pieces, compute))

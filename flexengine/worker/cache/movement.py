@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flexengine.places import is_staged
+from flexengine.places import place_of
 from flexengine.plan.layout import Layout
 from flexengine.schedule.rings import num_buffers
 from flexengine.tier.base import Region
@@ -25,7 +25,7 @@ class Movement:
         self._mover = Mover(machine, pools.teams)
         count = num_buffers(layout.policy.slots) if self._size else 0
         self._buffers = [regions.take("device", self._size, "cache buffers", dtype) for _ in range(count)]
-        count = count if any(map(is_staged, layout.pools)) and machine.capacity.staged else 0
+        count = count if any(place_of(home).staged for home in layout.pools) and machine.capacity.staged else 0
         self._stages = [regions.take("host", self._size, "cache staging", dtype) for _ in range(count)]
 
     def room(self, layer: int, home: str, buffer: int) -> Region:
@@ -62,7 +62,7 @@ class Movement:
     def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Transfer]:
         """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
         pool, device = self.pools.region(layer, home), self._buffers[buffer]
-        stage = self._stages[buffer] if is_staged(home) and self._stages else None
+        stage = self._stages[buffer] if place_of(home).staged and self._stages else None
         return [
             Transfer([pool.part(first, nbytes)], self._part(stage, start, nbytes) if stage else None,
                  self._part(device, start, nbytes))
