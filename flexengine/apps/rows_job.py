@@ -18,12 +18,7 @@ class RunsJobs(Protocol):
 
 
 class RowsJob(NamedTuple):
-    """The files of a job.
-
-    Attributes:
-        rows: its input.
-        results: its output.
-    """
+    """The files of a job."""
 
     rows: Path
     results: Path

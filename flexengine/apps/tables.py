@@ -23,7 +23,7 @@ def read_records(
     """
     with source.open() as file:
         in_text = source.form in DELIMITERS
-        columns, records = csv_table(file, source.name, source.form) if in_text else arrow_table(source, None)
+        columns, records = csv_table(file, source) if in_text else arrow_table(source, None)
         if double := sorted({name for name in columns if columns.count(name) > 1}):
             raise InvalidInput(f"{what} has several columns named {double[0]!r}; rename them")
         rows = tuple(islice(records, limit))

@@ -25,7 +25,6 @@ class InputScan(NamedTuple):
     """What one reading of the whole input counts.
 
     Attributes:
-        total: number of rows.
         sha256: hex digest of all bytes of the input after decompression, including those beyond the limit.
         only_texts: whether all rows without an error have a text as prompt, and none is an OpenAI batch line.
     """
@@ -43,7 +42,6 @@ class InputRows:
     file is damaged, or if an array in JSON is invalid from some line on.
 
     Attributes:
-        path: the input.
         form: its format, one of `source.FORMATS`.
         prompt_column, chat, score: the arguments of these names.
     """
@@ -86,7 +84,7 @@ class InputRows:
             self._state = self._source.state
             module, _, name = FORMATS[self.form].reader.partition(":")
             open_reader: OpenReader = getattr(import_module(module), name)
-            self._read = open_reader(ReadOptions(self.path, self._source, prompt_column, score))
+            self._read = open_reader(ReadOptions(self._source, prompt_column, score))
         except BaseException:
             self.close()
             raise

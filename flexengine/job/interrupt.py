@@ -32,9 +32,6 @@ class Interrupts:
 
     A signal that was ignored when the process started (nohup) stays ignored. Outside the main thread signals are not
     handled.
-
-    Attributes:
-        standing: return the message for an interrupted job.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,6 @@ class Dropped(NamedTuple):
     """The end of a journal that recovery dropped.
 
     Attributes:
-        bytes: number of dropped bytes.
         damaged: whether a whole record was dropped, not only one that was cut short by a kill.
     """
 
@@ -86,8 +85,6 @@ class Journal:
     Attributes:
         manifest: the job's manifest; None if the journal is new.
         created: time at which the job began, in seconds since 1970.
-        dropped: the end of the file that recovery dropped.
-        settings: see `set`.
         output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
             replaced.
         outdated: whether rows have got results since the output file was written.
@@ -315,8 +312,7 @@ def _owner(file: int) -> str:
     """Return the process that holds the lock, as text: its id if /proc/locks lists it, else "another process"."""
     inode = os.fstat(file).st_ino
     try:
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
+        for words in map(str.split, Path("/proc/locks").read_text().splitlines()):
             if words[1:2] == ["FLOCK"] and words[5].endswith(f":{inode}"):
                 return f"process {words[4]}"
     except (OSError, IndexError):

@@ -185,7 +185,7 @@ def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
-        "choices": [{"index": i, **(_chat_choice if chat else _text_choice)(s)} for i, s in enumerate(samples)],
+        "choices": [{"index": i, **_choice(sample, chat)} for i, sample in enumerate(samples)],
         "usage": {
             "prompt_tokens": result.prompt_tokens,
             "completion_tokens": result.completion_tokens,
@@ -194,26 +194,19 @@ def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:
     }
 
 
-def _text_choice(sample: Completion | Result) -> dict[str, Any]:
-    logprobs = None if sample.logprobs is None else _text_logprobs(sample.logprobs)
-    return _choice(sample, {"text": sample.generated_text or ""}, logprobs)
-
-
-def _chat_choice(sample: Completion | Result) -> dict[str, Any]:
-    message = {"role": "assistant", "content": sample.generated_text or "", "refusal": None}
-    logprobs = None
+def _choice(sample: Completion | Result, chat: bool) -> dict[str, Any]:
+    text, logprobs = sample.generated_text or "", None
     if sample.logprobs is not None:
-        tops = [[_chat_token(other) for other in token["top_logprobs"]] for token in sample.logprobs]
-        tokens = [_chat_token(token) for token in sample.logprobs]
-        content = [{**token, "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
-        logprobs = {"content": content, "refusal": None}
-    return _choice(sample, {"message": message}, logprobs)
+        logprobs = (_chat_logprobs if chat else _text_logprobs)(sample.logprobs)
+    content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+    ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}  # there is no tokenizer, so no text
+    return {**content, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
 
 
-def _choice(sample: Completion | Result, text: dict[str, Any], logprobs: Any) -> dict[str, Any]:
-    """Return a choice. It has token_ids only if the checkpoint has no tokenizer and the sample therefore no text."""
-    ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}
-    return {**text, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
+def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    tops = [[_chat_token(other) for other in token["top_logprobs"]] for token in tokens]
+    content = [{**_chat_token(token), "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+    return {"content": content, "refusal": None}
 
 
 def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:

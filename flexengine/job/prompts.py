@@ -34,10 +34,7 @@ class Request:
     """A row that can be run. Prompt and max_tokens together fit the model's context.
 
     Attributes:
-        index: number of the row.
         prompt_ids: token ids in [0, vocabulary size).
-        sampling: sampling parameters.
-        line: see Row.
         choices: what to score, by choice; a long text is scored in several parts. () for a row that generates.
         prompt: the prompt as it was given; see Result.
     """

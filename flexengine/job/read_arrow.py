@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from flexengine.errors import InvalidInput
-from flexengine.job.lines import utf8_fault
-from flexengine.job.reading import ReadOptions, ReadRows, TableRow, check_columns, row_of, whole_number
+from flexengine.job.reading import ReadOptions, ReadRows, TableRow, check_columns, row_of, utf8_fault, whole_number
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile
 

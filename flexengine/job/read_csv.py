@@ -8,15 +8,25 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from flexengine.config import json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job import reading
-from flexengine.job.lines import read_lines, too_long, utf8_fault
-from flexengine.job.reading import DELIMITERS, SAMPLING_TYPES, ReadOptions, ReadRows, TableRow, check_columns, row_of
+from flexengine.job.reading import (
+    DELIMITERS,
+    SAMPLING_TYPES,
+    ReadOptions,
+    ReadRows,
+    TableRow,
+    check_columns,
+    read_lines,
+    row_of,
+    too_long,
+    utf8_fault,
+)
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.source import InputFile
 
 _MOST_LINES = 1000  # of a record: without a limit every stray quote would read the rest of the file
 _Cells = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
@@ -25,16 +35,18 @@ _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 
 def open_csv(options: ReadOptions) -> ReadRows:
     """Return the reader of a CSV or TSV file."""
-    form, column = options.source.form, options.column or "prompt"
+    source, column = options.source, options.column or "prompt"
     if column in PROMPT_KINDS[1:]:
-        raise InvalidInput(f"input {options.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
-    with options.source.open() as file:
-        columns, _ = csv_table(file, options.name, form)
+        raise InvalidInput(
+            f"input {options.source.name}: cells are text and cannot hold {column}; use .jsonl or .parquet"
+        )
+    with source.open() as file:
+        columns, _ = csv_table(file, source)
     check_columns(options, columns, options.accepted(("prompt",)))
     convert = _scored_cell if options.score else parsed_cell
 
     def rows(file: BinaryIO) -> Iterator[Row]:
-        _, records = csv_table(file, options.name, form)
+        _, records = csv_table(file, source)
         for index, record in enumerate(records):
             yield row_of(index, record, column, convert, options.score)
 
@@ -74,22 +86,14 @@ class _Feed(Iterator[str]):
         del self.taken[1:]
 
 
-def csv_table(file: BinaryIO, name: Path, form: str) -> tuple[list[str], Iterator[TableRow]]:
-    """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated.
-
-    Args:
-        file: the file, at its beginning.
-        name: name of the file in messages.
-        form: csv or tsv.
-
-    Raises:
-        InvalidInput: the file has no header.
-    """
-    records = _csv_records(file, DELIMITERS[form], reading.MAX_LINE_BYTES)
+def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
+    InvalidInput if the file has no header."""
+    records = _csv_records(file, DELIMITERS[source.form], reading.MAX_LINE_BYTES)
     line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault
-        raise InvalidInput(f"input {name} has no header line that names the columns: {fault}")
+        raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")
     return columns, (_named(*record, columns) for record in records)
 
 
@@ -98,9 +102,6 @@ def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
 
     If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
     A stray quote therefore does not consume the rest of the file.
-
-    Args:
-        most: most bytes of a record.
     """
     csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
     feed = _Feed(read_lines(file, most), most)
@@ -149,9 +150,6 @@ def parsed_cell(name: str, cell: str) -> Any:
     In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
     if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
     booleans are true and false, lists are JSON, and a list of one may be its element alone.
-
-    Args:
-        name: name of the column.
 
     Raises:
         InvalidInput: the text is no value of this sampling field.

@@ -4,19 +4,21 @@ among them those of tables.
 A bad row becomes a row with an error; only an unusable file raises.
 """
 
+import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, get_args, get_origin, get_type_hints
 
-from flexengine.config import SamplingParams, meant
+from flexengine.config import SamplingParams, json_fault, json_kind, meant
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile
 
 MAX_LINE_BYTES = 64 * 2**20
+BOM = b"\xef\xbb\xbf"
 DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 
@@ -25,13 +27,9 @@ class ReadOptions(NamedTuple):
     """An input, and how its rows are read.
 
     Attributes:
-        name: name of the input, for messages.
-        source: the open input.
-        column: the prompt column, if one was given.
         score: whether rows without a prompt are scored.
     """
 
-    name: Path
     source: InputFile
     column: str | None
     score: bool
@@ -50,7 +48,6 @@ def plain_request(fields: dict[str, Any], column: str | None, score: bool) -> di
     """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
 
     Args:
-        fields: all fields of the row.
         column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
             fields.
         score: a row without this field is scored.
@@ -93,10 +90,10 @@ class TableRow(NamedTuple):
 def check_columns(options: ReadOptions, columns: list[str], wanted: tuple[str, ...]) -> None:
     """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
     if double := sorted({name for name in columns if columns.count(name) > 1}):
-        raise InvalidInput(f"input {options.name} has several columns named {double}; rename them")
+        raise InvalidInput(f"input {options.source.name} has several columns named {double}; rename them")
     if set(wanted) & set(columns):
         return
-    lacks = f"input {options.name} has no column {' or '.join(wanted)}; its columns are {columns}"
+    lacks = f"input {options.source.name} has no column {' or '.join(wanted)}; its columns are {columns}"
     if seems := other_separator(columns, options.source.form, _AS_TSV):
         raise InvalidInput(f"{lacks}: {seems}")
     name = meant(wanted[0], columns) or "NAME"
@@ -129,7 +126,6 @@ def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .t
 
     Args:
         columns: names of the columns. With another separator there is one, which holds all names.
-        form: format of the file; only csv and tsv have separators.
         as_tsv: what to do if tabs separate the columns.
     """
     separator = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and form in DELIMITERS else None
@@ -138,3 +134,62 @@ def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .t
     tabs = separator[0] == "\t"
     remedy = as_tsv if tabs else "save the file with commas"
     return f"they seem to be separated by {'tabs' if tabs else repr(separator[0])}; {remedy}"
+
+
+# Lines as bytes, so that a bad line affects no other line, and JSON objects in lines.
+
+
+def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
+    """Yield lines with their line ends, without a leading BOM. A line over `most` bytes is skipped in pieces, and None
+    is yielded for it."""
+    first = True
+    while raw := file.readline(most + 1):
+        if over := len(raw) > most and not raw.endswith(b"\n"):
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(2**20)
+        yield None if over else raw.removeprefix(BOM) if first else raw
+        first = False
+
+
+def too_long(most: int) -> str:
+    """Return the fault of a line or record of over `most` bytes."""
+    return f"is longer than {most:,} bytes"
+
+
+def utf8_fault(raw: bytes) -> str | None:
+    """Return why the bytes are not UTF-8 text, or None if they are."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"invalid UTF-8 at byte {error.start}; save the file as UTF-8"
+    return None
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line. Raise InvalidInput if the line holds none, or holds NaN or numbers beyond a
+    float's range."""
+    if fault := utf8_fault(raw):
+        raise InvalidInput(fault)
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
+    except json.JSONDecodeError as error:  # its own text counts lines within this line
+        raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
+    if not isinstance(value, dict):
+        raise InvalidInput(f'holds {json_kind(value)}; a row must be an object such as {{"prompt": ...}}')
+    return value
+
+
+def json_reason(error: json.JSONDecodeError) -> str:
+    """Return why a text is no JSON. Python's own advice on a byte order mark is for programmers."""
+    return "a byte order mark (BOM)" if "BOM" in error.msg else error.msg.removesuffix(" at")
+
+
+def _finite(text: str) -> float:
+    if text in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"{text} is not a JSON number")
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is beyond the range of a float")
+    return value

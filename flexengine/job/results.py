@@ -21,12 +21,8 @@ _OTHER_FORMATS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".csv", ".tsv", ".parque
 
 
 def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathLike[str] | None = None) -> None:
-    """Raise InvalidInput if results cannot be written to `path`. Called before all work.
-
-    Args:
-        path: the output; None is stdout.
-        input_path: the input, which must be another file.
-    """
+    """Raise InvalidInput if results cannot be written to `path`. Called before all work. path: the output; None is
+    stdout."""
     if path is None:
         if not stdout_is_open():
             raise InvalidInput("stdout is closed, so results cannot be written to it; name an --output file")
@@ -160,7 +156,6 @@ class ResultWriter:
             only results that wait for an earlier row.
         output: a stream such as /dev/null or /dev/fd/3; None writes to `stream`.
         stream: None is standard output.
-        encode: return the output line of a row.
     """
 
     def __init__(
@@ -223,7 +218,6 @@ def write_output(
 
     Args:
         results: the results, in the order of `rows`.
-        encode: return the output line of a row.
         ready: called when all lines are written, before they appear under the name `output`.
     """
     with whole_file(output) as file:

@@ -28,12 +28,8 @@ _INPUT_CHANGED = "the input has changed while the job ran; restore it"
 
 
 class PendingRows:
-    """The rows that remain to be run, in order. They can be iterated as often as `rows`.
-
-    Args:
-        rows: all rows.
-        finished: one byte per row, 0 if the row must be run. Rows beyond its end must be run.
-    """
+    """The rows that remain to be run, in order. They can be iterated as often as `rows`. finished: one byte per row, 0
+    if the row must be run. Rows beyond its end must be run."""
 
     def __init__(self, rows: Iterable[Row], finished: bytes) -> None:
         self._rows, self._finished = rows, finished
@@ -46,7 +42,6 @@ class JobStore(ABC):
     """A job of a file: its rows, and where their results are stored or printed. Use as a context manager.
 
     Attributes:
-        rows: all rows of the input.
         total: number of rows; if the rows have not been scanned, the constructor reads the input once.
         resumed: rows that had a result when the job was resumed; set by `begin`.
         finished: whether all rows have a result and the output file is written; set by `begin`.
@@ -80,7 +75,6 @@ class JobStore(ABC):
         Args:
             describe: return the job's manifest, given the manifest of the run that began the job, which is empty if
                 there was none.
-            model: model name in OpenAI batch lines.
 
         Raises:
             InvalidInput: the journal is of a job with another manifest, or the output file has been changed.
@@ -171,7 +165,6 @@ class JournalJob(JobStore):
     file again without computing, and runs further rows if the limit is larger.
 
     Args:
-        path: the journal.
         restart, retry: as for `open_job`.
 
     Raises:

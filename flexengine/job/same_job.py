@@ -40,7 +40,6 @@ def make_manifest(
     """Return the manifest of a job: name -> JSON value.
 
     Args:
-        sampling: the job's default sampling parameters.
         given: fields that identify its input and output.
         engine: fields that identify the model and its arithmetic.
         lossy: the lossy switches that are set, by name.
@@ -69,8 +68,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     absent = object()
     pairs = {name: (was.get(name, absent), now.get(name, absent)) for name in names}
     changed = [name for name, (old, new) in pairs.items() if old != new or type(old) is not type(new)]
+    inputs = [
+        f"{m.get('input', _ABSENT)}, SHA-256 {str(m.get(INPUT_DIGEST, _ABSENT))[:12]}..."
+        for m in (was, now)
+        if was.get(INPUT_DIGEST) != now.get(INPUT_DIGEST)
+    ]
     return [
-        *_changed_input(was, now),
+        *([f"the input has other contents: was {inputs[0]}, now {inputs[1]}"] if inputs else []),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in changed),
         *(_changed_switch(before, after, name) for name in switches),
         *files,
@@ -94,17 +98,9 @@ def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) 
         )
     if changed := differences(was, now):
         raise OtherJob(
-            f"{journal} holds results of another job: {'; '.join(changed)}."
-            " Give the same options, input and model to continue that job, give --restart (restart=True in Python) to"
-            " start over, or name another output"
+            f"{journal} holds results of another job: {'; '.join(changed)}. Give the same options, input and model to"
+            " continue that job, give --restart (restart=True in Python) to start over, or name another output"
         )
-
-
-def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    if was.get(INPUT_DIGEST) == now.get(INPUT_DIGEST):
-        return []
-    old, new = (f"{m.get('input', _ABSENT)}, SHA-256 {str(m.get(INPUT_DIGEST, _ABSENT))[:12]}..." for m in (was, now))
-    return [f"the input has other contents: was {old}, now {new}"]
 
 
 def _changed_switch(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> str:

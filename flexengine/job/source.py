@@ -22,7 +22,6 @@ class Format(NamedTuple):
     Attributes:
         reader: function that opens a file of this format, as "module:name"; its type is `reading.OpenReader`. The
             module is imported when a file of this format is opened.
-        suffixes: suffixes of its files.
         seeks: whether it is read at any position, so that it cannot be decompressed while it is read.
     """
 
@@ -66,7 +65,6 @@ class InputFile:
     """An input that is open. Use as a context manager, or call `close`.
 
     Attributes:
-        name: name of the input, for messages.
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.
         form: one of FORMATS.
         packing: how it is compressed: gzip, zstd or "".
@@ -137,9 +135,13 @@ class InputFile:
             with open(self.name if number is None else number, "rb", closefd=number is None) as file:
                 return self._copied(file) if stream else self.name
         except OSError as error:
-            raise InvalidInput(
-                f"input {self.name} cannot be read ({error.strerror}); {self._meant() or f'give a file: {ACCEPTED}'}"
-            ) from error
+            remedy, known = f"give a file: {ACCEPTED}", None
+            if not stream:
+                with suppress(OSError):
+                    known = meant(self.name.name, os.listdir(self.name.parent))
+            if known:
+                remedy = f"did you mean {self.name.with_name(known)}?"
+            raise InvalidInput(f"input {self.name} cannot be read ({error.strerror}); {remedy}") from error
 
     def _copied(self, stream: BinaryIO) -> Path:
         """Return a temporary copy of the rest of a stream. Raise OSError if the stream cannot be read.
@@ -162,14 +164,6 @@ class InputFile:
                 " or set TMPDIR to another directory"
             ) from error
         return Path(f"/proc/self/fd/{copy.fileno()}")
-
-    def _meant(self) -> str:
-        """Return a question that names a file with a similar name; "" if there is none."""
-        name = None
-        if not is_stream(self.name):
-            with suppress(OSError):
-                name = meant(self.name.name, os.listdir(self.name.parent))
-        return f"did you mean {self.name.with_name(name)}?" if name else ""
 
     def _packing_of(self, wanted: str) -> str:
         """Return how the file is compressed. Its first bytes decide, so a stream needs no suffix."""
@@ -226,7 +220,6 @@ class _Bytes(io.RawIOBase):
 
     Args:
         file: the file, or an object that decompresses it.
-        source: the input, for messages.
         digest: None for no digest.
     """
 
@@ -267,16 +260,13 @@ def _form_of(name: Path, form: str | None) -> tuple[str, str]:
     if not inner and is_stream(name):
         return "jsonl", packed
     named = next((name for name, kind in FORMATS.items() if inner in kind.suffixes), None)
-    if named is None:
-        raise InvalidInput(_unknown(name, inner, packed))
-    return named, packed
-
-
-def _unknown(name: Path, suffix: str, packed: str) -> str:
-    if suffix in _SPREADSHEETS:
-        return f"input {name} is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"
-    if suffix in _UNPACK:
-        unpack = f"{_UNPACK[suffix]} {quote(str(name))}"
-        return f"input {name} is compressed in a way that is not read; decompress it first ({unpack})"
-    where = f"no suffix before {name.suffix}" if packed and not suffix else f"suffix {suffix!r}"
-    return f"input {name} has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
+    if named is not None:
+        return named, packed
+    where = f"no suffix before {name.suffix}" if packed and not inner else f"suffix {inner!r}"
+    fault = f"has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
+    if inner in _SPREADSHEETS:
+        fault = "is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"
+    elif inner in _UNPACK:
+        unpack = f"{_UNPACK[inner]} {quote(str(name))}"
+        fault = f"is compressed in a way that is not read; decompress it first ({unpack})"
+    raise InvalidInput(f"input {name} {fault}")

@@ -67,7 +67,6 @@ def full_disk(error: OSError, directory: str | os.PathLike[str], needed: int = 0
     """Return what a full disk has free and what to free there, as text; "" if the error is not that of a full disk.
 
     Args:
-        error: error of a write.
         directory: directory that was written to.
         needed: about how many bytes are needed there; 0 if unknown.
         own: the job's journal; None if there is none.

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
-from flexengine.job import documents, reading
-from flexengine.job.documents import elements, is_document
+from flexengine.job import read_json, reading
 from flexengine.job.inputs import InputRows
+from flexengine.job.read_json import elements, is_document
 from tests.helpers.inputs import rows_of, written
 
 VALUES = st.recursive(
@@ -28,7 +28,7 @@ def test_elements_of_an_array(values, indent, ascii_only, step):
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     data = text.encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_STEP", step)
+        patch.setattr(read_json, "_STEP", step)
         found = list(elements(io.BytesIO(b"\xef\xbb\xbf \n" + data), 10**6))
     assert [json.loads(raw.decode("utf-8", "surrogatepass")) for _, raw in found] == values
     assert [line for line, _ in found] == sorted(line for line, _ in found)
@@ -40,7 +40,7 @@ def test_documents_one_after_the_other(values, step):
     whole = [{"value": value} for value in values]
     data = "\n".join(json.dumps(value, indent=2) for value in whole).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_STEP", step)
+        patch.setattr(read_json, "_STEP", step)
         assert [json.loads(raw) for _, raw in elements(io.BytesIO(data), 10**6)] == whole
 
 

@@ -83,7 +83,6 @@ def evaluate(
 
     Args:
         folder: folder of the evaluation; files of jobs are in its folder JOBS.
-        make: open the engine of a run.
         restarted: delete the results of earlier calls before the first run, and call this then; None keeps them.
 
     Raises:
@@ -117,7 +116,6 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
     """Delete all that earlier evaluations wrote to a folder, so that no job continues one of them.
 
     Args:
-        folder: folder of the evaluation.
         runs: runs whose files are deleted even if they have no journal.
 
     Raises:

@@ -23,12 +23,7 @@ _Estimate = tuple[float | None, float | None, float | None]
 
 @dataclass(frozen=True)
 class Draws:
-    """How intervals are computed.
-
-    Attributes:
-        resamples: number of draws.
-        seed: seed of the draws.
-    """
+    """How intervals are computed."""
 
     resamples: int = 1000
     seed: int = 0
@@ -40,7 +35,6 @@ class Figure:
 
     Attributes:
         value: the metric; low and high are the ends of its interval.
-        instances: instances of the scenario.
         errors: how many of them have an error.
         errors_counted: how they are counted, `metrics.WRONG` or `metrics.LEFT_OUT`.
         difference: the metric minus that of the first run, over the instances that both count; None for the first run.
@@ -66,12 +60,8 @@ class Figure:
 def figures(
     built: Built, runs: Sequence[str], answers: Sequence[Sequence[InstanceAnswer]], draws: Draws
 ) -> list[Figure]:
-    """Return the figures of a scenario: by metric, then by variant, then by run.
-
-    Args:
-        runs: names of the runs.
-        answers: answers to the instances of the scenario, for each run.
-    """
+    """Return the figures of a scenario: by metric, then by variant, then by run. answers: answers to the instances of
+    the scenario, for each run."""
     found, scenario = list[Figure](), built.scenario
     for name in scenario.metrics:
         metric = METRICS[name]
@@ -134,8 +124,6 @@ def interval(values: Sequence[Floats], aggregate: Aggregate, resamples: int, see
             same instances in the same order, the interval is that of the second's metric minus the first's; each draw
             takes the same instances from both.
         aggregate: return the metrics, [...], of arrays [..., instances, numbers].
-        resamples: number of draws.
-        seed: seed of the draws.
     """
     from scipy.stats import bootstrap  # imported here, as scipy.stats takes a second
 

@@ -28,10 +28,7 @@ class ScenarioTable:
     """All rows of a file. Rows that cannot be read have a fault.
 
     Attributes:
-        path: the file.
         form: its format, one of `source.FORMATS`.
-        columns: all columns, in the order in which they appear.
-        rows: the rows, in the order of the file.
         digest: SHA-256 of the file.
     """
 
@@ -51,7 +48,6 @@ class Instance:
         line: line on which the row starts, from 1.
         variant: ORIGINAL, or the name of a perturbation.
         context: the prompt with instructions and shots, or the text of a perplexity scenario.
-        choices: the answers among which the model chooses.
         gold: number of the right choice; None if the scenario has no labels.
         references: right answers of a generation scenario.
         error: why the row cannot be run; None if it can.
@@ -72,8 +68,6 @@ class Built:
     """A scenario and its instances: the variants of a row follow each other, the original first.
 
     Attributes:
-        scenario: the scenario.
-        instances: the instances.
         shots: numbers of the rows that are shown.
         digests: SHA-256 of each file that was read, by the name that the scenario gives it.
     """
@@ -189,11 +183,6 @@ def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[i
     If balanced, labels take turns, the most frequent first and those of equal count in random order, until each has
     been drawn as often as it occurs. So the numbers of rows of two labels differ by at most one, unless a label has too
     few rows.
-
-    Args:
-        labels: label of each row.
-        count: at most the number of rows.
-        seed: seed of the draw.
     """
     random = Random(seed)
     groups: dict[str, list[int]] = {}

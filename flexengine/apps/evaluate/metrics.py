@@ -33,8 +33,6 @@ class InstanceAnswer:
         logprobs: log probability of each of `choices`, in nats, summed over its tokens.
         tokens: tokens of each of `choices`.
         unconditional: log probabilities of `choices` after the unconditional context; empty if no metric needs them.
-        gold: number of the right choice, or None.
-        text: generated text.
         generated: tokens of the generated text.
         references: right answers of a generation scenario.
         error: why there is no answer; None if there is one.
@@ -56,11 +54,8 @@ class Metric:
     """A metric.
 
     Attributes:
-        kind: kind of the scenarios that have it.
         measure: return the numbers of an answer without error.
-        numbers: how many numbers.
         aggregate: return the metric, [...], of numbers [..., answers, numbers].
-        needs_label: whether the right answer is needed.
         errors: how answers with an error are counted: WRONG or LEFT_OUT.
         higher_is_better: None if neither is.
         single: whether the metric of one answer has a meaning, so that the worst of several can be taken.

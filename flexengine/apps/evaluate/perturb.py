@@ -22,7 +22,6 @@ class Perturbations:
 
     Attributes:
         typos: probability with which a letter is replaced by a neighbour on the keyboard; None is off.
-        lower_case: make all letters lower case.
         extra_space: replace each run of spaces by 1 to this many spaces; None is off.
         contractions: replace "is not" by "isn't", "I am" by "I'm", and so on.
         seed: seed of typos and spaces.
@@ -59,12 +58,8 @@ class Perturbations:
         return found
 
     def copies(self, row: Mapping[str, Any], columns: tuple[str, ...], number: int) -> dict[str, dict[str, Any]]:
-        """Return the perturbed copies of a row, by name.
-
-        Args:
-            columns: columns of the template.
-            number: number of the row in its file; the noise of a row depends on it and on the seed only.
-        """
+        """Return the perturbed copies of a row, by name. number: number of the row in its file; the noise of a row
+        depends on it and on the seed only."""
         changed = [name for name in columns if isinstance(row.get(name), str) and name in (self.columns or columns)]
         return {
             name: {**row, **{c: change(row[c], Random(f"{self.seed} {name} {number} {c}")) for c in changed}}

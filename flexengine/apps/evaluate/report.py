@@ -27,12 +27,8 @@ class Evaluation:
     """The contents of the files.
 
     Attributes:
-        version: version of the program.
         runs: the runs; the first is the one that others are compared with.
-        scenarios: the scenarios.
         answers: answers to the instances, by run, scenario and instance.
-        figures: all figures.
-        draws: how intervals were computed.
     """
 
     version: str

@@ -25,7 +25,6 @@ class Run:
     Attributes:
         name: name in all results.
         model: as in --model; None is the demo model.
-        lossy: lossy switches.
         dtype: as in --dtype; None until that option is known.
     """
 

@@ -22,7 +22,6 @@ class Origin:
     """A place in a file.
 
     Attributes:
-        file: name of the file.
         lines: line of each field, from 1, by the field's names from the outermost to its own, joined by dots. "" is the
             line of the whole document.
     """

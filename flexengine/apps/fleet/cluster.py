@@ -53,7 +53,6 @@ def connected(address: str, verbose: bool = False) -> Iterator[None]:
 
     Args:
         address: "local" starts a Ray on this machine, "auto" takes the one that runs here; else host:port.
-        verbose: print messages of the actors.
 
     Raises:
         InvalidInput: there is no cluster at this address.
@@ -104,11 +103,7 @@ def _machine(node: Any) -> FleetMachine:
 
 
 class RayFleet:
-    """The actors of a cluster.
-
-    Attributes:
-        actors: number of actors.
-    """
+    """The actors of a cluster."""
 
     def __init__(self, space: Space) -> None:
         self._space, self.actors = space, space.actors
@@ -166,12 +161,7 @@ def _resources(space: Space) -> dict[str, Any]:
 
 class FleetActor:
     """An actor of the fleet: an engine, or the owner of a group of stages. It is opened when it is first used, as an
-    error in a constructor would not reach the user as it is.
-
-    Args:
-        recipe: what the engine is made of.
-        space: number of its stages, and their resources.
-    """
+    error in a constructor would not reach the user as it is."""
 
     def __init__(self, recipe: Recipe, space: Space) -> None:
         _enter(recipe)
@@ -281,13 +271,8 @@ def own_placement(space: Space) -> PlacementGroup:
 
 
 class StageActor:
-    """A stage: one process of a pipeline. The first one has the fleet's member.
-
-    Args:
-        recipe: what the engine is made of.
-        rank: number of the stage.
-        space: number of stages, and the network interface that joins them.
-    """
+    """A stage: one process of a pipeline. The first one has the fleet's member. space: number of stages, and the
+    network interface that joins them."""
 
     def __init__(self, recipe: Recipe, rank: int, space: Space) -> None:
         _enter(recipe)

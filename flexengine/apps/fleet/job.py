@@ -8,8 +8,17 @@ from itertools import islice
 from typing import Any, Protocol
 
 from flexengine.activity import activity, message
-from flexengine.apps.fleet.member import COUNTS, Agreed, Description, Failure, Recipe, ShardAnswer
-from flexengine.apps.fleet.shards import MOST_ROWS, results_of, shard_rows, shards
+from flexengine.apps.fleet.member import (
+    COUNTS,
+    MOST_ROWS,
+    Description,
+    Failure,
+    Recipe,
+    ShardAnswer,
+    results_of,
+    shard_rows,
+    shards,
+)
 from flexengine.config import Result
 from flexengine.engine.agreement import manifest
 from flexengine.engine.summary import JobCounts
@@ -41,7 +50,6 @@ class FleetRunner:
         about: what a member said of its engine; set by `open`.
 
     Args:
-        recipe: what all members are made of.
         shard_rows: rows of a shard; None divides the rows evenly.
         look: called after each shard; may raise an error.
     """
@@ -67,7 +75,7 @@ class FleetRunner:
     def take_over(self, store: JobStore) -> None:
         assert self.about is not None
         settings = store.settings or self.about.settings
-        self.recipe = replace(self.recipe, agreed=Agreed(self.about.engine, settings))
+        self.recipe = replace(self.recipe, agreed=replace(self.about, settings=settings))
         if settings:
             store.save_settings(dict(settings))
 

@@ -1,13 +1,16 @@
-"""A member of a fleet: an engine that runs shards. Nothing here knows Ray."""
+"""A member of a fleet: an engine that runs shards, parts of a job that one actor runs in one call. Nothing here knows
+Ray."""
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, cast
 
-from flexengine.apps.fleet.shards import packed, rows_of
 from flexengine.apps.fleet.space import ALL, Share
-from flexengine.config import SamplingParams
+from flexengine.config import Result, SamplingParams
 from flexengine.engine.agreement import CACHE, LOSSY, PREFILL_TOKENS, engine_part, settings_of, switches_part, take_over
 from flexengine.engine.engine import Engine
 from flexengine.engine.sweep_reports import JobRows
@@ -24,6 +27,8 @@ from flexengine.errors import (
 )
 from flexengine.guests.stages.group import PipelineGroup
 from flexengine.job.columns import generated
+from flexengine.job.journal import decode_record, encode_record, result_of, value_of
+from flexengine.job.rows import Row
 from flexengine.job.same_job import differences
 from flexengine.lossy import Lossy
 from flexengine.plan.layout import Layout
@@ -31,38 +36,8 @@ from flexengine.plan.workload import Workload
 
 COUNTS = ("rows", "failed", "prompt_tokens", "computed_prompt_tokens", "generated_tokens", "scored_tokens", "sweeps",
           "load_seconds", "prefill_seconds", "decode_seconds")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """Values that all members share.
-
-    Attributes:
-        engine: the model and its arithmetic; see `engine_part`.
-        settings: choices of the first engine; see `settings_of`.
-    """
-
-    engine: Mapping[str, Any]
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that a member is made of.
-
-    Attributes:
-        options: see EngineOptions, with the model.
-        params: sampling parameters of rows without fields of these names.
-        chat: whether prompts are run as a user's messages.
-        agreed: None for the member that describes itself to the others.
-        folder: working directory of the command, where names of files in the options begin.
-    """
-
-    options: Mapping[str, Any]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    chat: bool = False
-    agreed: Agreed | None = None
-    folder: str = ""
+PER_ACTOR = 4  # shards of an actor, at least, so that all actors end at about the same time
+MOST_ROWS = 2048  # of a shard, as a lost actor repeats its shard
 
 
 @dataclass(frozen=True)
@@ -70,7 +45,6 @@ class Description:
     """The values that a job needs of its engines before it begins.
 
     Attributes:
-        name: name of the model.
         engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
         settings: see `settings_of`; empty if there is no row to plan with.
         lossy: the lossy switches as text.
@@ -86,12 +60,30 @@ class Description:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """All that a member is made of.
+
+    Attributes:
+        options: see EngineOptions, with the model.
+        params: sampling parameters of rows without fields of these names.
+        chat: whether prompts are run as a user's messages.
+        agreed: what the first member described; None for this member.
+        folder: working directory of the command, where names of files in the options begin.
+    """
+
+    options: Mapping[str, Any]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    chat: bool = False
+    agreed: Description | None = None
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Failure:
     """An error of a member, in a form that every process can read.
 
     Attributes:
         member: host and process number.
-        message: the error's text.
         running: whether the job was running, so that the same command may succeed later.
         lost: whether a stage of the member is lost, so that the same shard may succeed on a new member.
     """
@@ -108,7 +100,7 @@ class ShardAnswer:
 
     Attributes:
         member: host and process number.
-        results: see `shards.results_of`.
+        results: see `results_of`.
         counts: COUNTS of the engine's summary.
     """
 
@@ -130,6 +122,42 @@ def failure_of(error: Exception) -> Failure:
     return Failure(this_member(), str(error), running, isinstance(error, StageLost))
 
 
+def shard_rows(rows: int, actors: int) -> int:
+    """Return how many rows a shard has. rows: rows to run."""
+    return max(1, min(MOST_ROWS, math.ceil(rows / (PER_ACTOR * actors))))
+
+
+def shards(rows: Iterable[Row], size: int) -> Iterator[bytes]:
+    """Yield rows in shards of `size` rows, without the fields that only the output needs. They may be of any type that
+    a table can hold, so they are pickled, as Ray pickles whatever it sends."""
+    left = (replace(row, fields={}, request={} if row.error else row.request, custom_id=None) for row in rows)
+    while part := list(islice(left, size)):
+        yield pickle.dumps(part)
+
+
+def rows_of(shard: bytes) -> list[Row]:
+    """Return the rows of a shard."""
+    return cast(list[Row], pickle.loads(shard))
+
+
+def packed(results: Iterable[Result]) -> bytes:
+    """Return results as records of a journal, without their prompts."""
+    lines = []
+    for result in results:
+        result.prompt = None  # the output has the row's own fields
+        lines.append(encode_record(value_of(result)))
+    return b"".join(lines)
+
+
+def results_of(lines: bytes) -> Iterator[Result]:
+    """Yield results that `packed` packed. Raise ValueError if a record is damaged."""
+    for line in lines.splitlines(keepends=True):
+        value: dict[str, Any] | None = decode_record(line)
+        if value is None:
+            raise ValueError("a record of an actor's results is damaged")
+        yield result_of(value)
+
+
 def _planned(engine: Engine, workload: Workload) -> Layout | None:
     """Return the layout of a job; None if all its rows are too long. Choose the lossy switches, if it is allowed."""
     try:
@@ -145,7 +173,6 @@ class FleetMember:
     """An engine that is opened when it is first used.
 
     Args:
-        recipe: what the engine is made of.
         group: the processes of a pipeline, of which this one is the first; None for one process.
         share: part of this machine that the engine may use.
     """
@@ -212,7 +239,7 @@ def open_engine(recipe: Recipe, group: PipelineGroup | None, share: Share) -> En
     return Engine(**options, group=group, sharing=share.engines, worker_sharing=share.fleet)
 
 
-def _agree(engine: Engine, agreed: Agreed) -> None:
+def _agree(engine: Engine, agreed: Description) -> None:
     """Take over the choices of the first member. Raise InvalidInput if this engine differs from it."""
     settings, own = agreed.settings, engine_part(engine, dict(agreed.engine))
     known = dict(agreed.engine) | ({CACHE: settings[CACHE]} if settings.get(CACHE) else {})

@@ -46,7 +46,6 @@ class Space:
 
     Attributes:
         actors: engines, or groups of stages.
-        stages: processes of an actor.
         cpus, gpus: of a process.
         interface: network interface that joins the stages of an actor; None keeps them on one machine.
     """
@@ -78,11 +77,9 @@ def space_for(
     """Return the space of a fleet. Each process gets as many processors as fit, and one GPU if GPUs are used.
 
     Args:
-        machines: those of the cluster.
         device: auto, cpu, cuda or sim; auto uses GPUs if there are any.
         actors: None takes an actor for each GPU, or for each machine if none are used; for groups of stages, as many
             groups as there is space for in these.
-        stages: processes of an actor.
         interface: see Space.
 
     Raises:

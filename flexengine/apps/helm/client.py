@@ -24,7 +24,6 @@ class FlexClient(CachingClient):  # type: ignore[misc]
         """Open the model. No weights are read.
 
         Args:
-            cache_config: HELM's cache of results.
             end_of_text_token: text that ends a completion; None is the tokenizer's end-of-sequence token.
             args: `apply_chat_template`, `model_logprobs` (see `Encoding`), options of EngineOptions and switches of
                 Lossy by name.

@@ -19,9 +19,6 @@ _ENGINES: dict[str, Engine] = {}
 def engine_of(args: Mapping[str, Any]) -> Engine:
     """Return the engine of a deployment. No weights are read.
 
-    Args:
-        args: arguments of `FlexClient`.
-
     Raises:
         InvalidInput: an argument is unknown or wrong, or the checkpoint has no tokenizer.
         FlexError: as for `Engine`.

@@ -147,7 +147,6 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
 
     Args:
         results: output of a job with rows that `export` wrote.
-        encoding: that of the export.
 
     Raises:
         InvalidInput: a request has no result, one without log probabilities, or that of another row; no file is changed

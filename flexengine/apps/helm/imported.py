@@ -49,11 +49,7 @@ def with_results(state: ScenarioState, results: Results) -> ScenarioState:
 
 
 class ImportedExecutor(Executor):  # type: ignore[misc]
-    """Gives requests the results of the present run.
-
-    Attributes:
-        results: results of the present run.
-    """
+    """Gives requests the results of the present run."""
 
     results: Results = {}
 

@@ -28,15 +28,8 @@ _TOKENIZER = "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"
 
 
 def register(name: str, args: Mapping[str, Any]) -> None:
-    """Register a deployment, its model and its tokenizer under one name.
-
-    Args:
-        name: the name, PREFIX/NAME.
-        args: arguments of `FlexClient`.
-
-    Raises:
-        FlexError: the model cannot be opened.
-    """
+    """Register a deployment, its model and its tokenizer under one name, PREFIX/NAME. Raise FlexError if the model
+    cannot be opened."""
     register_model_metadata(get_unknown_model_metadata(name))
     register_model_deployment(_deployment(name, args))
     register_tokenizer_config(_tokenizer(name, args))

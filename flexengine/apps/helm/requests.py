@@ -32,7 +32,6 @@ class Encoding:
     """How the requests of a deployment are converted.
 
     Attributes:
-        tokenizer: the model's tokenizer, of transformers.
         apply_chat_template: write prompts as a user's message, with the model's chat template.
         end_of_text: text that ends a completion, beside the request's stop sequences; "" is none.
         model_logprobs: generated tokens have the model's own log probabilities at temperature 0, too; else these are 0,
@@ -52,7 +51,6 @@ class Encoding:
         """Return the encoding of a deployment.
 
         Args:
-            tokenizer: the model's tokenizer; None if it has none.
             apply_chat_template: None applies the template if there is one, as HELM does.
             end_of_text: None is the tokenizer's end-of-sequence token.
 
@@ -179,7 +177,6 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
     single request in a batch is not defined, and an interrupted job gives the same bytes.
 
     Args:
-        row: row of the output.
         encoding: the encoding with which the row of the input was made.
 
     Returns:

@@ -33,14 +33,7 @@ FOLDER = "flexengine"  # in HELM's output path: the files of jobs
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that waits for results of its requests.
-
-    Attributes:
-        deployment: name of the deployment.
-        arguments: its arguments.
-        requests: requests of the run.
-        rows: their rows.
-    """
+    """A run that waits for results of its requests."""
 
     deployment: str
     arguments: dict[str, Any]
@@ -90,8 +83,11 @@ class FlexRunner(Runner):  # type: ignore[misc]
             stopped = self._step("Preparing", spec.name, partial(run.switch, spec), failed)
             if isinstance(stopped, Stopped):
                 waiting.append((spec.name, run, stopped))
+        runs: dict[str, list[Stopped]] = {}
+        for _, _, stopped in waiting:
+            runs.setdefault(stopped.deployment, []).append(stopped)
         with htrack_block(f"Computing the requests of {len(waiting)} runs"):
-            results = self._compute([stopped for _, _, stopped in waiting])
+            results = {deployment: self._compute(deployment, own) for deployment, own in runs.items()}
         for name, run, stopped in waiting:
             self._step("Measuring", name, partial(run.switch, results[stopped.deployment]), failed)
         if failed:
@@ -110,14 +106,8 @@ class FlexRunner(Runner):  # type: ignore[misc]
             failed.append(name)
             return None
 
-    def _compute(self, runs: Sequence[Stopped]) -> dict[str, Results]:
-        """Return the results of all requests, by deployment."""
-        by_deployment: dict[str, list[Stopped]] = {}
-        for run in runs:
-            by_deployment.setdefault(run.deployment, []).append(run)
-        return {name: self._compute_one(name, own) for name, own in by_deployment.items()}
-
-    def _compute_one(self, deployment: str, runs: Sequence[Stopped]) -> Results:
+    def _compute(self, deployment: str, runs: Sequence[Stopped]) -> Results:
+        """Return the results of all requests of a deployment."""
         arguments = runs[0].arguments
         encoding = encoding_of(arguments)
         rows = {row[ID]: row for run in runs for row in run.rows}

@@ -45,7 +45,6 @@ def engine_options(
     Args:
         given: options of EngineOptions and switches of Lossy by name. The harness has converted numbers, true, false
             and none. A policy and a hardware may be names of files; `allow` may be one name.
-        device: --device of lm-evaluation-harness.
         place: what has the options, for messages.
         own: options that are not the engine's, for messages.
 

@@ -21,8 +21,6 @@ def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[
     """Compare the cache's record with the model, and add it to a cache without one.
 
     Args:
-        stored: content of the cache.
-        engine: the model.
         options: further values that responses depend on, by name.
 
     Raises:

@@ -82,7 +82,11 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
                 " tokenizer's files to the model's directory"
             )
         self.tokenizer = engine.tokenizer
-        self.max_length = self._length(max_length)
+        skeleton = engine.core.skeleton
+        most: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
+        if max_length is not None and not (isinstance(max_length, int) and 2 <= max_length <= most):
+            raise InvalidInput(f"max_length is {shown(max_length)}; it must be from 2 to {most}, the model's context")
+        self.max_length = most if max_length is None else max_length
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end_token = think_end_token
         self._said_truncated = False
@@ -96,14 +100,6 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """Return the model of --model_args. additional_config: the harness's batch_size, max_batch_size and device."""
         return cls(**joined(arg_dict, additional_config or {}))
-
-    def _length(self, given: int | None) -> int:
-        """Return the most tokens of a sequence. Raise InvalidInput if more are given than the model's context has."""
-        skeleton = self.engine.core.skeleton
-        own: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
-        if given is not None and not (isinstance(given, int) and 2 <= given <= own):
-            raise InvalidInput(f"max_length is {shown(given)}; it must be from 2 to {own}, the model's context")
-        return own if given is None else given
 
     def close(self) -> None:
         """Close the engine. Further calls do nothing."""
@@ -153,8 +149,10 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         """Return the last `most` tokens. The first time that tokens are cut off, a message says so."""
         if len(ids) > most and not self._said_truncated:
             self._said_truncated = True
-            message(f"a request has {len(ids)} tokens where {most} fit into max_length {self.max_length}; its first"
-                    " tokens are cut off, as those of all such requests", logging.WARNING)  # fmt: skip
+            text = (
+                f"a request has {len(ids)} tokens where {most} fit into max_length {self.max_length}; its first tokens"
+            )
+            message(f"{text} are cut off, as those of all such requests", logging.WARNING)
         return ids[-most:]
 
     # Requests.
@@ -205,16 +203,16 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
                 pairs.append(make_disjoint_window(window))
                 owners.append(number)
         parts: list[list[float]] = [[] for _ in requests]
-        missing = Counter(owners)
+        windows = Counter(owners)
 
         def keep_total(owner: int) -> None:
             self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, math.fsum(parts[owner]))
 
         def keep(index: int, answer: Answer) -> None:
-            parts[owners[index]].append(answer[0])
-            missing[owners[index]] -= 1
-            if missing[owners[index]] == 0:
-                keep_total(owners[index])
+            owner = owners[index]
+            parts[owner].append(answer[0])
+            if len(parts[owner]) == windows[owner]:
+                keep_total(owner)
 
         for empty in set(range(len(requests))) - set(owners):
             keep_total(empty)
@@ -239,7 +237,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         _check(failed, len(pairs))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that continues each context."""
+        """Return the text that continues each context, before the first of all end strings, without the model's
+        thinking."""
         ways = [generation_of(request.args[1], self.eot_token_id) for request in requests]
         rows = [
             {"prompt_token_ids": self._prompt(request.args[0], way)}
@@ -247,12 +246,15 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         ]
         texts: list[Any] = [None] * len(rows)
         failed: list[Result] = []
+        end = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
         with closing(self.engine.stream(rows, [way.params for way in ways])) as stream:
             for result in stream:
                 if result.error is not None:
                     failed.append(result)
                     continue
-                texts[result.index] = text = self._answer(result, ways[result.index])
+                ends = [*ways[result.index].until, *end]
+                text = postprocess_generated_text(result.generated_text or "", ends, self._think_end_token)
+                texts[result.index] = text
                 self.cache_hook.add_partial("generate_until", requests[result.index].args, text)
         _check(failed, len(rows))
         return texts
@@ -267,12 +269,6 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             )
         special = False if has_bos_prefix(context, self.tokenizer.bos_token) else None
         return self._cut(self._encoded(context, special), room) or [self.prefix_token_id]
-
-    def _answer(self, result: Result, way: GenerationWay) -> str:
-        """Return the generated text before the first of all end strings, without the model's thinking."""
-        end = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
-        text: str = postprocess_generated_text(result.generated_text or "", way.until + end, self._think_end_token)
-        return text
 
     # Chat templates and records.
 
@@ -306,10 +302,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             return self._rendered(rest, add_generation_prompt)
 
     def _rendered(self, turns: list[dict[str, str]], begin_answer: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=begin_answer, continue_final_message=not begin_answer,
-            **self._thinking,
-        )  # fmt: skip
+        own = {"add_generation_prompt": begin_answer, "continue_final_message": not begin_answer, **self._thinking}
+        text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, **own)
         return text
 
     def get_model_info(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ class GenerationWay(NamedTuple):
     """How a request is generated.
 
     Attributes:
-        params: sampling parameters.
         until: strings that end the text. `params.stop` has the first of them.
     """
 
@@ -32,7 +31,6 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
     """Return how a request is generated.
 
     Args:
-        given: the request's generation arguments.
         end_token: a token that ends the text; None for the model's own end tokens alone.
 
     Raises:

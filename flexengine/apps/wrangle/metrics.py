@@ -36,12 +36,8 @@ class TableAnswer(NamedTuple):
 
 
 def read_answers(path: Path, choices: Sequence[str]) -> Iterator[TableAnswer]:
-    """Yield the answers in the results of a job, in the order of its rows.
-
-    Args:
-        path: file of JSON lines.
-        choices: answers that were scored; empty if answers were generated.
-    """
+    """Yield the answers in the results of a job, in the order of its rows. choices: answers that were scored; empty if
+    answers were generated."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield answer_of(json.loads(line), choices)
@@ -74,9 +70,7 @@ class Judged(NamedTuple):
     """A true answer beside the model's.
 
     Attributes:
-        label: the true answer.
         answer: the model's answer; None if the row failed.
-        group: name of the transformation.
     """
 
     label: str
@@ -170,23 +164,18 @@ def described(metrics: Metrics) -> list[str]:
     if "transformations" in metrics:
         rows += f" of {metrics['transformations']} transformation" + ("" if metrics["transformations"] == 1 else "s")
     lines = [f"{_values(metrics)} ({rows})"]
-    if metrics["garbage"] or metrics["failed"]:
-        lines.append(f"{_lost_words(metrics)}; without them: {_values(metrics['without'])}")
-    return lines
+    yes_no = "yes_rows" in metrics
+    kinds = {"neither Yes nor No" if yes_no else "empty": metrics["garbage"], "failed": metrics["failed"]}
+    lost = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    counted = "counted as wrong in each metric"
+    if yes_no:
+        counted = (
+            f"counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1, precision leaves them"
+            " out, and accuracy counts them as wrong"
+        )
+    return lines + ([f"{lost}: {counted}; without them: {_values(metrics['without'])}"] if lost else [])
 
 
 def _values(metrics: Mapping[str, Any]) -> str:
     shown = ((name, metrics[name]) for name in _SHOWN if name in metrics)
     return ", ".join(f"{_NAMES.get(name, name)} {'undefined' if v is None else f'{v:.4f}'}" for name, v in shown)
-
-
-def _lost_words(metrics: Metrics) -> str:
-    yes_no = "yes_rows" in metrics
-    kinds = {"neither Yes nor No" if yes_no else "empty": metrics["garbage"], "failed": metrics["failed"]}
-    lost = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-    if not yes_no:
-        return f"{lost}: counted as wrong in each metric"
-    return (
-        f"{lost}: counted as not Yes, so {metrics['lost_yes_rows']} on Yes rows lower recall and F1, precision"
-        " leaves them out, and accuracy counts them as wrong"
-    )

@@ -19,7 +19,6 @@ class Neighbour(NamedTuple):
     """A text beside a query.
 
     Attributes:
-        number: index of the text.
         similarity: cosine of the TF-IDF vectors, 0 to 1.
     """
 
@@ -36,12 +35,8 @@ def check_library() -> None:
 
 
 def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[Neighbour]]:
-    """Yield the nearest texts of each query, the most similar first. Equally similar texts keep their order.
-
-    Args:
-        count: most texts per query.
-        kind: CHARACTER compares sequences of three characters, TOKEN compares words.
-    """
+    """Yield the nearest texts of each query, the most similar first. Equally similar texts keep their order. kind:
+    CHARACTER compares sequences of three characters, TOKEN compares words."""
     import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -76,8 +71,7 @@ def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: 
     if not common:
         raise InvalidInput(
             f"{names} have no common column: the first has {', '.join(left) or 'none'}, the second has"
-            f" {', '.join(right) or 'none'}; rename columns so that what is compared has one"
-            " name"
+            f" {', '.join(right) or 'none'}; rename columns so that what is compared has one name"
         )
     for column in show:
         if column not in common:

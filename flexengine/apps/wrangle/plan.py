@@ -21,7 +21,7 @@ from flexengine.apps.wrangle.spec import (
     TRANSFORMATIONS,
     Spec,
 )
-from flexengine.apps.wrangle.tables import WrangleTable, read_table
+from flexengine.apps.wrangle.tables import read_table
 from flexengine.errors import InvalidInput
 
 ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the output adds
@@ -32,10 +32,8 @@ class WranglePlan:
     """The questions of a run and their prompts.
 
     Attributes:
-        spec: the options.
         asked: the table and all its questions.
         questions: questions that are put to the model.
-        prompts: their prompts.
         choices: answers that are scored; empty if answers are generated.
     """
 
@@ -67,7 +65,14 @@ def make_plan(spec: Spec) -> WranglePlan:
     """Read the tables and return the plan. Raise InvalidInput if they cannot be used with these options."""
     if len(spec.tables) == 2 or spec.picks == NEAREST:
         check_library()
-    table = _table(spec)
+    tables = [read_table(name, limit=spec.limit) for name in spec.tables]
+    if len(tables) == 2 and spec.label and not spec.examples:
+        raise InvalidInput(
+            f"--label {spec.label!r} names labels of pairs, but two tables are given; give a table of pairs, or"
+            " --examples with labelled pairs"
+        )
+    pairs = matching_pairs if spec.task == MATCH else schema_pairs
+    table = tables[0] if len(tables) == 1 else pairs(tables[0], tables[1], spec)
     asked = questions_of(table, spec)
     for name in (f"{target}_{end}" for target in asked.targets for end in ENDS):
         if name in table.columns:
@@ -93,18 +98,6 @@ def make_plan(spec: Spec) -> WranglePlan:
             " the column, or leave --label out"
         )
     return plan
-
-
-def _table(spec: Spec) -> WrangleTable:
-    tables = [read_table(name, limit=spec.limit) for name in spec.tables]
-    if len(tables) == 1:
-        return tables[0]
-    if spec.label and not spec.examples:
-        raise InvalidInput(
-            f"--label {spec.label!r} names labels of pairs, but two tables are given; give a table of"
-            " pairs, or --examples with labelled pairs"
-        )
-    return (matching_pairs if spec.task == MATCH else schema_pairs)(tables[0], tables[1], spec)
 
 
 def _predicted(
@@ -156,7 +149,6 @@ def shot_count(spec: Spec, available: int, left_out: int) -> int:
     """Return the number of shots.
 
     Args:
-        available: number of examples.
         left_out: most examples in the row of one question, which NEAREST leaves out; 0 if examples stand in no row of a
             question. Else examples would be predicted and compared, so the default takes at most half of them.
 
@@ -195,8 +187,6 @@ def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequen
     """Return the examples that all questions share: the first ones, or drawn with the seed.
 
     Args:
-        pool: all examples.
-        count: number of shots, at most the number of examples.
         choices: allowed answers, for BALANCED.
 
     Raises:

@@ -27,7 +27,6 @@ class CellQuestion:
         text: the question, without shots.
         answer: the true answer; None if it is unknown.
         cell: text of the imputed cell; None if it is empty.
-        group: name of the transformation.
     """
 
     row: int
@@ -43,9 +42,7 @@ class TableQuestions:
     """The questions of a table.
 
     Attributes:
-        table: the table.
         targets: names of the answers.
-        questions: questions in the order of rows and targets.
         faults: reason by row for rows that cannot be read.
     """
 
@@ -133,9 +130,8 @@ def _schema(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str],
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
         raise InvalidInput(
-            f"{table.name} has no descriptions of attributes: it must have the columns left and right,"
-            f" or columns that begin with left_ and right_; its columns are"
-            f" {', '.join(table.columns)}"
+            f"{table.name} has no descriptions of attributes: it must have the columns left and right, or columns that"
+            f" begin with left_ and right_; its columns are {', '.join(table.columns)}"
         )
     label = _label(table, spec, spec.label, examples)
 

@@ -36,10 +36,8 @@ class Report:
         predicted: questions with an answer.
         failed: rows that cannot be read, and questions without an answer.
         failure: the reason of the first of these; None if there is none.
-        empty: answers that are empty.
         cut: generated answers that reached the most tokens.
         answers: number of each Yes or No answer; empty for other tasks.
-        metrics: metrics by name; None without labels.
     """
 
     predicted: int
@@ -72,7 +70,6 @@ def check(plan: WranglePlan, output: str, restart: bool = False) -> None:
     """Check that the run can begin, or continue an earlier run. Called before a model is opened.
 
     Args:
-        output: name of the output.
         restart: the files of an earlier run are replaced.
 
     Raises:
@@ -92,7 +89,11 @@ def check(plan: WranglePlan, output: str, restart: bool = False) -> None:
             f"--output {output} has rows of a run with another table or other options, in {job.rows};"
             " name another output, or give --restart to start over"
         )
-    if exists and not _is_written(plan, output):
+    try:
+        written = exists and holds_table(output, plan.asked.table, _columns(plan, _answers(plan, output)))
+    except (OSError, KeyError, ValueError):  # the results are missing or damaged
+        written = False
+    if exists and not written:
         raise InvalidInput(
             f"--output {output} is not the table that {job.results.name} gives, so one of them"
             " was changed; rename the output, and the same command writes it again"
@@ -105,7 +106,6 @@ def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors:
     An output that the job will replace is removed, so that an interrupted run can be continued without these options.
 
     Args:
-        output: name of the output.
         restart: remove the files of an earlier run.
         retry_errors: results of an earlier run may change.
 
@@ -124,15 +124,6 @@ def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors:
         job.write(plan.requests())
 
 
-def _is_written(plan: WranglePlan, output: str) -> bool:
-    """Return whether the output is the table with predictions from the results of an earlier run."""
-    try:
-        columns = _columns(plan, _answers(plan, output))
-    except (OSError, KeyError, ValueError):  # the results are missing or damaged
-        return False
-    return holds_table(output, plan.asked.table, columns)
-
-
 def finish(plan: WranglePlan, output: str) -> Report:
     """Write the table with predictions from the results of the job, and return the report. Raise InvalidInput if
     another program wrote the output while the job ran."""
@@ -146,33 +137,24 @@ def finish(plan: WranglePlan, output: str) -> Report:
             " same command without --restart writes the output from the results"
         )
     failed = sum(answer.failure is not None for answer in answers)
-    judged = [
-        Judged(question.answer, answer.text, question.group)
-        for question, answer in zip(plan.questions, answers, strict=True)
-        if question.answer is not None
-    ]
+    judged, failures = list[Judged](), dict(plan.asked.faults)
+    for question, answer in zip(plan.questions, answers, strict=True):
+        if question.answer is not None:
+            judged.append(Judged(question.answer, answer.text, question.group))
+        if answer.failure is not None:
+            failures.setdefault(question.row, f"{plan.asked.table.place(question.row)}: {answer.failure}")
     measure = transform_metrics if plan.spec.task == TRANSFORM else value_metrics
     texts = Counter(answer.text for answer in answers)
     yes_no = {text: texts[text] for text in (NO, YES) if texts[text]}
     return Report(
         predicted=len(answers) - failed,
         failed=failed + len(plan.asked.faults),
-        failure=_first_failure(plan, answers),
+        failure=failures[min(failures)] if failures else None,
         empty=texts[""],
         cut=sum(answer.cut for answer in answers),
         answers=yes_no if plan.spec.yes_no else {},
         metrics=(yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
     )
-
-
-def _first_failure(plan: WranglePlan, answers: Sequence[TableAnswer]) -> str | None:
-    """Return why the first row of the table that failed has no answer; None if no row failed."""
-    failures = dict(plan.asked.faults)
-    table = plan.asked.table
-    for question, answer in zip(plan.questions, answers, strict=True):
-        if answer.failure is not None:
-            failures.setdefault(question.row, f"{table.place(question.row)}: {answer.failure}")
-    return failures[min(failures)] if failures else None
 
 
 def _answers(plan: WranglePlan, output: str) -> list[TableAnswer]:

@@ -24,9 +24,7 @@ class Added(NamedTuple):
     """A further column of the output.
 
     Attributes:
-        name: name of the column.
         values: text or numbers, one per row; None is an empty cell.
-        number: whether the values are floats.
     """
 
     name: str
@@ -41,7 +39,6 @@ class WrangleTable:
     Attributes:
         name: name of the file, for messages.
         form: csv, tsv, parquet or arrow.
-        columns: names of the columns.
         records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
             Line 0 is a row whose fault names file and line.
         arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
@@ -128,12 +125,8 @@ def check_output(name: str, form: str) -> None:
 
 
 def write_table(name: str, table: WrangleTable, added: Sequence[Added]) -> None:
-    """Write a table with further columns. The file appears complete or not at all.
-
-    Args:
-        name: output file. `.jsonl` is JSON lines; else the format is that of the table.
-        added: the further columns.
-    """
+    """Write a table with further columns. The file appears complete or not at all. name: output file. `.jsonl` is JSON
+    lines; else the format is that of the table."""
     with explained(name), whole_file(name) as file:
         _write(file, name, table, added)
 

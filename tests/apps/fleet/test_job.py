@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,18 @@ import pytest
 
 from flexengine import Engine, Lossy, Policy
 from flexengine.apps.fleet.job import FleetRunner
-from flexengine.apps.fleet.member import Agreed, Failure, FleetMember, Recipe, open_engine
-from flexengine.apps.fleet.shards import MOST_ROWS, packed, results_of, rows_of, shard_rows, shards
+from flexengine.apps.fleet.member import (
+    MOST_ROWS,
+    Failure,
+    FleetMember,
+    Recipe,
+    open_engine,
+    packed,
+    results_of,
+    rows_of,
+    shard_rows,
+    shards,
+)
 from flexengine.apps.fleet.space import Share
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
@@ -193,7 +204,7 @@ def test_a_member_that_differs_refuses(known: Any) -> None:
     first.close()
     assert not isinstance(about, Failure)
     other = dict(about.engine) | {"torch": "1.0", "dtype": "float16"}
-    member = FleetMember(Recipe(recipe(known[0]).options, PARAMS, agreed=Agreed(other, about.settings)))
+    member = FleetMember(Recipe(recipe(known[0]).options, PARAMS, agreed=replace(about, engine=other)))
     failure = member.run(next(shards([Row(0, 0, {"prompt_token_ids": [5, 6]})], 1)))
     assert isinstance(failure, Failure)
     assert not failure.running
