@@ -21,6 +21,7 @@ from bench.harness import Record
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cuda import CudaKernels
 
 Call = Callable[[int], object]
@@ -87,7 +88,9 @@ def attention(case: GpuKernelCase, device: str) -> list[Record]:
                     i: int, kernels: CudaKernels = kernels, q: Tensor = q, pool: Tensor = pool, at: Tensor = places,
                     held: Tensor = lengths, form: CacheFormat | None = form,
                 ) -> object:  # fmt: skip
-                    return kernels.decode_attention(q, pool, at[i % len(at)], held, q.shape[-1] ** -0.5, form=form)
+                    return kernels.decode_attention(
+                        q, pool, at[i % len(at)], held, AttentionOptions(q.shape[-1] ** -0.5), form=form
+                    )
 
                 spent = seconds_of(call, device, case.seconds)
                 rates[name] = sequences * tokens * page / PAGE_TOKENS / spent / 1e9

@@ -178,14 +178,16 @@ def prompts(case: KernelCase, runs: int) -> Record:
     """Return the GFLOP/s of the products that a causal mask leaves."""
     import torch
 
-    from flexengine.kernels import ReferenceKernels, load
+    from flexengine.kernels import load
+    from flexengine.kernels.base import AttentionOptions
+    from flexengine.kernels.reference import ReferenceKernels
 
     found: Record = {}
     for count, tokens, heads, kv_heads, dim in case.prompts:
         q = torch.randn(count, tokens, heads, dim)
         k, v = torch.randn(2, count, tokens, kv_heads, dim)
         sides = {"torch SDPA": ReferenceKernels(), "native": load()}
-        calls = {n: partial(s.attend_prompt, q, k, v, dim**-0.5) for n, s in sides.items()}
+        calls = {n: partial(s.attend_prompt, q, k, v, AttentionOptions(dim**-0.5)) for n, s in sides.items()}
         work = 4e-9 * count * heads * dim * tokens * (tokens + 1) / 2
         name = f"{count} x {tokens} tokens, {heads} heads over {kv_heads} of {dim}"
         found[name] = {side: work / s for side, s in in_turns(calls, runs).items()}
@@ -197,7 +199,8 @@ def passes(case: KernelCase, runs: int) -> Record:
     """Return GB/s: operands read once and results written once, divided by the seconds."""
     import torch
 
-    from flexengine.kernels import ReferenceKernels, load
+    from flexengine.kernels import load
+    from flexengine.kernels.reference import ReferenceKernels
 
     found: Record = {}
     for tokens, hidden, heads, dim in case.passes:

@@ -26,7 +26,7 @@ from bench.kernels import peak
 from bench.kernels.peak import Peak
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Kernels
+from flexengine.kernels.base import AttentionOptions, Kernels
 from flexengine.tier.memory import aligned_buffer
 
 import torch  # isort: skip  # after flexengine, which sets the threads' wait policy
@@ -146,7 +146,9 @@ def ours(case: Case, kind: str, kernel: Kernels, q: Tensor) -> Run:
             table[i, :n], free = free[:n], free[n:]
         tables.append(table)
     pools = [held(pool) for _ in range(count)]
-    call = functools.partial(kernel.decode_attention, q, lengths=lengths, scale=case.dim**-0.5, form=case.form(kind))
+    call = functools.partial(
+        kernel.decode_attention, q, lengths=lengths, options=AttentionOptions(case.dim**-0.5), form=case.form(kind)
+    )
     return lambda i: call(pools[i % count], tables[i % count])
 
 
@@ -259,7 +261,7 @@ def run_prompt(case: PromptCase, rounds: int) -> Record:
     k, v = torch.randn(2, 1, longest, case.kv_heads, case.dim)
     seconds = {}
     for n in case.tokens:
-        call = functools.partial(kernel.attend_prompt, q[:, :n], k[:, :n], v[:, :n], case.dim**-0.5)
+        call = functools.partial(kernel.attend_prompt, q[:, :n], k[:, :n], v[:, :n], AttentionOptions(case.dim**-0.5))
         seconds[n] = timed({"": functools.partial(_ignoring, call)}, max(2, rounds * 256 // n))[""]
     return record(case, kernel, rounds) | {"lengths": prompt_results(case, seconds, peak.measure())}
 

@@ -1,5 +1,5 @@
 // What a machine can do at most: independent products in registers, and memory read once.
-#include "../../flexengine/kernels/quads.h"
+#include "../../flexengine/kernels/int8_dot.h"
 #include "../../flexengine/kernels/tile.h"
 
 namespace {

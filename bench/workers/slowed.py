@@ -45,13 +45,10 @@ class SlowKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)
 
-    def decode_attention(
-        self, q: Any, pool: Any, tables: Any, lengths: Any, scale: float, window: int | None = None, *rest: Any,
-        **more: Any,
-    ) -> Any:  # fmt: skip
-        read = lengths if window is None else lengths.clamp(max=window)
+    def decode_attention(self, q: Any, pool: Any, tables: Any, lengths: Any, options: Any, *rest: Any) -> Any:
+        read = lengths if options.window is None else lengths.clamp(max=options.window)
         end = time.perf_counter() + self.seconds * int(read.sum())
-        out = self.kernels.decode_attention(q, pool, tables, lengths, scale, window, *rest, **more)
+        out = self.kernels.decode_attention(q, pool, tables, lengths, options, *rest)
         time.sleep(max(0.0, end - time.perf_counter()))
         return out
 

@@ -24,7 +24,8 @@ from flexengine.errors import InvalidInput
 
 BITS = (8, 4, 2)
 GROUPS = (64, 32, 16, 8)
-WIDEST = {8: 64, 4: 32, 2: 64}  # largest group by bits; kernels/coded.h multiplies groups up to this size as codes
+# Largest group by bits; kernels/quantized_attention.h multiplies groups of this size as codes.
+WIDEST = {8: 64, 4: 32, 2: 64}
 
 
 class PanelPart(NamedTuple):

@@ -13,9 +13,8 @@ from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
 from flexengine.kernels.cpu import load_native
 from flexengine.kernels.onednn import has_onednn
-from flexengine.kernels.reference import ReferenceKernels
 
-__all__ = ["Kernels", "ReferenceKernels", "choice", "load", "load_for"]
+__all__ = ["Kernels", "choice", "load", "load_for"]
 
 
 def load_for(device: torch.device) -> Kernels:
@@ -64,6 +63,8 @@ def _reference() -> Kernels:
         raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, and only its products and those of the"
                            " native kernels are independent of the batch; install g++, or a build of torch with oneDNN,"
                            " as pip's for Linux")  # fmt: skip
+    from flexengine.kernels.reference import ReferenceKernels  # not beside the native ones
+
     return ReferenceKernels()
 
 

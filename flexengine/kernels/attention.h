@@ -7,7 +7,7 @@
 
 #include <new>
 
-#include "coded.h"
+#include "quantized_attention.h"
 #include "parts.h"
 #include "rows.h"
 #include "softmax.h"

@@ -10,14 +10,14 @@ Names and shapes in this package:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
-from flexengine.kernels.paged import PagedAttention, PromptPieces
+from flexengine.kernels.paged import PagedAttention, PagedTokens
 
 ACTS = ("silu", "gelu_tanh", "relu")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
@@ -37,6 +37,27 @@ class Past(NamedTuple):
     table: Tensor
     length: int
     form: CacheFormat | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """Numbers of attention, which are those of a layer and of a job.
+
+    Attributes:
+        scale: factor on q . k, usually head_dim ** -0.5.
+        window: a query sees only the last `window` tokens, itself included (sliding window); None for all.
+        softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2); None for no cap.
+        sinks: [heads], a logit per head that is added to the softmax's denominator only (gpt-oss).
+        topk: share of the past positions whose V is used, from 0 to 1 (FlexGen section 5.2; systems 1.7); None for all.
+            If a query sees t positions, these are the floor(topk * (t - 1)) past positions with the largest weights,
+            the earlier of equal ones, and its own position. The weights are not rescaled. V that no query head of a kv
+            head uses is not read. Attention of prompts uses all V.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    topk: float | None = None
 
 
 class PromptCall(NamedTuple):
@@ -78,28 +99,11 @@ class Kernels(ABC):
             form: format of an encoded pool; None for a plain one.
         """
 
-    @overload
     @abstractmethod
     def decode_attention(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
-        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheFormat | None = ...,
-        topk: float | None = ..., with_lse: Literal[False] = ...,
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    @abstractmethod
-    def decode_attention(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
-        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheFormat | None = ...,
-        topk: float | None = ..., *, with_lse: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    @abstractmethod
-    def decode_attention(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None, form: CacheFormat | None = None,
-        topk: float | None = None, with_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
+        form: CacheFormat | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return attention of one new token per sequence over the cache of this sequence, for a whole batch.
 
         Args:
@@ -108,49 +112,42 @@ class Kernels(ABC):
             tables: int32 [n, max_pages]; entries after a sequence's last page, and pages before its window, are not
                 read.
             lengths: int32 [n], tokens in the cache including the new one, at least 1.
-            scale: factor on q . k, usually head_dim ** -0.5.
-            window: a query sees only the last `window` tokens, itself included (sliding window); None for all.
-            softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2); None for no cap.
-            sinks: [heads], a logit per head that is added to the softmax's denominator only (gpt-oss).
+            options: see there.
             form: format of an encoded pool; None for a plain one.
-            topk: share of the past positions whose V is used, from 0 to 1 (FlexGen section 5.2; systems 1.7); None for
-                all. If a query sees t positions, these are the floor(topk * (t - 1)) past positions with the largest
-                weights, the earlier of equal ones, and its own position. The weights are not rescaled. V that no query
-                head of a kv head uses is not read.
-            with_lse: also return the log of the softmax's denominator, for merge.merge. Not possible with topk.
+            lse: receives the log of the softmax's denominator, for merge.merge: fp32 [n, heads], contiguous. None for
+                no such result. Not possible with topk.
 
         Returns:
-            [n, heads, head_dim], contiguous, in q's dtype; with_lse: also fp32 [n, heads]. A sequence's result is
-            bitwise the same for any other sequences in the batch, any pages, and any number of threads.
+            [n, heads, head_dim], contiguous, in q's dtype. A sequence's result is bitwise the same for any other
+            sequences in the batch, any pages, and any number of threads.
         """
 
     def paged(
-        self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, prompts: Sequence[PromptPieces] = (), memory: Tensor | None = None,
+        self, heads: int, pool: Tensor, tokens: PagedTokens, window: int | None = None,
+        form: CacheFormat | None = None, memory: Tensor | None = None,
     ) -> PagedAttention | None:  # fmt: skip
         """Check the arguments, and return them for calls that compute a whole layer, with this pool or others of its
         shape; None if these kernels have no such calls.
 
         Args:
             heads: query heads.
-            pool, tables, lengths, window, form: as in `decode_attention`, for the first tokens of a gpu_batch.
-            pages, offsets: as in `append`, for all tokens.
-            prompts: the other tokens, in order.
+            pool, window, form: as in `decode_attention`.
+            tokens: of the gpu_batch.
             memory: scratch memory of an earlier result, which is used if it is large enough.
         """
         return None
 
     @abstractmethod
     def choose(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, topk: float,
-        window: int | None = None, softcap: float | None = None, form: CacheFormat | None = None,
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
+        form: CacheFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """Return a mask of the positions whose V `decode_attention` with the same arguments reads.
 
         Other V need not be loaded. No V is read here.
 
         Args:
-            q, pool, tables, lengths, scale, topk, window, softcap, form: as in `decode_attention`.
+            q, pool, tables, lengths, options, form: as in `decode_attention`. `options.topk` is a number.
 
         Returns:
             bool [n, kv_heads, max_pages * page_tokens]: whether any query head of the kv head uses the V at a position.
@@ -159,8 +156,8 @@ class Kernels(ABC):
 
     @abstractmethod
     def attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, past: Past | None = None, out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, past: Past | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return causal attention of B prompts of one length, or of one chunk of each prompt.
 
@@ -169,7 +166,7 @@ class Kernels(ABC):
         Args:
             q: [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0.
             k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
-            scale, window, softcap, sinks: as in `decode_attention`.
+            options: see there.
             past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
             out: memory for the result, contiguous, in q's dtype, apart from q, k and v; None allocates it.
 
@@ -179,13 +176,10 @@ class Kernels(ABC):
             fp32, any P.
         """
 
-    def attend_prompts(
-        self, prompts: Sequence[PromptCall], scale: float, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def attend_prompts(self, prompts: Sequence[PromptCall], options: AttentionOptions) -> None:
         """Do what `attend_prompt` does for prompts of several lengths, which the native kernels compute together."""
         for q, k, v, out, past in prompts:
-            self.attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
+            self.attend_prompt(q, k, v, options, past, out)
 
     @abstractmethod
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -1,6 +1,6 @@
 // Writes to a paged KV cache, plain or encoded. Index legend: t token, j key/value head.
 #pragma once
-#include "codes.h"
+#include "quantized_kv.h"
 #include "convert.h"
 #include "parts.h"
 

@@ -1,7 +1,5 @@
 """Checks of kernel arguments: shapes, dtypes and options. Every check raises InvalidInput with the sizes."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,10 +7,35 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
-from flexengine.kernels.base import ACTS, Past
-from flexengine.kernels.paged import PromptPieces, Room
+from flexengine.kernels.base import ACTS, AttentionOptions, Past
+from flexengine.kernels.paged import PagedTokens, Room
 
 NARROW = (torch.bfloat16, torch.float16)
+
+
+def _unfit(expected: str, **tensors: Tensor | None) -> InvalidInput:
+    """Return the error for tensors that do not fit together. expected: what they must be, in the same order."""
+    shapes = (None if x is None else f"{list(x.shape)} {x.dtype}" for x in tensors.values())
+    given = ", ".join(f"{name} {shape}" for name, shape in zip(tensors, shapes, strict=True))
+    return InvalidInput(f"{given} do not fit: they must be {expected}")
+
+
+def bad_sequence(i: int, room: Room) -> InvalidInput:
+    """Return the error for sequence i, whose length or page table does not fit the pool."""
+    return InvalidInput(
+        f"sequence {i}: its length must be at least 1 and within its table,"
+        f" and its pages among the pool's {room.pages} (of {room.page_tokens} tokens)"
+    )
+
+
+def bad_token(t: int, room: Room) -> InvalidInput:
+    """Return the error for token t, whose page or offset lies outside the pool."""
+    return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
+
+
+def bad_place(places: Tensor, at: int, records: Tensor) -> InvalidInput:
+    """Return the error for an entry of `places` that is no record."""
+    return InvalidInput(f"place {int(places[at])} at index {at} is no record; places are from 0 to {len(records) - 1}")
 
 
 def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
@@ -33,14 +56,16 @@ def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
     return Room(pool.shape[0], *pool.shape[2:])
 
 
-def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
-    """Raise InvalidInput if an option of `decode_attention` or `attend_prompt` has a value that is not allowed."""
+def _check_options(options: AttentionOptions, heads: int) -> None:
+    _, window, softcap, sinks, topk = options
     if window is not None and window < 1:
         raise InvalidInput(f"window is {window}; it must be None or at least 1")
     if softcap is not None and not softcap > 0:
         raise InvalidInput(f"softcap is {softcap}; it must be None or positive")
     if sinks is not None and sinks.shape != (heads,):
         raise InvalidInput(f"sinks has shape {list(sinks.shape)}; it must be [{heads}], one per query head")
+    if topk is not None and not 0 <= topk <= 1:
+        raise InvalidInput(f"topk is {topk}; it must be None or a share from 0 to 1")
 
 
 def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None) -> Room:
@@ -48,52 +73,47 @@ def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Ten
     room = check_pool(pool, form)
     expected = (k.shape[0], room.kv_heads, room.dim)
     if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
-        raise InvalidInput(
-            f"k {list(k.shape)} {k.dtype} and v {list(v.shape)} {v.dtype} do not fit a pool {list(pool.shape)}: "
-            f"both must be [tokens, {room.kv_heads}, {room.dim}]"
-        )
+        raise _unfit(f"[tokens, {room.kv_heads}, {room.dim}], like the pool", k=k, v=v)
     if pages.shape != expected[:1] or offsets.shape != expected[:1]:
-        shapes = f"{list(pages.shape)} and {list(offsets.shape)}"
-        raise InvalidInput(f"{expected[0]} tokens need pages and offsets [{expected[0]}], not {shapes}")
+        raise _unfit(f"[{expected[0]}], one per token", pages=pages, offsets=offsets)
     return room
 
 
-def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheFormat | None) -> Room:
-    """Return the sizes of `pool`. Raise InvalidInput if the shapes do not fit together."""
+def check_decode(
+    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions, form: CacheFormat | None,
+    lse: Tensor | None = None,
+) -> Room:  # fmt: skip
+    """Return the sizes of `pool`. Raise InvalidInput if arguments of `decode_attention` do not fit together."""
     room = check_pool(pool, form)
     if q.dim() != 3 or q.shape[2] != room.dim or q.shape[1] % room.kv_heads:
+        raise _unfit(f"[n, heads, {room.dim}] with heads a multiple of {room.kv_heads}, like the pool", q=q, pool=pool)
+    n, heads = q.shape[:2]
+    if tables.dim() != 2 or tables.shape[0] != n or lengths.shape != (n,):
+        raise _unfit(f"[{n}, max_pages] and [{n}], for {n} queries", tables=tables, lengths=lengths)
+    _check_options(options, heads)
+    if lse is None:
+        return room
+    if lse.shape != (n, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise _unfit(f"fp32 [{n}, {heads}], contiguous", lse=lse)
+    if options.topk is not None:
         raise InvalidInput(
-            f"q {list(q.shape)} does not fit a pool {list(pool.shape)} with {room.kv_heads} heads of {room.dim}:"
-            f" it must be [n, heads, {room.dim}] with heads a multiple of {room.kv_heads}"
+            f"topk is {options.topk}: results without all values cannot be merged; leave out topk or lse"
         )
-    if tables.dim() != 2 or tables.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
-        n, shapes = q.shape[0], f"{list(tables.shape)} and {list(lengths.shape)}"
-        raise InvalidInput(f"{n} queries need tables [{n}, max_pages] and lengths [{n}], not {shapes}")
     return room
 
 
-def check_topk(topk: float | None, with_lse: bool = False) -> None:
-    """Raise InvalidInput if topk is not from 0 to 1, or is combined with `with_lse`."""
-    if topk is not None and not 0 <= topk <= 1:
-        raise InvalidInput(f"topk is {topk}; it must be None or a share from 0 to 1")
-    if topk is not None and with_lse:
-        raise InvalidInput(f"topk is {topk}: results without all values cannot be merged; leave out topk or with_lse")
-
-
-def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> None:
-    """Raise InvalidInput if the shapes do not fit together."""
+def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, options: AttentionOptions) -> None:
+    """Raise InvalidInput if arguments of `attend_prompt` do not fit together."""
     fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
     fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
     if not fits or q.shape[2] % k.shape[2] or k.shape[1] < q.shape[1]:
-        raise InvalidInput(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
-            " they must be [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
-        )
+        raise _unfit("[B, T, heads, head_dim] and twice [B, S, kv_heads, head_dim] with S >= T", q=q, k=k, v=v)
     if out is not None and not (
         out.shape == q.shape and out.dtype == q.dtype and out.device == q.device and out.is_contiguous()
     ):
         raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}, {out.device}; it must be contiguous,"
                            f" {list(q.shape)}, {q.dtype}, {q.device}")  # fmt: skip
+    _check_options(options, q.shape[2])
 
 
 def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
@@ -112,9 +132,10 @@ def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
     return room
 
 
-def check_pieces(prompts: Sequence[PromptPieces], first: int, pages: Tensor, offsets: Tensor, room: Room) -> None:
-    """Raise InvalidInput unless the prompts are all tokens from `first` on, and have pages for cached tokens."""
-    for p in prompts:
+def check_tokens(tokens: PagedTokens, room: Room) -> None:
+    """Raise InvalidInput unless the prompts are all tokens after the decoded ones, and have pages for cached tokens."""
+    first = len(tokens.lengths)
+    for p in tokens.prompts:
         held = 0 if p.table is None else p.table.numel()
         if p.first != first or p.rows < 1 or p.length < 1 or (p.past and p.rows > 1):
             raise InvalidInput(
@@ -124,87 +145,75 @@ def check_pieces(prompts: Sequence[PromptPieces], first: int, pages: Tensor, off
         if not 0 <= p.past <= held * room.page_tokens:
             raise InvalidInput(f"{p.past} cached tokens do not fit in {held} pages of {room.page_tokens} tokens")
         first += p.rows * p.length
-    if not first == len(pages) == len(offsets):
+    if not first == len(tokens.pages) == len(tokens.offsets):
         raise InvalidInput(
-            f"the gpu_batch has {first} tokens, but there are {len(pages)} pages and {len(offsets)} offsets for them"
+            f"the gpu_batch has {first} tokens, but there are {len(tokens.pages)} pages and {len(tokens.offsets)}"
+            " offsets for them"
         )
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:
     """Raise InvalidInput if the shapes do not fit together."""
     if x.dim() < 1 or weight.shape != x.shape[-1:]:
-        shapes = f"x {list(x.shape)} and weight {list(weight.shape)}"
-        raise InvalidInput(f"{shapes} do not fit: they must be [..., n] and [n]")
+        raise _unfit("[..., n] and [n]", x=x, weight=weight)
 
 
 def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raise InvalidInput if the shapes do not fit together."""
     expected = (x.shape[0], *x.shape[2:]) if x.dim() == 4 else ()
     if cos.shape != expected or sin.shape != expected or expected[-1] % 2:
-        raise InvalidInput(
-            f"x {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit: they must be"
-            " [B, heads, T, head_dim] with an even head_dim and [B, T, head_dim]"
-        )
+        raise _unfit("[B, heads, T, head_dim], head_dim even, and twice [B, T, head_dim]", x=x, cos=cos, sin=sin)
 
 
 def check_gate(gate: Tensor, up: Tensor, act: str) -> None:
     """Raise InvalidInput if the shapes differ or `act` is not in ACTS."""
     if gate.shape != up.shape or act not in ACTS:
-        shapes = f"gate is {list(gate.shape)}, up {list(up.shape)}, act {act!r}"
-        raise InvalidInput(f"{shapes}; gate and up must have one shape, act must be one of {ACTS}")
+        raise _unfit(f"of one shape, with act one of {ACTS}, not {act!r}", gate=gate, up=up)
+
+
+def _is_float(x: Tensor, narrow: bool) -> bool:
+    return x.dtype == torch.float32 or (narrow and x.dtype in NARROW)
+
+
+def _rows_of_numbers(x: Tensor) -> bool:
+    """Return whether x is a matrix of floating-point numbers whose rows are contiguous, and do not overlap."""
+    known = x.dim() == 2 and _is_float(x, narrow=True)
+    return known and (x.shape[1] < 2 or x.stride(1) == 1) and (len(x) < 2 or x.stride(0) >= x.shape[1])
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
     rows = _rows_of_numbers(weight) or (weight.dim() == 2 and _rows_of_numbers(weight.mT))
-    fits = rows and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
-    fits = fits and x.dtype in ((torch.float32, *NARROW) if narrow else (torch.float32,))
+    fits = rows and x.dim() >= 1 and x.shape[-1] == weight.shape[1] and _is_float(x, narrow)
     if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32)):
-        raise InvalidInput(
-            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
-            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they must be fp32 [..., k]; fp32, bf16"
-            " or fp16 [n, k] with contiguous rows; and fp32 [n]"
-        )
+        expected = "fp32 [..., k]; fp32, bf16 or fp16 [n, k] with contiguous rows; and fp32 [n]"
+        raise _unfit(expected, x=x, weight=weight, bias=bias)
 
 
 def check_add_weighted(out: Tensor, a: Tensor, rows: Tensor, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: a may be bf16 or fp16."""
     fits = _rows_of_numbers(rows) and a.dim() == 2 and a.shape[1] == len(rows) and out.is_contiguous()
-    fits = fits and a.dtype in ((torch.float32, *NARROW) if narrow else (torch.float32,))
-    if not fits or out.shape != (len(a), rows.shape[1]) or out.dtype != torch.float32:
-        raise InvalidInput(
-            f"out {list(out.shape)} {out.dtype}, a {list(a.shape)} {a.dtype} and rows {list(rows.shape)} {rows.dtype}"
-            " do not fit: they must be fp32 [T, width] contiguous; fp32 [T, n]; and fp32, bf16 or fp16 [n, width] with"
-            " contiguous rows"
-        )
-
-
-def _rows_of_numbers(x: Tensor) -> bool:
-    """Return whether x is a matrix of floating-point numbers whose rows are contiguous, and do not overlap."""
-    known = x.dim() == 2 and x.dtype in (torch.float32, *NARROW)
-    return known and (x.shape[1] < 2 or x.stride(1) == 1) and (len(x) < 2 or x.stride(0) >= x.shape[1])
+    if not (fits and _is_float(a, narrow)) or out.shape != (len(a), rows.shape[1]) or out.dtype != torch.float32:
+        expected = "fp32 [T, width] contiguous; fp32 [T, n]; and fp32, bf16 or fp16 [n, width] with contiguous rows"
+        raise _unfit(expected, out=out, a=a, rows=rows)
 
 
 def check_product(x: Tensor, weight: Tensor, form: Form, bias: Tensor | None, narrow: bool = False) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
-    known = (torch.float32, *NARROW) if narrow else (torch.float32,)
     fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
-    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype in known
+    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and _is_float(x, narrow)
     if not fits or (bias is not None and (bias.shape != (form.rows,) or bias.dtype != torch.float32)):
-        raise InvalidInput(
-            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
-            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit a matrix {[form.rows, form.columns]} in"
-            f" {form.name}: they must be fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
-            f" [{form.rows}]"
-        )
+        raise _unfit(
+            f"fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32 [{form.rows}], for a matrix"
+            f" {[form.rows, form.columns]} in {form.name}", x=x, weight=weight, bias=bias
+        )  # fmt: skip
 
 
 def check_encoded_rows(weight: Tensor, form: Form, ids: Tensor) -> None:
     """Raise InvalidInput if the weight has another size than its format, or a row is outside of it."""
-    if weight.dtype != torch.uint8 or weight.numel() != form.nbytes or not weight.is_contiguous():
-        raise InvalidInput(f"the weight is {weight.dtype} {list(weight.shape)}; it must be uint8 [{form.nbytes}]")
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise InvalidInput(f"the numbers of the rows are {ids.dtype} {list(ids.shape)}; they must be int64 [n]")
+    fits = weight.dtype == torch.uint8 and weight.numel() == form.nbytes and weight.is_contiguous()
+    if not fits or ids.dtype != torch.int64 or ids.dim() != 1:
+        raise _unfit(f"uint8 [{form.nbytes}] contiguous, and int64 [n]", weight=weight, ids=ids)
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < form.rows:
         raise InvalidInput(f"rows {int(ids.min())} to {int(ids.max())} of a weight with {form.rows} rows")
 
@@ -214,11 +223,8 @@ def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form
     fits = records.dim() == 2 and records.shape[1] == form.nbytes and records.is_contiguous()
     fits = fits and records.dtype == torch.uint8 and places.dim() == 1 and places.dtype == torch.int64
     if not fits or x.dim() != 2 or x.shape[1] != columns or not x.dtype.is_floating_point:
-        raise InvalidInput(
-            f"x {list(x.shape)} {x.dtype}, records {list(records.shape)} {records.dtype} and places"
-            f" {list(places.shape)} {places.dtype} do not fit: they must be floats [T, {columns}], uint8"
-            f" [room, {form.nbytes}] contiguous, and int64 [n]"
-        )
+        expected = f"floats [T, {columns}], uint8 [room, {form.nbytes}] contiguous, and int64 [n]"
+        raise _unfit(expected, x=x, records=records, places=places)
     if not 0 <= index < form.vectors:
         raise InvalidInput(f"records have vectors 0 to {form.vectors - 1}, not {index}")
 
@@ -229,7 +235,7 @@ def check_record_products(
     """Raise InvalidInput if the arguments of `record_products` do not fit together."""
     check_records(x, form.width, records, places, form, index)
     if bias is not None and (bias.shape != places.shape or bias.dtype != torch.float32):
-        raise InvalidInput(f"bias {list(bias.shape)} {bias.dtype} must be fp32 {list(places.shape)}, one per place")
+        raise _unfit(f"fp32 {list(places.shape)}, one per place", bias=bias)
 
 
 def check_record_sum(
@@ -238,23 +244,10 @@ def check_record_sum(
     """Raise InvalidInput if the arguments of `record_sum` do not fit together."""
     check_records(a, len(places), records, places, form, index)
     if start is not None and (start.shape != (len(a), form.width) or start.dtype != torch.float32):
-        raise InvalidInput(f"start {list(start.shape)} {start.dtype} must be fp32 {[len(a), form.width]}, one per row")
-
-
-def check_places(places: Tensor, records: Tensor) -> None:
-    """Raise InvalidInput if an entry of `places` is no record."""
-    bad = (places < 0) | (places >= len(records))
-    if bad.any():
-        raise bad_place(places, int(bad.nonzero()[0]), records)
-
-
-def bad_place(places: Tensor, at: int, records: Tensor) -> InvalidInput:
-    """Return the error for an entry of `places` that is no record."""
-    return InvalidInput(f"place {int(places[at])} at index {at} is no record; places are from 0 to {len(records) - 1}")
+        raise _unfit(f"fp32 {[len(a), form.width]}, one per row", start=start)
 
 
 def check_convert(source: Tensor, target: Tensor) -> None:
     """Raise InvalidInput if the tensors are not 1-D, contiguous and of one size."""
     if source.dim() != 1 or source.shape != target.shape or not (source.is_contiguous() and target.is_contiguous()):
-        shapes = f"{list(source.shape)} and {list(target.shape)}"
-        raise InvalidInput(f"convert needs two contiguous 1-D tensors of one size, not {shapes}")
+        raise _unfit("1-D, contiguous and of one size", source=source, target=target)

@@ -3,33 +3,33 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheFormat
+from flexengine.codec.cache import WIDEST, CacheFormat
 from flexengine.codec.forms import Form
+from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.cached import DecodeOptions, append_call, batch_call, decode_call, pieces_of, prompt_call
+from flexengine.kernels.base import AttentionOptions, Kernels
 from flexengine.kernels.formats import kernels_of
-from flexengine.kernels.native_neurons import NativeNeurons
-from flexengine.kernels.operands import contiguous, in_rows, int32, is_fp32, is_native
-from flexengine.kernels.paged import PagedAttention, PromptPieces
-from flexengine.kernels.pages import bad_sequence, bad_token
+from flexengine.kernels.paged import PagedAttention, PagedTokens, Room
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.steps import KINDS, Steps
-from flexengine.kernels.structs import CODES
+from flexengine.kernels.structs import CODES, int32
 
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
+BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 
 
-class NativeKernels(NativeNeurons):
+class NativeKernels(Kernels):
     """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch.
 
     Attributes:
+        library: the compiled code.
         simd: vector width in bits that the library was compiled for; 0 for portable code.
         bf16: whether the library multiplies pairs of bf16. If not, numbers are rounded to bf16 and multiplied in fp32.
     """
@@ -38,12 +38,14 @@ class NativeKernels(NativeNeurons):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         structs.check(library)
-        super().__init__(library)
+        self.library = library
         bound = partial(structs.bound, library)
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._decode_bytes, self._append_check = bound("decode_bytes", c_int64), bound("append_check", c_int64)
         self._prompts = bound("prompts", c_int64, (c_void_p, c_int64))
         self._prompt_scratch, self._batch_bytes = bound("prompt_scratch", c_int64), bound("batch_bytes", c_int64)
+        names = ("record_products", "record_sum", "record_elements")
+        self._record_products, self._record_sum, self._record_elements = (bound(name, c_int64) for name in names)
         self._pack = bound("pack", takes=(c_void_p, c_int64, c_int64, c_void_p, c_int32))
         self._panel = int(bound("panel", c_int64, ())())
         self._run, self._spent = bound("run", takes=(c_void_p, c_int64, c_int32)), bound("spent")
@@ -52,6 +54,13 @@ class NativeKernels(NativeNeurons):
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
         self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
+
+    @cached_property
+    def plain(self) -> Kernels:
+        """The kernels in plain torch, for what the library does not compute; few jobs need them."""
+        from flexengine.kernels.reference import ReferenceKernels
+
+        return ReferenceKernels()
 
     def steps(self) -> Steps:
         """Return an empty list of steps."""
@@ -67,157 +76,128 @@ class NativeKernels(NativeNeurons):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
-        if not is_native(k, v, pool, pages, offsets):
-            return super().append(k, v, pool, pages, offsets, form)
+        if not _is_native(k, v, pool, pages, offsets):
+            return self.plain.append(k, v, pool, pages, offsets, form)
         room = checks.check_append(k, v, pool, pages, offsets, form)
-        k, v, pages, offsets = in_rows(k), in_rows(v), int32(pages), int32(offsets)
-        call = append_call(k, v, pool, pages, offsets, form, room)
+        k, v, pages, offsets = _in_rows(k), _in_rows(v), int32(pages), int32(offsets)
+        call = structs.append_call(k, v, pool, pages, offsets, form, room)
         if bad := self._append(ctypes.addressof(call)):
-            raise bad_token(bad - 1, room)
+            raise checks.bad_token(bad - 1, room)
 
     def paged(
-        self, heads: int, pool: Tensor, tables: Tensor, lengths: Tensor, window: int | None, form: CacheFormat | None,
-        pages: Tensor, offsets: Tensor, prompts: Sequence[PromptPieces] = (), memory: Tensor | None = None,
+        self, heads: int, pool: Tensor, tokens: PagedTokens, window: int | None = None,
+        form: CacheFormat | None = None, memory: Tensor | None = None,
     ) -> PagedAttention | None:  # fmt: skip
-        if not is_native(pool, tables, lengths, pages, offsets):
+        if not _is_native(pool, *tokens[:4]):
             return None
         room = checks.check_pool(pool, form)
-        tables, lengths, pages, offsets = (int32(x) for x in (tables, lengths, pages, offsets))
-        checks.check_pieces(prompts, len(lengths), pages, offsets, room)
+        tables, lengths, pages, offsets = (int32(x) for x in tokens[:4])
+        checks.check_tokens(tokens, room)
         row = torch.empty(1, 1, 1, dtype=torch.float32).expand(len(pages), heads, room.dim)  # for its shape
         kv = row[:, : room.kv_heads]
-        append = append_call(kv, kv, pool, pages, offsets, form, room)
+        append = structs.append_call(kv, kv, pool, pages, offsets, form, room)
         if bad := self._append_check(ctypes.addressof(append)):
-            raise bad_token(bad - 1, room)
-        given = (heads, pool, tables, lengths, window, form, pages, offsets, *pieces_of(prompts))
-        found = PagedAttention(*given, room, pool, split=0)
+            raise checks.bad_token(bad - 1, room)
+        found = PagedAttention(heads, pool, tables, lengths, window, form, pages, offsets,
+                               *structs.pieces_of(tokens.prompts), room, pool, split=0)  # fmt: skip
+        options = AttentionOptions(1.0, window)
         if len(lengths):
-            options = DecodeOptions(1.0, window)
-            decode = decode_call(row[: len(lengths)], pool, tables, lengths, form, room, options)
-            if (nbytes := self._decode_bytes(ctypes.addressof(decode))) < 0:
-                raise bad_sequence(-nbytes - 1, room)
+            call = structs.decode_call(row[: len(lengths)], pool, tables, lengths, room, options, form)
+            if (nbytes := self._decode_bytes(ctypes.addressof(call))) < 0:
+                raise checks.bad_sequence(-nbytes - 1, room)
             found = found._replace(split=-(-nbytes // ALIGNED) * ALIGNED)
         needed = found.split
-        if prompts:
-            call = batch_call(row, kv, kv, None, found, 1.0, None, None)
+        if tokens.prompts:
+            call = structs.batch_call((row, kv, kv), None, found, options, None)
             if (nbytes := self._batch_bytes(ctypes.addressof(call))) < 0:
-                raise bad_sequence(len(lengths) + sum(p.rows for p in prompts[: -nbytes - 1]), room)
+                raise checks.bad_sequence(len(lengths) + sum(p.rows for p in tokens.prompts[: -nbytes - 1]), room)
             needed += nbytes
         if memory is None or memory.nbytes < needed:
             try:
                 memory = torch.empty(needed, dtype=torch.uint8)
             except RuntimeError as error:
-                raise no_memory("the scratch memory of attention", needed) from error
+                raise _no_memory("the scratch memory of attention", needed) from error
         return found._replace(memory=memory)
 
     def decode_attention(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = None,
-        softcap: float | None = None, sinks: Tensor | None = None, form: CacheFormat | None = None,
-        topk: float | None = None, with_lse: bool = False,
-    ) -> Any:  # fmt: skip
-        if not is_native(q, pool, tables, lengths):
-            return super().decode_attention(
-                q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse
-            )
-        checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, sinks, q.shape[1])
-        checks.check_topk(topk, with_lse)
-        n, heads, dim = q.shape
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        out = torch.empty((n, heads, dim), dtype=q.dtype)
-        lse = torch.empty((n, heads), dtype=torch.float32) if with_lse else None
-        options = DecodeOptions(scale, window, softcap, topk)
-        self._attend(q, pool, tables, lengths, form, options, out=out, sinks=sinks, lse=lse)
-        return out if lse is None else (out, lse)
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
+        form: CacheFormat | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if not _is_native(q, pool, tables, lengths):
+            return self.plain.decode_attention(q, pool, tables, lengths, options, form, lse)
+        room = checks.check_decode(q, pool, tables, lengths, options, form, lse)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        sinks = None if options.sinks is None else options.sinks.to(torch.float32).contiguous()
+        q, tables, lengths = _in_rows(q), int32(tables), int32(lengths)
+        self._attend(
+            structs.decode_call(q, pool, tables, lengths, room, options, form, out=out, sinks=sinks, lse=lse), room
+        )
+        return out
 
     def choose(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        topk: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
         form: CacheFormat | None = None,
-    ) -> Tensor:
-        if not is_native(q, pool, tables, lengths):
-            return super().choose(q, pool, tables, lengths, scale, topk, window, softcap, form)
-        room = checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, None, q.shape[1])
-        checks.check_topk(topk)
+    ) -> Tensor:  # fmt: skip
+        if not _is_native(q, pool, tables, lengths):
+            return self.plain.choose(q, pool, tables, lengths, options, form)
+        room = checks.check_decode(q, pool, tables, lengths, options, form)
         chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool)
-        options = DecodeOptions(scale, window, softcap, topk)
-        self._attend(q, pool, tables, lengths, form, options, chosen=chosen)
+        q, tables, lengths = _in_rows(q), int32(tables), int32(lengths)
+        self._attend(structs.decode_call(q, pool, tables, lengths, room, options, form, chosen=chosen), room)
         return chosen
 
-    def _attend(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheFormat | None,
-        options: DecodeOptions, **tensors: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Call flex_decode. Arguments are as in `decode_attention` and `decode_call`."""
-        room = checks.check_pool(pool, form)
-        q, tables, lengths = in_rows(q), int32(tables), int32(lengths)
-        call = decode_call(q, pool, tables, lengths, form, room, options, **tensors)
+    def _attend(self, call: Any, room: Room) -> None:
         status = self._decode(ctypes.addressof(call))
         if status > 0:
-            raise bad_sequence(status - 1, room)
+            raise checks.bad_sequence(status - 1, room)
         if status < 0:
-            raise no_memory("the partial results of decode attention", -status)
+            raise _no_memory("the partial results of decode attention", -status)
 
     def attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, past: base.Past | None = None, out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, past: base.Past | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if not is_native(q, k, v, *(() if past is None else past[:2])):
-            return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past, out)
-        checks.check_prompt(q, k, v, out)
+        if not _is_native(q, k, v, *(past or ())[:2]):
+            return self.plain.attend_prompt(q, k, v, options, past, out)
+        checks.check_prompt(q, k, v, out, options)
         direct = out is not None and out.dtype == torch.float32
         sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
-        self._attend_prompts([base.PromptCall(q, k, v, sums, past)], scale, window, softcap, sinks)
+        self._attend_prompts([base.PromptCall(q, k, v, sums, past)], options)
         if out is None:
             return sums.to(q.dtype)
         return out if direct else out.copy_(sums)
 
-    def attend_prompts(
-        self, prompts: Sequence[base.PromptCall], scale: float, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        if not all(is_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
-            return super().attend_prompts(prompts, scale, window, softcap, sinks)
+    def attend_prompts(self, prompts: Sequence[base.PromptCall], options: AttentionOptions) -> None:
+        if not all(_is_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
+            return super().attend_prompts(prompts, options)
         for p in prompts:
-            checks.check_prompt(p.q, p.k, p.v, p.out)
-        self._attend_prompts(prompts, scale, window, softcap, sinks)
+            checks.check_prompt(p.q, p.k, p.v, p.out, options)
+        self._attend_prompts(prompts, options)
 
-    def _attend_prompts(
-        self, prompts: Sequence[base.PromptCall], scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:  # fmt: skip
+    def _attend_prompts(self, prompts: Sequence[base.PromptCall], options: AttentionOptions) -> None:
         """Compute attention in one call. The results are in fp32."""
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        calls, kept = (structs.PromptArgs * len(prompts))(), list[Any]()
+        if options.sinks is not None:
+            options = options._replace(sinks=options.sinks.to(torch.float32).contiguous())
+        calls, kept = (structs.Prompt * len(prompts))(), list[Any]()
         for number, prompt in enumerate(prompts):
-            checks.check_options(window, softcap, sinks, prompt.q.shape[2])
-            q, k, v = (in_rows(x.float()) for x in prompt[:3])
+            q, k, v = (_in_rows(x.float()) for x in prompt[:3])
             past, room = prompt.past, None
             if past is not None:
                 past = past._replace(table=int32(past.table))
                 room = checks.check_past(q, k, past)
             kept.append(given := base.PromptCall(q, k, v, prompt.out, past))
-            calls[number] = prompt_call(given, room, scale, window, softcap, sinks)
+            calls[number] = structs.prompt_call(given, room, options)
         status = self._prompts(ctypes.addressof(calls), len(calls))
         if status > 0:
             past = prompts[status - 1].past
             assert past is not None
-            raise bad_sequence(0, checks.check_pool(past.pool, past.form))
+            raise checks.bad_sequence(0, checks.check_pool(past.pool, past.form))
         if status < 0:
-            raise no_memory("the scratch memory of prompt attention", -status)
+            raise _no_memory("the scratch memory of prompt attention", -status)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        threads = torch.get_num_threads()
         sizes = {"heads": heads, "kv_heads": kv_heads, "dim": head_dim, "batch": 1, "queries": 1 << 30}
-        call = structs.PromptArgs(**sizes, threads=threads)
+        call = structs.Prompt(**sizes, threads=torch.get_num_threads())
         return int(self._prompt_scratch(ctypes.addressof(call)))
 
     def pack(self, weight: Tensor, threads: int = 1) -> bool:
@@ -232,8 +212,8 @@ class NativeKernels(NativeNeurons):
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None,
         packed: bool = False,
     ) -> Tensor:  # fmt: skip
-        if not is_native(x, weight) or x.shape[-1:] == (0,):
-            return super().linear(x, weight, bias, compute)
+        if not _is_native(x, weight) or x.shape[-1:] == (0,):
+            return self.plain.linear(x, weight, bias, compute)
         checks.check_linear(x, weight, bias)
         if weight.shape[1] > 1 and weight.stride(1) != 1:  # a transposed matrix
             x = x if compute is None else x.bfloat16().float()
@@ -241,58 +221,111 @@ class NativeKernels(NativeNeurons):
             self.add_weighted(out.view(-1, len(weight)), x.reshape(-1, x.shape[-1]), weight.t())
             return out
         steps = self.steps()
-        out = steps.linear(in_rows(x.reshape(-1, x.shape[-1])), weight, contiguous(bias), compute, packed=packed)
+        out = steps.linear(_in_rows(x.reshape(-1, x.shape[-1])), weight, _contiguous(bias), compute, packed=packed)
         steps.run()
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
-        if not is_native(a, rows) or not len(rows):
-            return super().add_weighted(out, a, rows)
+        if not _is_native(a, rows) or not len(rows):
+            return self.plain.add_weighted(out, a, rows)
         checks.check_add_weighted(out, a, rows)
         steps = self.steps()
-        steps.add_weighted(out, in_rows(a), rows)
+        steps.add_weighted(out, _in_rows(a), rows)
         steps.run()
 
     def product(
         self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        kernels = kernels_of(form, "cpu") if is_native(x, weight) else None
+        kernels = kernels_of(form, "cpu") if _is_native(x, weight) else None
         if kernels is None:
-            return super().product(x, weight, form, bias, compute)
+            return self.plain.product(x, weight, form, bias, compute)
         checks.check_product(x, weight, form, bias)
-        out = kernels.product(self, in_rows(x.reshape(-1, form.columns)), weight, form, contiguous(bias), compute)
+        out = kernels.product(self, _in_rows(x.reshape(-1, form.columns)), weight, form, _contiguous(bias), compute)
         if out is None:
-            return super().product(x, weight, form, bias, compute)
+            return self.plain.product(x, weight, form, bias, compute)
         return out.view(*x.shape[:-1], form.rows)
 
     def encoded_rows(self, weight: Tensor, form: Form, ids: Tensor) -> Tensor:
-        kernels = kernels_of(form, "cpu") if is_native(weight, ids) else None
+        kernels = kernels_of(form, "cpu") if _is_native(weight, ids) else None
         if kernels is None or kernels.rows is None:
-            return super().encoded_rows(weight, form, ids)
+            return self.plain.encoded_rows(weight, form, ids)
         checks.check_encoded_rows(weight, form, ids)
         return kernels.rows(self, weight, form, ids.contiguous())
 
+    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
+        if form.coded is None or not _is_native(records) or not _in_blocks(form):
+            return self.plain.record_vectors(records, form, index)
+        out = torch.empty((len(records), form.width), dtype=torch.float32, device="cpu")
+        checks.check_records(out, form.width, records, places := torch.arange(len(records)), form, index)
+        self._with_records(self._record_elements, out, records, places, form, index, out=out)
+        return out
+
+    def record_products(
+        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+    ) -> Tensor:
+        if not _is_native(x, records, places) or not _in_blocks(form):
+            return self.plain.record_products(x, records, places, form, index, bias)
+        checks.check_record_products(x, records, places, form, index, bias)
+        out = torch.empty((len(x), len(places)), dtype=torch.float32, device="cpu")
+        self._with_records(self._record_products, x, records, places, form, index, out=out, bias=_contiguous(bias))
+        return out.to(x.dtype)
+
+    def record_sum(
+        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+    ) -> Tensor:
+        if not _is_native(a, records, places) or not _in_blocks(form):
+            return self.plain.record_sum(a, records, places, form, index, start)
+        checks.check_record_sum(a, records, places, form, index, start)
+        out = torch.empty((len(a), form.width), dtype=torch.float32, device="cpu")
+        scratch = torch.empty(sum((4 * rows + 8) * (len(places) + 2) for rows in (len(a), 1)), dtype=torch.uint8)
+        self._with_records(self._record_sum, a, records, places, form, index, out=out, scratch=scratch,
+                           start=_contiguous(start))  # fmt: skip
+        return out
+
+    @staticmethod
+    def _with_records(
+        function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
+        **tensors: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Call a function of neurons.cpp.
+
+        Args:
+            x, records, places, form, index: as in `record_products` and `record_sum`.
+            tensors: out, bias, scratch and start of struct Records.
+        """
+        rows, places, out = _in_rows(x.float()), places.contiguous(), tensors["out"]
+        assert out is not None
+        given = {"x": rows, "records": records, "places": places, **tensors}
+        call = structs.Records(
+            rows=len(rows), n=len(places), room=len(records), nbytes=form.nbytes, shift=index * form.vector_bytes,
+            width=form.width, x_row=rows.stride(0), out_row=out.stride(0), threads=torch.get_num_threads(),
+            kind=CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16,
+            **{name: structs.address(tensor) for name, tensor in given.items()},
+        )  # fmt: skip
+        if bad := function(ctypes.addressof(call)):
+            raise checks.bad_place(places, bad - 1, records)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-        if not is_fp32(x, weight) or x.numel() == 0:
-            return super().rms_norm(x, weight, eps, shift)
+        if not _is_fp32(x, weight) or x.numel() == 0:
+            return self.plain.rms_norm(x, weight, eps, shift)
         checks.check_norm(x, weight)
         steps = self.steps()
-        out = steps.norm(in_rows(x.reshape(-1, x.shape[-1])), weight.contiguous(), eps, shift)
+        out = steps.norm(_in_rows(x.reshape(-1, x.shape[-1])), weight.contiguous(), eps, shift)
         steps.run()
         return out.view(x.shape)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not is_fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
-            return super().rotate(x, cos, sin)
+        if not _is_fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
+            return self.plain.rotate(x, cos, sin)
         checks.check_rotate(x, cos, sin)
         steps = self.steps()
-        out = steps.rotate(in_rows(x)[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+        out = steps.rotate(_in_rows(x)[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
         steps.run()
         return out[None].transpose(1, 2)
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        if not is_fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
-            return super().gate(gate, up, act)
+        if not _is_fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
+            return self.plain.gate(gate, up, act)
         checks.check_gate(gate, up, act)
         steps = self.steps()
         steps.gate(gate, up, act)
@@ -300,8 +333,8 @@ class NativeKernels(NativeNeurons):
         return gate
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
-        if not is_native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
-            return super().convert(source, target)
+        if not _is_native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
+            return self.plain.convert(source, target)
         checks.check_convert(source, target)
         codes = CODES[source.dtype], CODES[target.dtype]
         self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM, threads)
@@ -312,6 +345,31 @@ def load_native(*flags: str) -> NativeKernels:
     return NativeKernels(build.load(*flags))
 
 
-def no_memory(what: str, needed: int) -> OutOfMemory:
+def _no_memory(what: str, needed: int) -> OutOfMemory:
     """Return the error for a failed allocation of `needed` bytes in a native kernel."""
     return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
+
+
+def _is_native(*tensors: Tensor) -> bool:
+    """Return whether all tensors are on the CPU, and floats have a dtype that the library supports."""
+    return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
+
+
+def _is_fp32(*tensors: Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return x, copied unless its rows have a stride of 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _in_blocks(form: RecordForm) -> bool:
+    """Return whether vectors are whole blocks of their format in neurons.h. Other widths, which are rare, are not."""
+    if form.coded is not None:
+        return form.coded.group == WIDEST[form.coded.bits]
+    return form.width * PLAIN[form.kind].itemsize % BLOCK == 0

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.kernels import base, checks
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.formats import kernels_of
 from flexengine.kernels.paged import Room
-from flexengine.kernels.pages import read, write
-from flexengine.kernels.reference import ReferenceKernels, capped, denominator
+from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
 # Limit in bytes of a kernel's scratch memory, without arguments, result and 8-bit codes of x. A kernel takes more only
 # if one row, or one sequence, needs more. plan.gpu reserves the same amount.
@@ -61,57 +61,37 @@ class CudaKernels(ReferenceKernels):
             write(k[some], v[some], pool, pages[some], offsets[some], form)
 
     def decode_attention(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        form: CacheFormat | None = None,
-        topk: float | None = None,
-        with_lse: bool = False,
-    ) -> Any:
-        room = checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, sinks, q.shape[1])
-        checks.check_topk(topk, with_lse)
-        if topk is None and len(q) and (fused := self._triton(q.device.type)):
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
+        form: CacheFormat | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        room = checks.check_decode(q, pool, tables, lengths, options, form, lse)
+        if options.topk is None and len(q) and (fused := self._triton(q.device.type)):
             tile = fused.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
-                out, lse = fused.decode_attention(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
-                return (out, lse) if with_lse else out
+                attended: Tensor = fused.decode_attention(q, pool, tables, lengths, options, tile, lse)
+                return attended
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in _parts(tables, room):
             pages = read(pool, tables[part].long(), form).float()
-            scores, v, seen = _scores(q[part], pages, lengths[part], scale, window)
-            out[part], lse[part] = _weighed(capped(scores, softcap), v, seen, sinks, topk)
-        return (out, lse) if with_lse else out
+            scores, v, seen = _scores(q[part], pages, lengths[part], options)
+            out[part], logs = _weighed(scores, v, seen, options)
+            if lse is not None:
+                lse[part] = logs
+        return out
 
     def choose(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        topk: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
         form: CacheFormat | None = None,
-    ) -> Tensor:
-        room = checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, None, q.shape[1])
-        checks.check_topk(topk)
+    ) -> Tensor:  # fmt: skip
+        room = checks.check_decode(q, pool, tables, lengths, options, form)
+        assert options.topk is not None
         chosen = torch.empty(
             (len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool, device=q.device
         )
         for part in _parts(tables, room):  # as in `decode_attention`, since products of one shape round equally
             pages = read(pool, tables[part].long(), form, values=False).float()
-            scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
-            chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
+            scores, _, seen = _scores(q[part], pages, lengths[part], options)
+            chosen[part] = _largest(scores, seen, options.topk).any(2)
         return chosen
 
     def linear(
@@ -228,44 +208,37 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(low, min(count, low + step)) for low in range(0, count, max(1, step)))
 
 
-def _scores(
-    q: Tensor, pages: Tensor, lengths: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim] and the mask of seen tokens [n, tokens].
+def _scores(q: Tensor, pages: Tensor, lengths: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return capped scores [n, kv_heads, group, tokens], -inf for tokens that are not seen, V [n, kv_heads, tokens,
+    dim] and the mask of seen tokens [n, tokens].
 
     Args:
-        q, lengths, scale, window: as in `Kernels.decode_attention`.
+        q, lengths, options: as in `Kernels.decode_attention`.
         pages: gathered pages [n, pages, 2, kv_heads, page_tokens, dim], padded to the longest sequence. If they hold K
             only, the third dimension is 1, and the V returned must not be used.
     """
     n, heads, dim = q.shape
     both = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     k, v = both[0], both[-1]
-    scores = q.float().reshape(n, k.shape[1], heads // k.shape[1], dim) @ k.transpose(2, 3) * scale
+    scores = q.float().reshape(n, k.shape[1], heads // k.shape[1], dim) @ k.transpose(2, 3) * options.scale
     token, end = torch.arange(k.shape[2], device=q.device), lengths[:, None]
-    return scores, v, token < end if window is None else (token < end) & (token >= end - window)
+    seen = token < end if options.window is None else (token < end) & (token >= end - options.window)
+    return capped(scores, options.softcap).masked_fill(~seen[:, None, None], float("-inf")), v, seen
 
 
-def _weighed(
-    scores: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, topk: float | None
-) -> tuple[Tensor, Tensor]:
+def _weighed(scores: Tensor, v: Tensor, seen: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the result of attention, fp32 [n, heads, dim], and the log of its denominator, fp32 [n, heads]."""
-    n, kv_heads, _, dim = (*scores.shape[:3], v.shape[-1])
-    scores = _masked(scores, seen)
-    lse = denominator(scores, sinks)
+    n, kv_heads = scores.shape[:2]
+    lse = denominator(scores, options.sinks)
     weights = torch.exp(scores - lse.view(n, kv_heads, -1, 1))
-    used = seen[:, None, None] if topk is None else _largest(scores, seen, topk)
+    used = seen[:, None, None] if options.topk is None else _largest(scores, seen, options.topk)
     # V after a sequence's end may be NaN, and 0 * NaN is NaN.
     v = v.masked_fill(~used.any(2)[..., None], 0.0)
-    return (weights.masked_fill(~used, 0.0) @ v).reshape(n, -1, dim), lse
-
-
-def _masked(scores: Tensor, seen: Tensor) -> Tensor:
-    return scores.masked_fill(~seen[:, None, None], float("-inf"))
+    return (weights.masked_fill(~used, 0.0) @ v).reshape(n, -1, v.shape[-1]), lse
 
 
 def _largest(scores: Tensor, seen: Tensor, topk: float) -> Tensor:
-    """Return the mask of `reference.largest` for a batch of sequences, bool of the shape of `scores`."""
+    """Return the mask of `reference._largest` for a batch of sequences, bool of the shape of `scores`."""
     ends = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)  # the query's own position
     own = torch.arange(seen.shape[1], device=seen.device) == ends[:, None]
     past = scores.masked_fill(own[:, None, None], float("-inf"))

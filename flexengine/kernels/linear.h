@@ -1,4 +1,4 @@
-// Matrix products with weights of 16 or 32 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
+// GEMM with plain weights of 16 or 32 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
 #pragma once
 #include <omp.h>
 

@@ -5,7 +5,7 @@
 // One thread of a Zen 4 CPU, bf16 vectors of 4096 in its L2: 41, 32, 22, 10 GB/s of products with 1, 2, 4, 8 rows. The
 // thread reads pieces of 8 kB, from anywhere in RAM, at 20 GB/s: that is the limit up to 4 rows.
 #pragma once
-#include "codes.h"
+#include "quantized_kv.h"
 #include "rows.h"
 
 namespace {
@@ -23,7 +23,7 @@ struct Records {
     const float* x; const char* records; const int64_t* places; const float* bias; const float* start; float* out;
     char* scratch;
     int64_t rows, n, room, nbytes, shift, width, x_row, out_row;
-    int32_t kind, threads;  // kind: enum Dtype of simd.h or enum Codes of codes.h
+    int32_t kind, threads;  // kind: enum Dtype of simd.h or enum Codes of quantized_kv.h
 
     const char* vector(int64_t s) const { return records + places[s] * nbytes + shift; }
 };

@@ -1,5 +1,6 @@
 """Where the attention of a layer reads and writes the pages of a KV cache, for calls that compute whole layers."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,6 +40,22 @@ class PromptPieces(NamedTuple):
     length: int
     past: int
     table: Tensor | None
+
+
+class PagedTokens(NamedTuple):
+    """The tokens of a gpu_batch in the pages of its sequences.
+
+    Attributes:
+        tables, lengths: as in `Kernels.decode_attention`. These sequences' tokens are the first.
+        pages, offsets: as in `Kernels.append`, of all tokens.
+        prompts: the other tokens, in order.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    pages: Tensor
+    offsets: Tensor
+    prompts: Sequence[PromptPieces] = ()
 
 
 class PagedAttention(NamedTuple):

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <new>
 
-#include "codes.h"
+#include "quantized_kv.h"
 #include "shares.h"
 #include "softmax.h"
 #include "transpose.h"

@@ -2,24 +2,14 @@
 
 import ctypes
 import weakref
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from flexengine.kernels import build, choice
-
-
-class _Reads(ctypes.Structure):
-    """struct Reads of reads.cpp."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("numbers", "places", "bounds", "rows", "done")),
-        *((name, c_int64) for name in ("requests", "nbytes", "align")),
-        *((name, c_int32) for name in ("fd", "straight")),
-    ]
+from flexengine.kernels import load, structs
+from flexengine.kernels.cpu import NativeKernels
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Readers:
         """
         done = torch.zeros(len(records.bounds) - 1, dtype=torch.uint8)
         tensors = records.numbers, records.places, records.bounds, records.rows, done
-        call = _Reads(*(t.data_ptr() for t in tensors), len(done), records.rows.shape[1], align, fd, straight)
+        call = structs.Reads(*(t.data_ptr() for t in tensors), len(done), records.rows.shape[1], align, fd, straight)
         self._read(self._threads, ctypes.byref(call))
         return done
 
@@ -79,17 +69,7 @@ class Readers:
         self._finish()
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """Return the native kernels' library; None if it cannot be built, which `kernels.load` reports, or is not
-    chosen."""
-    if choice() == "reference":
-        return None
-    try:
-        found = build.load()
-    except build.BuildFailed:
-        return None
-    found.flex_reads_size.restype = c_int64
-    if found.flex_reads_size() != ctypes.sizeof(_Reads):
-        raise RuntimeError("the argument struct of flex_reads has another size in the native kernels")
-    return found
+    """Return the native kernels' library; None if it cannot be built, or is not chosen."""
+    kernels = load()
+    return kernels.library if isinstance(kernels, NativeKernels) else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.onednn import linear_fp32
-from flexengine.kernels.pages import bad_sequence, bad_token, check_pages, read, write
 
 SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
 EXPLICIT = 21  # maximum bytes per score: the score, its query, value, sum and product in fp32, and its mask
@@ -42,71 +42,48 @@ class ReferenceKernels(base.Kernels):
         room = checks.check_append(k, v, pool, pages, offsets, form)
         bad = (pages < 0) | (pages >= room.pages) | (offsets < 0) | (offsets >= room.page_tokens)
         if bad.any():
-            raise bad_token(int(bad.nonzero()[0]), room)
+            raise checks.bad_token(int(bad.nonzero()[0]), room)
         write(k, v, pool, pages, offsets, form)
 
-    def decode_attention(  # type: ignore[override]  # the overloads of the base class are not repeated
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        form: CacheFormat | None = None,
-        topk: float | None = None,
-        with_lse: bool = False,
-    ) -> Any:
-        checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, sinks, q.shape[1])
-        checks.check_topk(topk, with_lse)
-        n, heads, dim = q.shape
-        out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
-        lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
-        for i, (_, scores, v) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
-            used = None if topk is None else largest(scores, topk)
-            lse[i] = denominator(scores, sinks)
-            weights = _softmax(scores.view(heads, 1, -1), sinks).view(scores.shape)
+    def decode_attention(
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
+        form: CacheFormat | None = None, lse: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        checks.check_decode(q, pool, tables, lengths, options, form, lse)
+        out, heads = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.shape[1]
+        for i, (_, scores, v) in enumerate(_scored(q, pool, tables, lengths, options, form)):
+            used = None if options.topk is None else _largest(scores, options.topk)
+            if lse is not None:
+                lse[i] = denominator(scores, options.sinks)
+            weights = _softmax(scores.view(heads, 1, -1), options.sinks).view(scores.shape)
             if used is not None:
                 weights = weights.masked_fill(~used, 0.0)
                 v = v.masked_fill(~used.any(1)[..., None], 0.0)  # unused V may be NaN, and 0 * NaN is NaN
-            out[i] = (weights @ v).view(heads, dim).to(q.dtype)
-        return (out, lse) if with_lse else out
+            out[i] = (weights @ v).view(heads, -1).to(q.dtype)
+        return out
 
     def choose(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        scale: float,
-        topk: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions,
         form: CacheFormat | None = None,
-    ) -> Tensor:
-        room = checks.check_decode(q, pool, tables, lengths, form)
-        checks.check_options(window, softcap, None, q.shape[1])
-        checks.check_topk(topk)
+    ) -> Tensor:  # fmt: skip
+        room = checks.check_decode(q, pool, tables, lengths, options, form)
+        assert options.topk is not None
         chosen = torch.zeros(
             (len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool, device=q.device
         )
-        for i, (first, scores, _) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
-            chosen[i, :, first : first + scores.shape[-1]] = largest(scores, topk).any(1)
+        for i, (first, scores, _) in enumerate(_scored(q, pool, tables, lengths, options, form)):
+            chosen[i, :, first : first + scores.shape[-1]] = _largest(scores, options.topk).any(1)
         return chosen
 
     def attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, past: base.Past | None = None, out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, past: base.Past | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        checks.check_prompt(q, k, v, out)
-        checks.check_options(window, softcap, sinks, q.shape[2])
-        queries, keys = q.shape[1], k.shape[1]
-        if past is not None or softcap is not None or sinks is not None:
+        checks.check_prompt(q, k, v, out, options)
+        queries, keys, scale, window = q.shape[1], k.shape[1], options.scale, options.window
+        if past is not None or options.softcap is not None or options.sinks is not None:
             first = keys - queries + (0 if past is None else past.length)
-            found = _blockwise(q, first, _keys(q, k, v, window, past), scale, window, softcap, sinks)
+            found = _blockwise(q, first, _keys(q, k, v, window, past), options)
             return found if out is None else out.copy_(found)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         if cpu := q.device.type == "cpu":
@@ -173,7 +150,7 @@ class ReferenceKernels(base.Kernels):
         self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
     ) -> Tensor:
         checks.check_record_products(x, records, places, form, index, bias)
-        checks.check_places(places, records)
+        _check_places(places, records)
         out = x.new_empty((len(x), len(places)), dtype=torch.float32)
         for low in range(0, len(places), NEURONS):  # products of one shape, as oneDNN computes each in its own way
             v = form.decode(records[places[low : low + NEURONS]], index)
@@ -185,7 +162,7 @@ class ReferenceKernels(base.Kernels):
         self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
     ) -> Tensor:
         checks.check_record_sum(a, records, places, form, index, start)
-        checks.check_places(places, records)
+        _check_places(places, records)
         out = a.new_zeros((len(a), form.width), dtype=torch.float32) if start is None else start.clone()
         step = max(1, WIDENED // (4 * form.width))
         for row, weights in zip(out, a.float(), strict=True):
@@ -216,6 +193,40 @@ class ReferenceKernels(base.Kernels):
         target.copy_(source)
 
 
+def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None) -> None:
+    """Write K and V as base.Kernels.append does, without checking pages and offsets."""
+    page, offset = pages.long()[:, None], offsets.long()[:, None]
+    head = torch.arange(k.shape[1], device=pool.device)[None]
+    for number, x in enumerate((k, v)):
+        if form is None:
+            pool[page, number, head, offset] = x.to(pool.dtype)
+        else:
+            panels, (codes, scale, minimum) = form.panels(pool), form.encode(x)
+            panels.codes[page, number, head, offset] = codes
+            panels.scale[page, number, head, :, offset] = scale
+            panels.minimum[page, number, head, :, offset] = minimum
+
+
+def read(pool: Tensor, pages: Tensor, form: CacheFormat | None, values: bool = True) -> Tensor:
+    """Return pages of a pool, dequantized: [*pages.shape, 2, kv_heads, page_tokens, dim].
+
+    Args:
+        pages: int64 page numbers, not checked.
+        values: False reads K alone; the 2 is then 1.
+    """
+    parts = slice(None) if values else slice(1)
+    if form is None:
+        return pool[:, parts][pages]
+    codes, scale, minimum = (x[:, parts][pages] for x in form.panels(pool))
+    return form.dequantize(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
+
+
+def _check_places(places: Tensor, records: Tensor) -> None:
+    bad = (places < 0) | (places >= len(records))
+    if bad.any():
+        raise checks.bad_place(places, int(bad.nonzero()[0]), records)
+
+
 def _rounded(x: Tensor, group: int) -> Tensor:
     """Return x rounded to symmetric 8-bit codes per group of columns, dequantized; NaN if a group is not finite."""
     codes, scale = rounded_codes(nn.functional.pad(x, (0, -x.shape[-1] % group)), group)
@@ -234,25 +245,24 @@ def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
 
-def scored(
-    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
-    form: CacheFormat | None,
-) -> Iterator[tuple[int, Tensor, Tensor]]:  # fmt: skip
+def _scored(
+    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions, form: CacheFormat | None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first position seen, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]) per sequence."""
     room = checks.check_pool(pool, form)
     for i, length in enumerate(lengths.tolist()):
         if not 1 <= length <= tables.shape[1] * room.page_tokens:
-            raise bad_sequence(i, room)
-        first = max(0, length - window) if window else 0
+            raise checks.bad_sequence(i, room)
+        first = max(0, length - options.window) if options.window else 0
         start = first // room.page_tokens
         used = tables[i, start : -(-length // room.page_tokens)].long()
         if used.min() < 0 or used.max() >= room.pages:
-            raise bad_sequence(i, room)
+            raise checks.bad_sequence(i, room)
         pages = read(pool, used, form).float().permute(1, 2, 0, 3, 4)  # [2, kv_heads, pages, page_tokens, dim]
         within = slice(first - start * room.page_tokens, length - start * room.page_tokens)
         k, v = pages.flatten(2, 3)[:, :, within]
-        scores = q[i].float().reshape(room.kv_heads, -1, room.dim) @ k.transpose(1, 2) * scale
-        yield first, capped(scores, softcap), v
+        scores = q[i].float().reshape(room.kv_heads, -1, room.dim) @ k.transpose(1, 2) * options.scale
+        yield first, capped(scores, options.softcap), v
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -266,7 +276,7 @@ def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return total if sinks is None else torch.logaddexp(total, sinks.float())
 
 
-def largest(scores: Tensor, topk: float) -> Tensor:
+def _largest(scores: Tensor, topk: float) -> Tensor:
     """Return the mask, bool [..., S], of positions whose V `decode_attention` uses with topk; the last always is."""
     past = scores[..., :-1]
     order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
@@ -305,8 +315,9 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
     if past is not None:
         room, start = checks.check_past(q, k, past), past.length
         pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
-        if q.device.type == "cpu":  # on a GPU the check would synchronise with the host
-            check_pages(pages, room)
+        # On a GPU the check would synchronise with the host.
+        if q.device.type == "cpu" and ((pages < 0) | (pages >= room.pages)).any():
+            raise checks.bad_sequence(0, room)
         first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # first position seen
         step = max(1, CACHED // (width * P))
         for page in range(first // P, len(pages), step):
@@ -319,13 +330,12 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
         yield range(start + low, start + high), k[:, low:high], v[:, low:high]
 
 
-def _blockwise(
-    q: Tensor, first: int, keys: Keys, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _blockwise(q: Tensor, first: int, keys: Keys, options: AttentionOptions) -> Tensor:
     """Return attention of the queries [B, T, heads, dim] at positions first, first + 1, ...
 
     Softmax and sums are updated block by block of keys (online softmax, arXiv 1805.02867), in fp32.
     """
+    scale, window, softcap, sinks, _ = options
     batch, count, heads, dim = q.shape
     acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     top = torch.full((batch, heads, count, 1), torch.finfo(torch.float32).min, device=q.device)

@@ -5,7 +5,7 @@
 #include <chrono>
 
 #include "elementwise.h"
-#include "encoded.h"
+#include "quantized_gemm.h"
 #include "parts.h"
 #include "shares.h"
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
-from flexengine.kernels.cached import DecodeOptions, append_call, batch_call, decode_call
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import RecordedSteps
-from flexengine.kernels.structs import CODES
+from flexengine.kernels.structs import CODES, address
 
-COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
+COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of quantized_gemm.h
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
          "prompts")  # fmt: skip
@@ -103,8 +102,8 @@ class Steps:
             even = weight.shape[1] % 2 == weight.stride(0) % 2 == 0
             pairs = self._pairs and weight.dtype == torch.bfloat16 and even
             x, beside = self._narrow(x, wide=not pairs, beside=beside)
-        call = structs.LinearArgs(
-            *(x.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
+        call = structs.Linear(
+            *(x.data_ptr(), weight.data_ptr(), address(bias), address(residual), out.data_ptr()),
             *(*out.shape, x.shape[1], x.stride(0), weight.stride(0) // (1 + pairs), out.stride(0)),
             *(CODES[weight.dtype], pairs, False, packed, self._threads),
         )
@@ -113,7 +112,7 @@ class Steps:
 
     def add_weighted(self, out: Tensor, a: Tensor, rows: Tensor) -> None:
         """Add the kernel base.Kernels.add_weighted."""
-        call = structs.LinearArgs(
+        call = structs.Linear(
             *(a.data_ptr(), rows.data_ptr(), None, None, out.data_ptr()),
             *(*out.shape, a.shape[1], a.stride(0), rows.stride(0), out.stride(0)),
             *(CODES[rows.dtype], False, True, False, self._threads),
@@ -131,10 +130,10 @@ class Steps:
         if compute == "bf16":
             source, beside = self._narrow(x, wide=not self._pairs, beside=beside)
 
-        def call(scratch: Tensor | None) -> structs.ProductArgs:
-            return structs.ProductArgs(
-                *(source.data_ptr(), weight.data_ptr(), _address(bias), _address(residual), out.data_ptr()),
-                *(_address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
+        def call(scratch: Tensor | None) -> Any:
+            return structs.Product(
+                *(source.data_ptr(), weight.data_ptr(), address(bias), address(residual), out.data_ptr()),
+                *(address(scratch), rows, form.rows, source.shape[1], source.stride(0), out.stride(0)),
                 *(groups, form.codec.bits, group, COMPUTES[compute], self._threads),
             )
 
@@ -157,7 +156,7 @@ class Steps:
             return found, beside
         rows, n = x.shape
         out = self._rounded[key] = self.new((rows, n if wide else (n + 1) // 2))
-        call = structs.NarrowArgs(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide)
+        call = structs.Narrow(x.data_ptr(), out.data_ptr(), rows, n, x.stride(0), wide)
         self._add("narrow", call, (x, out), beside)
         return out, False
 
@@ -173,8 +172,8 @@ class Steps:
             out: as in `linear`.
         """
         out = self.new(x.shape) if out is None else out
-        call = structs.NormArgs(
-            *(x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr()),
+        call = structs.Norm(
+            *(x.data_ptr(), weight.data_ptr(), address(bias), out.data_ptr()),
             *(*x.shape, x.stride(0), eps, shift, centred),
         )
         self._add("norm", call, (x, weight, bias, out), beside)
@@ -184,7 +183,7 @@ class Steps:
         """Add rotary positions of x [tokens, heads, dim] with angles [tokens, dim]; see base.Kernels.rotate. out: as in
         `linear`."""
         out = self.new(x.shape) if out is None else out
-        call = structs.RotateArgs(
+        call = structs.Rotate(
             *(y.data_ptr() for y in (x, cos, sin, out)), *x.shape, *(x.stride(0), x.stride(1), cos.stride(0))
         )
         self._add("rotate", call, (x, cos, sin, out), beside)
@@ -192,7 +191,7 @@ class Steps:
 
     def gate(self, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
         """Add the kernel base.Kernels.gate, which overwrites `gate`. Both are contiguous. None stands for ones."""
-        call = structs.GateArgs(gate.data_ptr(), _address(up), gate.numel(), base.ACTS.index(act))
+        call = structs.Gate(gate.data_ptr(), address(up), gate.numel(), base.ACTS.index(act))
         self._add("gate", call, (gate, up))
         return gate
 
@@ -208,21 +207,20 @@ class Steps:
             to: pages, for these numbers of tokens and heads.
             scale, softcap: as in decode_attention.
         """
-        out, n = self.new(q.shape), len(to.lengths)
+        out, n, options = self.new(q.shape), len(to.lengths), base.AttentionOptions(scale, to.window, softcap)
 
         def append(tokens: slice) -> None:
             where = (k[tokens], v[tokens], to.pool, to.pages[tokens], to.offsets[tokens])
-            self._add("append", append_call(*where, to.form, to.room), (*where, to))
+            self._add("append", structs.append_call(*where, to.form, to.room), (*where, to))
 
         if n:
             append(slice(n))
-            where = (to.pool, to.tables, to.lengths, to.form, to.room)
-            options = DecodeOptions(scale, to.window, softcap)
-            decode = decode_call(q[:n], *where, options, out=out, memory=to.memory)
+            where = (to.pool, to.tables, to.lengths, to.room, options, to.form)
+            decode = structs.decode_call(q[:n], *where, out=out, memory=to.memory)
             self._add("attend", decode, (q, out, to))
             self._add("merge", decode, (q, out, to))
         if to.pieces is not None:
-            call = batch_call(q, k, v, out, to, scale, softcap, to.memory[to.split :])
+            call = structs.batch_call((q, k, v), out, to, options, to.memory[to.split :])
             self._add("prompts", call, (q, k, v, out, to))
             append(slice(n, None))  # it may overwrite pages that the prompts' queries see
         return out
@@ -230,7 +228,3 @@ class Steps:
     def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:
         self._steps.append((call, KINDS.index(kind), beside))
         self._kept.append(kept)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

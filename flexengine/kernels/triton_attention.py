@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.paged import Room
 
 SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, has 1/80 of the bytes of the span's KV
@@ -100,18 +101,19 @@ def tiles(room: Room, heads: int, form: CacheFormat | None, q: torch.dtype, pool
 
 
 def decode_attention(
-    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, tile: Tiles,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the result, [n, heads, head_dim], and the logs of the denominators, fp32 [n, heads].
+    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions, tile: Tiles,
+    lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the result, [n, heads, head_dim].
 
     Args:
-        q, pool, tables, lengths, scale, window, softcap, sinks: as in `Kernels.decode_attention`, already checked.
+        q, pool, tables, lengths, options, lse: as in `Kernels.decode_attention`, already checked.
         tile: the constants that `tiles` returned.
     """
     n, heads, dim = q.shape
+    scale, window, softcap, sinks, _ = options
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
+    lse = torch.empty((n, heads), dtype=torch.float32, device=q.device) if lse is None else lse
     spans = max(1, triton.cdiv(tables.shape[1] * tile.PAGE, SPAN))
     q, tables, lengths = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, tables, lengths))
     step = max(1, BUFFER // (heads * spans * (dim + 1) * 4))
@@ -132,7 +134,7 @@ def decode_attention(
             COLUMNS=triton.next_power_of_2(dim), SINKS=sinks is not None, SPAN=SPAN, num_warps=1,
         )  # fmt: skip
         del partial, partial_lse, common  # free them before the next ones are allocated
-    return out, lse
+    return out
 
 
 def probe(device: torch.device) -> None:
@@ -140,7 +142,7 @@ def probe(device: torch.device) -> None:
     pool, one = torch.zeros(1, 2, 1, 16, 16, device=device), torch.ones(1, dtype=torch.int32, device=device)
     tile = tiles(Room(1, 1, 16, 16), 1, None, pool.dtype, pool.dtype)
     assert tile is not None
-    out, _ = decode_attention(pool[0, 0, :, 0, None], pool, one[None] - 1, one, 1.0, None, None, None, tile)
+    out = decode_attention(pool[0, 0, :, 0, None], pool, one[None] - 1, one, AttentionOptions(1.0), tile)
     if out.cpu().any():
         raise RuntimeError(f"Triton {version()} computes {out.tolist()} of zeros")
 

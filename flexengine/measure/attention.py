@@ -19,6 +19,7 @@ from torch.nn import functional
 from flexengine import kernels as available
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
+from flexengine.kernels.base import AttentionOptions
 from flexengine.lossy import Lossy
 from flexengine.measure.timing import fill, room, unnoticed
 from flexengine.model.forward import Attend
@@ -130,7 +131,8 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
     q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
     native, at = available.load(), cache.tables(view, event.layer)
     native.append(k, v, pool, at.pages, at.offsets, form)
-    return native.decode_attention(q, pool, at.tables, at.lengths, event.scale, event.window, event.softcap, None, form)
+    options = AttentionOptions(event.scale, event.window, event.softcap)
+    return native.decode_attention(q, pool, at.tables, at.lengths, options, form)
 
 
 @torch.no_grad()

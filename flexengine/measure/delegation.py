@@ -10,6 +10,7 @@ import torch
 
 from flexengine import kernels
 from flexengine.errors import OutOfMemory
+from flexengine.kernels.base import AttentionOptions
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import PassTrial, random_weights
 from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
@@ -75,7 +76,7 @@ class _Cell:
 
     def __init__(self, opened: OpenModel, machine: Machine, regions: Regions, depth: int) -> None:
         self.depth, facts, dtype = depth, opened.facts, opened.dtype
-        self.machine, self.kernels, self.scale = machine, kernels.load(), facts.head_dim**-0.5
+        self.machine, self.kernels, self.options = machine, kernels.load(), AttentionOptions(facts.head_dim**-0.5)
         self.trial, self.answer = PassTrial(opened.skeleton, machine, TOKENS), torch.empty(0)
         shape = (TOKENS * PAGES, 2, facts.kv_heads, PAGE_TOKENS, facts.head_dim)
         pool = machine.host.view(regions.take("host", torch.Size(shape).numel() * dtype.itemsize, WHAT, dtype))
@@ -97,7 +98,7 @@ class _Cell:
         elif task.op is Op.ATTEND:
             queries = machine.host.view(self.host_buffer)
             out = self.kernels.decode_attention(
-                queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale
+                queries.view(self.heads), self.pool, self.tables, self.lengths, self.options
             )
             queries.copy_(out.view(-1))
         elif task.op is Op.FINISH:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from flexengine import kernels as available
 from flexengine.activity import tick
 from flexengine.kernels import Kernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
@@ -146,7 +147,7 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
         q, k, v = (fill(torch.empty(shape, dtype=dtype, device=machine.compute), 1.0) for _ in range(3))
 
         def call(_: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> object:
-            return kernels.attend_prompt(q, k, v, HEAD_DIM**-0.5)
+            return kernels.attend_prompt(q, k, v, AttentionOptions(HEAD_DIM**-0.5))
 
         flop = 4.0 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
         points.append((float(tokens), flop / seconds_per_call(call, SECONDS, machine)))
@@ -184,13 +185,13 @@ def _decode(
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
         pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
         q = fill(torch.empty(SEQUENCES, group * heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
-        points = []
+        points, options = [], AttentionOptions(HEAD_DIM**-0.5)
         for length in lengths:
             tables = torch.randint(pages, (8, SEQUENCES, length // PAGE_TOKENS), generator=generator, dtype=torch.int32)
             tables, held = tables.to(pool.device), torch.full((SEQUENCES,), length, dtype=torch.int32).to(pool.device)
 
             def call(i: int, tables: Tensor = tables, held: Tensor = held) -> object:
-                return kernels.decode_attention(q, pool, tables[i % len(tables)], held, HEAD_DIM**-0.5)
+                return kernels.decode_attention(q, pool, tables[i % len(tables)], held, options)
 
             seconds = seconds_per_call(call, SECONDS, machine)
             points.append((float(length), SEQUENCES * length * page / PAGE_TOKENS / seconds))

@@ -1,6 +1,5 @@
 """On a GPU: its kernels against the plain ones on a CPU; the exactness grid, in fp32 and bf16. Else skips visibly."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,11 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.kernels import ReferenceKernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cuda import CudaKernels, triton_module
+from flexengine.kernels.reference import ReferenceKernels
 from tests.e2e.test_exactness import GRID
+from tests.helpers.builds import attended
 from tests.helpers.families import FAMILIES, LENGTHS, NEW, make_checkpoint, prompts_of
 from tests.kernels import test_cache as caches
 from tests.kernels import test_encoded as matrices
@@ -98,14 +99,13 @@ def test_decode(
     cache = caches.cached(bits, dim)
     q, options = torch.randn(len(caches.LENGTHS), 2 * group, dim).to(dtype), caches.given(options, 2 * group)
     sinks, pool = options.pop("sinks", None), cache.pool if held is None else cache.pool.to(held)
-    expected, logs = ReferenceKernels().decode_attention(
-        q.float(), pool, cache.tables, cache.lengths, dim**-0.5, sinks=sinks, form=cache.form, with_lse=True, **options
-    )
+    how = AttentionOptions(dim**-0.5, sinks=sinks, **options)
+    expected, logs = attended(ReferenceKernels(), q.float(), pool, cache.tables, cache.lengths, how, cache.form)
     moved = there(q, pool, cache.tables, cache.lengths)
-    call = partial(kernel.decode_attention, *moved, dim**-0.5, sinks=there(sinks)[0], form=cache.form, **options)
-    found, lse = call(with_lse=True)
+    where = *moved, how._replace(sinks=there(sinks)[0]), cache.form
+    found, lse = attended(kernel, *where)
     assert found.dtype == dtype
-    assert torch.equal(found, call())  # the same bits again
+    assert torch.equal(found, kernel.decode_attention(*where))  # the same bits again
     exact = 1e-5 if dtype == FP32 else 4 * torch.finfo(dtype).eps
     size = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(found.cpu().float(), expected, atol=exact * size, rtol=exact)
@@ -118,10 +118,12 @@ def test_a_sequence_does_not_depend_on_the_rest(bits: int | None, group: int) ->
     pytest.importorskip("triton", reason="needs triton")
     cache, q = caches.cached(bits, 128), torch.randn(len(caches.LENGTHS), 2 * group, 128)
     q, pool, tables, lengths = there(q, cache.pool, cache.tables, cache.lengths)
-    whole = SETS["triton"].decode_attention(q, pool, tables, lengths, 0.1, form=cache.form)
+    whole = SETS["triton"].decode_attention(q, pool, tables, lengths, AttentionOptions(0.1), form=cache.form)
     for i, length in enumerate(caches.LENGTHS):
         one, pages = slice(i, i + 1), -(-length // 32)
-        alone = SETS["triton"].decode_attention(q[one], pool, tables[one, :pages], lengths[one], 0.1, form=cache.form)
+        alone = SETS["triton"].decode_attention(
+            q[one], pool, tables[one, :pages], lengths[one], AttentionOptions(0.1), form=cache.form
+        )
         assert torch.equal(alone, whole[one])
 
 

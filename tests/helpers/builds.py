@@ -1,9 +1,14 @@
 """The sets of kernels that tests compare: the references, and the native ones as they are built for other machines."""
 
-import pytest
+from typing import Any
 
-from flexengine.kernels import Kernels, ReferenceKernels, build, cpu
+import pytest
+import torch
+from torch import Tensor
+
+from flexengine.kernels import Kernels, build, cpu
 from flexengine.kernels.cuda import CudaKernels
+from flexengine.kernels.reference import ReferenceKernels
 
 # avx2: without the instruction for products of bytes (VNNI), which machines with AVX-512 have, so that both are run.
 # What other machines would run is compiled with -O2, which takes two thirds of the time.
@@ -29,3 +34,9 @@ def kernels_named(name: str) -> Kernels:
     if name == "avx2" and built.simd != 256:
         pytest.skip("no AVX2 here")
     return built
+
+
+def attended(kernels: Kernels, q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    """Return the result of `Kernels.decode_attention`, and the log of its denominator."""
+    lse = q.new_full(q.shape[:2], torch.nan, dtype=torch.float32)
+    return kernels.decode_attention(q, *where, lse=lse), lse

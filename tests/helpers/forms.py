@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexengine.codec.forms import Form, make_form
 from flexengine.errors import InvalidInput
-from flexengine.kernels import ReferenceKernels, load
+from flexengine.kernels import load
+from flexengine.kernels.reference import ReferenceKernels
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.pages import read
+from flexengine.kernels.reference import read
 
 
 def held(pool: Tensor, table: Tensor, length: int, form: CacheFormat | None = None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels
+from flexengine.kernels import Kernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.merge import merge
-from tests.helpers.builds import ONE_BUILD
+from flexengine.kernels.reference import ReferenceKernels
+from tests.helpers.builds import ONE_BUILD, attended
 from tests.helpers.held import held
 
 LENGTHS = (1, 31, 32, 33, 1024, 1025, 2100)  # around the borders of pages and of parts
@@ -136,7 +138,7 @@ class TestEncodedCache:
         k[30, 0, 3] = bad
         kernel.append(k, v, pool, at // 16, at % 16, form)
         tables, lengths = torch.tensor([[0, 1, 2], [0, 1, 3]]).int(), torch.tensor([40, 20]).int()
-        found = kernel.decode_attention(torch.randn(2, 2, dim), pool, tables, lengths, 0.1, form=form)
+        found = kernel.decode_attention(torch.randn(2, 2, dim), pool, tables, lengths, AttentionOptions(0.1), form=form)
         assert bool(found[0].isnan().all())
         assert not found[1].isnan().any()
 
@@ -147,7 +149,9 @@ class TestEncodedCache:
     def test_decode(self, kernel: Kernels, bits: int, dim: int, group: int) -> None:
         cache, q = cached(bits, dim), torch.randn(len(LENGTHS), 2 * group, dim)
         options = given(OPTIONS[(bits + dim // 16 + group) % len(OPTIONS)], 2 * group)
-        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options)
+        out = kernel.decode_attention(
+            q, cache.pool, cache.tables, cache.lengths, AttentionOptions(dim**-0.5, **options), form=cache.form
+        )
         assert out.is_contiguous()
         close(out, dense(cache, q, dim**-0.5, **options))
 
@@ -158,41 +162,51 @@ class TestEncodedCache:
             cache = cached(bits, dim, 3, page_tokens, (1, 5, 63, 70, 130))
             q, options = 2 * torch.randn(5, 9, dim), given(options, 9)
             found = kernel.decode_attention(
-                q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options
+                q, cache.pool, cache.tables, cache.lengths, AttentionOptions(dim**-0.5, **options), form=cache.form
             )
             close(found, dense(cache, q, dim**-0.5, **options), 8e-6)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_query_dtype(self, kernel: Kernels, dtype: torch.dtype) -> None:
         cache, q = cached(4, 64), torch.randn(len(LENGTHS), 4, 64).to(dtype)
-        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
+        found = kernel.decode_attention(
+            q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125), form=cache.form
+        )
         assert found.dtype == dtype
         close(found, dense(cache, q, 0.125), 1e-2)
 
-    @pytest.mark.parametrize("call", [
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool[:, :-2], c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
-            c.pool[:, :-2].clone(), c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
-            c.pool.view(torch.int8), c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
-            c.pool.view(-1)[1 : 1 + c.form.page_bytes * 2].view(2, -1),
-                              c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 3, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 32), c.pool, c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=1.1),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
-            c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=-0.1),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=0.5,
-                              with_lse=True),
-        lambda x, c: x.append(*torch.zeros(2, 2, 3, 64), c.pool, c.lengths, c.lengths, c.form),
-        lambda x, c: x.append(*torch.zeros(2, 2, 2, 32), c.pool, c.lengths, c.lengths, c.form),
+    @pytest.mark.parametrize(("heads", "dim", "pool", "options"), [
+        (2, 64, lambda c: c.pool[:, :-2], {}),
+        (2, 64, lambda c: c.pool[:, :-2].clone(), {}),
+        (2, 64, lambda c: c.pool.view(torch.int8), {}),
+        (2, 64, lambda c: c.pool.view(-1)[1 : 1 + c.form.page_bytes * 2].view(2, -1), {}),
+        (3, 64, lambda c: c.pool, {}),
+        (2, 32, lambda c: c.pool, {}),
+        (2, 64, lambda c: c.pool, {"topk": 1.1}),
+        (2, 64, lambda c: c.pool, {"topk": -0.1}),
     ])  # fmt: skip
     @ONE_BUILD
-    def test_misfits_are_refused(self, kernel: Kernels, call: Callable[[Kernels, Cache], object]) -> None:
+    def test_misfits_are_refused(
+        self, kernel: Kernels, heads: int, dim: int, pool: Callable[[Cache], Tensor], options: dict[str, Any]
+    ) -> None:
+        cache = cached(4, 64, 2, 16, (20, 40))
+        where = torch.zeros(2, heads, dim), pool(cache), cache.tables, cache.lengths
         with pytest.raises(InvalidInput):
-            call(kernel, cached(4, 64, 2, 16, (20, 40)))
+            kernel.decode_attention(*where, AttentionOptions(1.0, **options), cache.form)
+
+    @ONE_BUILD
+    def test_other_misfits_are_refused(self, kernel: Kernels) -> None:
+        cache = cached(4, 64, 2, 16, (20, 40))
+        where, form = (torch.zeros(2, 2, 64), cache.pool, cache.tables, cache.lengths), cache.form
+        with pytest.raises(InvalidInput, match="KV pool"):  # without the format
+            kernel.decode_attention(*where, AttentionOptions(1.0))
+        with pytest.raises(InvalidInput, match="leave out topk or lse"):
+            kernel.decode_attention(*where, AttentionOptions(1.0, topk=0.5), form, torch.zeros(2, 2))
+        with pytest.raises(InvalidInput, match="lse"):
+            kernel.decode_attention(*where, AttentionOptions(1.0), form, torch.zeros(2, 3))
+        for shape in ((2, 2, 3, 64), (2, 2, 2, 32)):
+            with pytest.raises(InvalidInput):
+                kernel.append(*torch.zeros(shape), cache.pool, cache.lengths, cache.lengths, form)
 
     @ONE_BUILD
     def test_bad_places_are_refused(self, kernel: Kernels) -> None:
@@ -201,7 +215,9 @@ class TestEncodedCache:
         cache = cached(4, 64, 2, 16, (20, 40))
         tables, lengths = cache.tables.clone(), torch.tensor([20, 99], dtype=torch.int32)
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode_attention(torch.zeros(2, 2, 64), cache.pool, tables, lengths, 1.0, form=cache.form)
+            kernel.decode_attention(
+                torch.zeros(2, 2, 64), cache.pool, tables, lengths, AttentionOptions(1.0), form=cache.form
+            )
         tables[1, 2] = 99
         k, before = torch.zeros(2, 2, 64), cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
@@ -221,7 +237,9 @@ class TestDecode:
         for dim, kv_heads in ((64, 3), (80, 2)):
             cache = cached(bits, dim, kv_heads, 16, (1500, 70, 33))
             q = torch.randn(3, 4 * kv_heads, dim)
-            call = functools.partial(kernel.decode_attention, scale=0.125, form=cache.form, topk=topk)
+            call = functools.partial(
+                kernel.decode_attention, options=AttentionOptions(0.125, topk=topk), form=cache.form
+            )
             whole, threads = call(q, cache.pool, cache.tables, cache.lengths), torch.get_num_threads()
             order = torch.randperm(len(cache.pool))
             moved = torch.where(cache.tables >= 0, order.argsort()[cache.tables.long()].int(), cache.tables)
@@ -259,7 +277,7 @@ class TestDecode:
                     else:
                         cache.form.panels(pool).minimum[pages, 1, head, :, offsets] = math.nan
             found = kernel.decode_attention(
-                q, pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, topk=topk, **options
+                q, pool, cache.tables, cache.lengths, AttentionOptions(dim**-0.5, topk=topk, **options), form=cache.form
             )
             close(found, torch.stack(expected))
 
@@ -272,7 +290,9 @@ class TestDecode:
             q, pool = torch.randn(len(LENGTHS), heads, dim), cache.pool.clone()
             hollow = pool[:, 1] if cache.form is None else pool[:, cache.form.page_bytes // 2 :]
             hollow.copy_(torch.full_like(hollow, math.nan if cache.form is None else 255))
-            found = kernel.choose(q, pool, cache.tables, cache.lengths, dim**-0.5, topk, form=cache.form, **options)
+            found = kernel.choose(
+                q, pool, cache.tables, cache.lengths, AttentionOptions(dim**-0.5, topk=topk, **options), form=cache.form
+            )
             assert found.shape == (len(LENGTHS), 2, cache.tables.shape[1] * 32)
             assert found.dtype == torch.bool
             for i, length in enumerate(LENGTHS):
@@ -294,7 +314,12 @@ class TestDecode:
         held_k, held_v = held(pool, torch.arange(5).int(), 20, form)
         q = rows[1][None]  # so that the tokens with row 1 come first: 1, 3, 4, 7, 9, 11, 12, 15, 17
         found = kernel.decode_attention(
-            q, pool, torch.arange(5).int()[None], torch.tensor([20]).int(), 0.125, form=form, topk=0.27
+            q,
+            pool,
+            torch.arange(5).int()[None],
+            torch.tensor([20]).int(),
+            AttentionOptions(0.125, topk=0.27),
+            form=form,
         )
         weights, _ = weights_of(q[0], held_k, 0.125)
         kept = torch.zeros(20, dtype=torch.bool)
@@ -303,25 +328,30 @@ class TestDecode:
 
     def test_all_values_is_dense(self, kernel: Kernels, bits: int | None) -> None:
         cache, q = cached(bits, 64), torch.randn(len(LENGTHS), 4, 64)
-        everything = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
-        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form, topk=1.0)
+        everything = kernel.decode_attention(
+            q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125), form=cache.form
+        )
+        found = kernel.decode_attention(
+            q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125, topk=1.0), form=cache.form
+        )
         torch.testing.assert_close(found, everything, atol=3e-6, rtol=3e-6)
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_denominators(self, kernel: Kernels, bits: int | None, options: dict[str, Any]) -> None:
         cache, q, options = cached(bits, 64), torch.randn(len(LENGTHS), 6, 64), given(options, 6)
-        call = functools.partial(
-            kernel.decode_attention, q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form
-        )
-        out, lse = call(**options, with_lse=True)
-        assert torch.equal(out, call(**options))
+        where = q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125, **options), cache.form
+        out, lse = attended(kernel, *where)
+        assert torch.equal(out, kernel.decode_attention(*where))
         assert lse.dtype == torch.float32
         close(lse, torch.stack([weights_of(one, k, 0.125, **options)[1] for one, k in zip(q, cache.k, strict=True)]))
 
     def test_halves_merge_to_the_whole(self, kernel: Kernels, bits: int | None) -> None:
         """Each sequence's pages dealt out to two caches; sinks join one of them."""
         cache, q, sinks = cached(bits, 64, lengths=(64, 90, 1024, 2100)), torch.randn(4, 4, 64), torch.randn(4)
-        call = functools.partial(kernel.decode_attention, q, cache.pool, scale=0.125, form=cache.form, with_lse=True)
+
+        def call(tables: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return attended(kernel, q, cache.pool, tables, lengths, AttentionOptions(0.125, sinks=sinks), cache.form)
+
         first = cache.lengths // 64 * 32
         rest = torch.full_like(cache.tables, -7)
         for i, length in enumerate(first.tolist()):

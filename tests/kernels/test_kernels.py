@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import Kernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cpu import NativeKernels
 from tests.helpers.builds import ONE_BUILD
 from tests.helpers.held import held
@@ -78,7 +80,7 @@ class TestKernels:
     def test_decode(self, kernel: Kernels, dim: int, group: int, dtype: torch.dtype) -> None:
         cache = cached(2, dim, 16, dtype=dtype)
         q = torch.randn(len(LENGTHS), 2 * group, dim)
-        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, dim**-0.5)
+        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(dim**-0.5))
         assert out.dtype == torch.float32
         assert out.is_contiguous()
         close(out, cache.expected(q, dim**-0.5))
@@ -87,7 +89,10 @@ class TestKernels:
     def test_page_sizes(self, kernel: Kernels, page_tokens: int) -> None:
         cache = cached(3, 20, page_tokens)
         q = torch.randn(len(LENGTHS), 9, 20)
-        close(kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.3), cache.expected(q, 0.3))
+        close(
+            kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.3)),
+            cache.expected(q, 0.3),
+        )
 
     @pytest.mark.parametrize("options", [
         {"window": 1}, {"window": 7}, {"window": 64}, {"window": 1000}, {"softcap": 5.0}, {"sinks": True},
@@ -98,14 +103,14 @@ class TestKernels:
         q = 2 * torch.randn(len(LENGTHS), 6, 64)
         if "sinks" in options:
             options = {**options, "sinks": 4 * torch.randn(6)}
-        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.25, **options)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.25, **options))
         close(found, cache.expected(q, 0.25, **options))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_query_dtype_and_strides(self, kernel: Kernels, dtype: torch.dtype) -> None:
         cache = cached(2, 64, 16, dtype=dtype)
         q = strided(len(LENGTHS), 8, 64, dtype=dtype)
-        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125)
+        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125))
         assert out.dtype == dtype
         close(out, cache.expected(q, 0.125), dtype)
 
@@ -114,20 +119,22 @@ class TestKernels:
         cache = cached(1, 64, 32, lengths=(3000, 2, 1025))
         q = 30 * torch.randn(3, 4, 64)  # scores of hundreds: exp must not overflow, and the maximum moves between parts
         options = {"window": window, "sinks": torch.full((4,), 500.0)}
-        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 1.0, **options)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(1.0, **options))
         expected = cache.expected(q, 1.0, **options)
         torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=2e-3)  # fp32 scores of 700 are 6e-5 apart
 
     def test_result_does_not_depend_on_the_rest(self, kernel: Kernels) -> None:
         cache = cached(2, 64, 16, lengths=(1500, 70, 33))
         q = torch.randn(3, 8, 64)
-        whole = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125)
+        whole = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, AttentionOptions(0.125))
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
             for i in range(3):
                 one = slice(i, i + 1)
-                alone = kernel.decode_attention(q[one], cache.pool, cache.tables[one], cache.lengths[one], 0.125)
+                alone = kernel.decode_attention(
+                    q[one], cache.pool, cache.tables[one], cache.lengths[one], AttentionOptions(0.125)
+                )
                 assert torch.equal(alone, whole[one])
         finally:
             torch.set_num_threads(threads)
@@ -135,9 +142,16 @@ class TestKernels:
     def test_empty_batch(self, kernel: Kernels) -> None:
         pool = torch.zeros(4, 2, 2, 16, 64)
         none = torch.zeros(0, dtype=torch.int32)
-        assert kernel.decode_attention(torch.zeros(0, 4, 64), pool, none.view(0, 3), none, 1.0).shape == (0, 4, 64)
+        assert kernel.decode_attention(
+            torch.zeros(0, 4, 64), pool, none.view(0, 3), none, AttentionOptions(1.0)
+        ).shape == (0, 4, 64)
         kernel.append(torch.zeros(0, 2, 64), torch.zeros(0, 2, 64), pool, none, none)
-        assert kernel.attend_prompt(*(torch.zeros(0, 5, 4, 64) for _ in range(3)), 1.0).shape == (0, 5, 4, 64)
+        assert kernel.attend_prompt(*(torch.zeros(0, 5, 4, 64) for _ in range(3)), AttentionOptions(1.0)).shape == (
+            0,
+            5,
+            4,
+            64,
+        )
         kernel.convert(torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16))
         assert kernel.linear(torch.zeros(0, 64), torch.zeros(7, 64).half()).shape == (0, 7)
 
@@ -171,7 +185,10 @@ class TestKernels:
         cache.k = [torch.cat([old, new[None].to(dtype)]) for old, new in zip(cache.k, k, strict=True)]
         cache.v = [torch.cat([old, new[None].to(dtype)]) for old, new in zip(cache.v, v, strict=True)]
         q = torch.randn(len(LENGTHS), 6, 64)
-        close(kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths + 1, 0.1), cache.expected(q, 0.1))
+        close(
+            kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths + 1, AttentionOptions(0.1)),
+            cache.expected(q, 0.1),
+        )
 
     def test_append_many(self, kernel: Kernels) -> None:
         k, v = torch.randn(2, 600, 2, 64)
@@ -189,7 +206,7 @@ class TestKernels:
         cache = cached(2, 16, 16, lengths=(20, 40))
         lengths = torch.tensor([20, length], dtype=torch.int32)
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, cache.tables, lengths, 1.0)
+            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, cache.tables, lengths, AttentionOptions(1.0))
 
     @pytest.mark.parametrize("page", [-1, 8])
     @ONE_BUILD
@@ -200,7 +217,7 @@ class TestKernels:
         tables = cache.tables.clone()
         tables[1, 2] = page
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, tables, cache.lengths, 1.0)
+            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, tables, cache.lengths, AttentionOptions(1.0))
         k, place = torch.zeros(2, 2, 16), torch.tensor([0, page], dtype=torch.int32)
         before = cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
@@ -209,17 +226,23 @@ class TestKernels:
             kernel.append(k, k, cache.pool, place * 0, place * 0 + 16)
         assert torch.equal(cache.pool.nan_to_num(), before.nan_to_num())
 
+    @pytest.mark.parametrize(("shape", "options"), [
+        ((2, 3, 16), {}), ((2, 2, 17), {}), ((3, 2, 16), {}),
+        ((2, 2, 16), {"window": 0}), ((2, 2, 16), {"softcap": 0.0}), ((2, 2, 16), {"sinks": torch.zeros(3)}),
+    ])  # fmt: skip
+    @ONE_BUILD
+    def test_misfits_of_attention_are_refused(self, kernel: Kernels, shape: Any, options: dict[str, Any]) -> None:
+        c = cached(2, 16, 16, lengths=(20, 40))
+        with pytest.raises(InvalidInput):
+            kernel.decode_attention(torch.zeros(shape), c.pool, c.tables, c.lengths, AttentionOptions(1.0, **options))
+
     @pytest.mark.parametrize("call", [
-        lambda x, c: x.decode_attention(torch.zeros(2, 3, 16), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 17), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode_attention(torch.zeros(3, 2, 16), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool.transpose(2, 3), c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, window=0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, softcap=0.0),
-        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, sinks=torch.zeros(3)),
+        lambda x, c: x.decode_attention(
+            torch.zeros(2, 2, 16), c.pool.transpose(2, 3), c.tables, c.lengths, AttentionOptions(1.0)
+        ),
         lambda x, c: x.append(torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.append(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), c.pool, c.lengths, c.lengths),
-        lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), 1.0),
+        lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), AttentionOptions(1.0)),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 17).half()),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).double()),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(16).expand(3, 16)),
@@ -244,7 +267,7 @@ class TestKernels:
     def test_prompt(self, kernel: Kernels, queries: int, keys: int, dtype: torch.dtype) -> None:
         q = torch.randn(2, 4, queries, 20).to(dtype).transpose(1, 2)
         k, v = torch.randn(2, 2, keys, 2, 24).to(dtype)[..., :20]
-        out = kernel.attend_prompt(q, k, v, 0.2)
+        out = kernel.attend_prompt(q, k, v, AttentionOptions(0.2))
         assert out.dtype == dtype
         assert out.is_contiguous()
         close(out, torch.stack([dense(*x, 0.2) for x in zip(q, k, v, strict=True)]), dtype)
@@ -260,12 +283,18 @@ class TestKernels:
             q, k, v = torch.randn(1, queries, 4, 16), torch.randn(1, keys, 2, 16), torch.randn(1, keys, 2, 16)
             if "sinks" in options:
                 options = {**options, "sinks": 2 * torch.randn(4)}
-            close(kernel.attend_prompt(q, k, v, 0.5, **options)[0], dense(q[0], k[0], v[0], 0.5, **options))
+            close(
+                kernel.attend_prompt(q, k, v, AttentionOptions(0.5, **options))[0],
+                dense(q[0], k[0], v[0], 0.5, **options),
+            )
 
     def test_prompt_in_small_blocks(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("flexengine.kernels.reference.SCORES", 4 * 40 * 7)
         q, k, v = torch.randn(1, 30, 4, 16), torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16)
-        close(kernel.attend_prompt(q, k, v, 0.5, softcap=4.0)[0], dense(q[0], k[0], v[0], 0.5, softcap=4.0))
+        close(
+            kernel.attend_prompt(q, k, v, AttentionOptions(0.5, softcap=4.0))[0],
+            dense(q[0], k[0], v[0], 0.5, softcap=4.0),
+        )
 
     def test_prompt_without_memory(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(kernel, NativeKernels):
@@ -275,7 +304,7 @@ class TestKernels:
         monkeypatch.setattr(kernel, "_prompts", lambda *args: scratch.append(call(*args)) or -4096)
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
         with pytest.raises(OutOfMemory, match=r"scratch.* needs 4,096 bytes, but the system has no more; lower --dev"):
-            kernel.attend_prompt(q, k, k, 1.0)
+            kernel.attend_prompt(q, k, k, AttentionOptions(1.0))
         assert scratch == [0]
 
     def test_prompt_in_chunks_is_the_whole_and_the_next_token_is_a_decode(self, kernel: Kernels) -> None:
@@ -283,10 +312,10 @@ class TestKernels:
         k, v = held(cache.pool, cache.tables[0], 50)
         q = torch.randn(1, 50, 4, 64)
         options = {"scale": 0.125, "window": 20, "softcap": 3.0, "sinks": torch.randn(4)}
-        whole = kernel.attend_prompt(q, k[None], v[None], **options)
-        chunk = kernel.attend_prompt(q[:, 30:45], k[None, :45], v[None, :45], **options)
+        whole = kernel.attend_prompt(q, k[None], v[None], AttentionOptions(**options))
+        chunk = kernel.attend_prompt(q[:, 30:45], k[None, :45], v[None, :45], AttentionOptions(**options))
         torch.testing.assert_close(chunk, whole[:, 30:45])
-        last = kernel.decode_attention(q[:, -1], cache.pool, cache.tables, cache.lengths, **options)
+        last = kernel.decode_attention(q[:, -1], cache.pool, cache.tables, cache.lengths, AttentionOptions(**options))
         torch.testing.assert_close(last, whole[:, -1])
 
     @pytest.mark.parametrize("threads", [2, 5])

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels
-from flexengine.kernels.base import Past, PromptCall
+from flexengine.kernels import Kernels
+from flexengine.kernels.base import AttentionOptions, Past, PromptCall
+from flexengine.kernels.reference import ReferenceKernels
 from tests.helpers.builds import NATIVE, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
@@ -65,7 +66,7 @@ def agree(kernel: Kernels, kind: Any, heads: tuple[int, int, int], past: int, co
     k, v = torch.randn(2, count, kv_heads, dim + 4)[..., :dim]
     if "sinks" in options:
         options["sinks"] = torch.randn(n)
-    found = kernel.attend_prompt(q[None], k[None], v[None], dim**-0.5, **options, past=given)
+    found = kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(dim**-0.5, **options), past=given)
     assert found.dtype == q.dtype
     assert found.is_contiguous()
     expected = dense(q, torch.cat([old_k, k]), torch.cat([old_v, v]), dim**-0.5, **options)
@@ -94,22 +95,22 @@ class TestPieces:
             q, (k, v) = torch.randn(rows, count, 4, 32), torch.randn(2, rows, count, 2, 32)
             prompts.append(PromptCall(q, k, v, torch.full(q.shape, math.nan), past))
         options: dict[str, Any] = {"window": 50, "softcap": 3.0, "sinks": torch.randn(4)}
-        kernel.attend_prompts(prompts, 0.2, **options)
+        kernel.attend_prompts(prompts, AttentionOptions(0.2, **options))
         for q, k, v, out, past in prompts:
-            assert torch.equal(out, kernel.attend_prompt(q, k, v, 0.2, **options, past=past))
-        kernel.attend_prompts([], 0.2)
+            assert torch.equal(out, kernel.attend_prompt(q, k, v, AttentionOptions(0.2, **options), past=past))
+        kernel.attend_prompts([], AttentionOptions(0.2))
 
     def test_memory_of_the_result_must_fit(self, kernel: Kernels) -> None:
         q, (k, v) = torch.randn(1, 9, 4, 32), torch.randn(2, 1, 9, 2, 32)
-        expected = kernel.attend_prompt(q, k, v, 0.2)
+        expected = kernel.attend_prompt(q, k, v, AttentionOptions(0.2))
         for dtype in (torch.float32, torch.bfloat16):
             out = torch.zeros(q.shape, dtype=dtype)
             given = [x.to(dtype) for x in (q, k, v)]
-            assert kernel.attend_prompt(*given, 0.2, out=out) is out
+            assert kernel.attend_prompt(*given, AttentionOptions(0.2), out=out) is out
             assert torch.equal(out, expected) if dtype == q.dtype else out.any()
         for wrong in (out, torch.zeros(1, 8, 4, 32), torch.zeros(1, 9, 32, 4).transpose(2, 3)):
             with pytest.raises(InvalidInput, match="out is"):
-                kernel.attend_prompt(q, k, v, 0.2, out=wrong)
+                kernel.attend_prompt(q, k, v, AttentionOptions(0.2), out=wrong)
 
     def test_a_bad_page_is_found_before_anything_is_written(self, kernel: Kernels) -> None:
         given, _, _ = cached(torch.float32, 70, 2, 32)
@@ -117,7 +118,9 @@ class TestPieces:
         outs = torch.zeros(2, *q.shape)
         wrong = given._replace(table=given.table + 1000)
         with pytest.raises(InvalidInput, match="page"):
-            kernel.attend_prompts([PromptCall(q, k, v, outs[0]), PromptCall(q, k, v, outs[1], wrong)], 0.2)
+            kernel.attend_prompts(
+                [PromptCall(q, k, v, outs[0]), PromptCall(q, k, v, outs[1], wrong)], AttentionOptions(0.2)
+            )
         assert not outs[1].any()
         if kernel.name == "native":
             assert not outs.any()
@@ -141,7 +144,7 @@ class TestPieces:
         table[:gone] = spare
         q, (k, v) = torch.randn(count, 4, 32), torch.randn(2, count, 2, 32)
         given = whole._replace(pool=pool, table=table)
-        found = kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=window, past=given)
+        found = kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(0.2, window=window), past=given)
         expected = dense(q, torch.cat([old_k, k]), torch.cat([old_v, v]), 0.2, window)
         torch.testing.assert_close(found[0].double(), expected, atol=4e-6, rtol=4e-6)
 
@@ -155,7 +158,7 @@ class TestPieces:
     def test_half_precision(self, kernel: Kernels, dtype: torch.dtype) -> None:
         past, k, v = cached(dtype, 50, 2, 64)
         q, (new_k, new_v) = torch.randn(1, 9, 4, 64).to(dtype), torch.randn(2, 1, 9, 2, 64).to(dtype)
-        found = kernel.attend_prompt(q, new_k, new_v, 0.125, past=past)
+        found = kernel.attend_prompt(q, new_k, new_v, AttentionOptions(0.125), past=past)
         assert found.dtype == dtype
         expected = dense(q[0], torch.cat([k, new_k[0].float()]), torch.cat([v, new_v[0].float()]), 0.125)
         torch.testing.assert_close(found[0].double(), expected, atol=1e-2, rtol=1e-2)
@@ -166,11 +169,11 @@ class TestPieces:
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
         for wrong in (past._replace(length=0), past._replace(length=65), past._replace(table=past.table[:3])):
             with pytest.raises(InvalidInput, match=r"cached tokens and .* pages"):
-                kernel.attend_prompt(q, k, k, 0.125, past=wrong)
+                kernel.attend_prompt(q, k, k, AttentionOptions(0.125), past=wrong)
         with pytest.raises(InvalidInput, match="does not continue"):
-            kernel.attend_prompt(q[..., :32], k[..., :32], k[..., :32], 0.125, past=past)
+            kernel.attend_prompt(q[..., :32], k[..., :32], k[..., :32], AttentionOptions(0.125), past=past)
         with pytest.raises(InvalidInput, match="does not continue"):
-            kernel.attend_prompt(*(torch.cat([x, x]) for x in (q, k, k)), 0.125, past=past)
+            kernel.attend_prompt(*(torch.cat([x, x]) for x in (q, k, k)), AttentionOptions(0.125), past=past)
 
     @ONE_BUILD
     def test_unknown_pages_are_refused(self, kernel: Kernels) -> None:
@@ -180,7 +183,7 @@ class TestPieces:
             table = past.table.clone()
             table[2] = page
             with pytest.raises(InvalidInput, match="pages among"):
-                kernel.attend_prompt(k, k, k, 0.125, past=past._replace(table=table))
+                kernel.attend_prompt(k, k, k, AttentionOptions(0.125), past=past._replace(table=table))
 
     @pytest.mark.slow
     def test_scratch_is_bounded_whatever_the_past(self, kernel: Kernels) -> None:
@@ -190,7 +193,7 @@ class TestPieces:
         for kind in (torch.float32, 4):
             for length in (1000, 6000):
                 past, _, _ = cached(kind, length, 8, 64)
-                held = most_alive(lambda past=past: kernel.attend_prompt(q, k, k, 0.125, past=past))  # type: ignore[misc]
+                held = most_alive(lambda past=past: kernel.attend_prompt(q, k, k, AttentionOptions(0.125), past=past))  # type: ignore[misc]
                 assert held - q.nbytes <= min(bound, 2**26)
                 assert held >= q.nbytes
                 if kernel.name == "native":
@@ -200,7 +203,7 @@ class TestPieces:
         """Long pieces after a short past: blocks of 16 keys, whose queries and sums take more than the scores."""
         q, k = torch.randn(1, 1500, 16, 128), torch.randn(1, 1500, 4, 128)
         past, _, _ = cached(torch.float32, 16, 4, 128)
-        held = most_alive(lambda: kernel.attend_prompt(q, k, k, 0.125, past=past))
+        held = most_alive(lambda: kernel.attend_prompt(q, k, k, AttentionOptions(0.125), past=past))
         assert held - q.nbytes <= kernel.prompt_scratch(16, 4, 128)
 
 
@@ -211,16 +214,20 @@ def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:
     for heads, kv_heads, dim in ((4, 4, 40), (6, 2, 64)):
         past, k, v = cached(torch.float32, 300, kv_heads, dim)
         q = torch.randn(300, heads, dim)
-        whole = kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=200)[0]
+        whole = kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(0.2, window=200))[0]
         for low, high in ((16, 300), (130, 131), (64, 200)):
             piece = kernel.attend_prompt(
-                *(x[None, low:high] for x in (q, k, v)), 0.2, window=200, past=past._replace(length=low)
+                *(x[None, low:high] for x in (q, k, v)),
+                AttentionOptions(0.2, window=200),
+                past=past._replace(length=low),
             )
             assert torch.equal(piece[0], whole[low:high])
-        pair = kernel.attend_prompt(*(torch.stack([x.flip(0), x]) for x in (q, k, v)), 0.2, window=200)
+        pair = kernel.attend_prompt(
+            *(torch.stack([x.flip(0), x]) for x in (q, k, v)), AttentionOptions(0.2, window=200)
+        )
         assert torch.equal(pair[1], whole)
         torch.set_num_threads(1)
-        assert torch.equal(kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=200)[0], whole)
+        assert torch.equal(kernel.attend_prompt(q[None], k[None], v[None], AttentionOptions(0.2, window=200))[0], whole)
         torch.set_num_threads(2)
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels import Kernels, ReferenceKernels
-from tests.helpers.builds import NATIVE
+from flexengine.kernels import Kernels
+from flexengine.kernels.base import AttentionOptions
+from flexengine.kernels.reference import ReferenceKernels
+from tests.helpers.builds import NATIVE, attended
 from tests.helpers.held import held
 from tests.helpers.softmax import dense
 
@@ -69,8 +71,8 @@ def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree:
         q, threads = torch.randn(n, kv_heads * group, dim), torch.get_num_threads()
 
         def call(part: slice) -> tuple[Tensor, Tensor]:
-            asked = q[part], pool, tables[part], lengths[part], dim**-0.5  # noqa: B023
-            return kernel.decode_attention(*asked, form=form, with_lse=True)  # noqa: B023
+            where = q[part], pool, tables[part], lengths[part], AttentionOptions(dim**-0.5), form  # noqa: B023
+            return attended(kernel, *where)
 
         try:
             torch.set_num_threads(1)
@@ -94,8 +96,10 @@ def test_options_do_not_depend_on_sharing(kernel: Kernels, options: dict[str, An
     """Sequences that are longer than the window begin at positions of their own."""
     form, pool, tables, lengths = grown(cached(torch.float32, TREES["prefixes of prefixes"], 2, 64, 32))
     q = torch.randn(len(lengths), 6, 64)
-    out = kernel.decode_attention(q, pool, tables, lengths, 0.125, form=form, **options)
+    out = kernel.decode_attention(q, pool, tables, lengths, AttentionOptions(0.125, **options), form=form)
     for i in range(len(lengths)):
         one = slice(i, i + 1)
-        alone = kernel.decode_attention(q[one], pool, tables[one], lengths[one], 0.125, form=form, **options)
+        alone = kernel.decode_attention(
+            q[one], pool, tables[one], lengths[one], AttentionOptions(0.125, **options), form=form
+        )
         assert torch.equal(alone, out[one]), i

@@ -11,7 +11,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.paged import PromptPieces
+from flexengine.kernels.paged import PagedTokens, PromptPieces
 from flexengine.kernels.steps import Steps
 from tests.helpers.builds import NATIVE, kernels_named
 
@@ -136,7 +136,7 @@ def test_recorded_steps_run_again_with_other_tensors(
 def test_steps_with_a_tensor_that_is_not_given_are_not_recorded(kernel: NativeKernels) -> None:
     steps, x = kernel.steps(), torch.randn(3, WIDTH)
     out = steps.norm(x, torch.ones(WIDTH), 1e-5)
-    with pytest.raises(RuntimeError, match=r"NormArgs\.weight has the address of a tensor that is not given"):
+    with pytest.raises(RuntimeError, match=r"Norm\.weight has the address of a tensor that is not given"):
         steps.recorded([x], [out])
 
 
@@ -156,7 +156,7 @@ def test_pages_outside_of_the_pool_are_found_before_a_call(kernel: NativeKernels
     pool, one = torch.zeros(4, 2, 1, 8, 16), torch.ones(1, dtype=torch.int32)
     for table, length, page, offset in ((4, 1, 0, 0), (0, 9, 0, 0), (0, 1, 4, 0), (0, 1, 0, 8)):
         with pytest.raises(InvalidInput, match=r"pages among the pool's 4|page must be below 4"):
-            kernel.paged(2, pool, table * one[None], length * one, None, None, page * one, offset * one)
+            kernel.paged(2, pool, PagedTokens(table * one[None], length * one, page * one, offset * one))
 
 
 def test_prompts_that_do_not_fit_their_pages_are_found_before_a_call(kernel: NativeKernels) -> None:
@@ -170,7 +170,7 @@ def test_prompts_that_do_not_fit_their_pages_are_found_before_a_call(kernel: Nat
         (PromptPieces(0, 1, 3, 0, None), "has 3 tokens, but there are 2 pages and 2 offsets"),
     ):
         with pytest.raises(InvalidInput, match=message):
-            kernel.paged(2, pool, none.view(0, 1), none, None, None, two, two, [prompt])
+            kernel.paged(2, pool, PagedTokens(none.view(0, 1), none, two, two, [prompt]))
 
 
 def test_parts_of_rows_share_memory(kernel: NativeKernels) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexengine import activity
-from flexengine.kernels import ReferenceKernels
+from flexengine.kernels.reference import ReferenceKernels
 from flexengine.measure import kernels
 from flexengine.measure.machine import measure_machine
 from flexengine.plan.hardware import Hardware

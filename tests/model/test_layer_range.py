@@ -10,6 +10,7 @@ import transformers
 from flexengine import kernels
 from flexengine.activity import message
 from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.kernels.base import AttentionOptions
 from flexengine.model.build import build
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pass, Rows
 from flexengine.model.layer_range import use_range
@@ -53,7 +54,9 @@ def computed(skeleton: Skeleton, known: Any, prompt: list[int], entering: torch.
             q, k, v = (x.transpose(1, 2).contiguous() for x in (event.q, event.k, event.v))
             window, width = skeleton.windows[event.layer - skeleton.first], v.shape[-1]
             v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # BLOOM's q and k are wider
-            out = kernels.load().attend_prompt(q, k, v, event.scale, window, event.softcap, event.sinks)
+            out = kernels.load().attend_prompt(
+                q, k, v, AttentionOptions(event.scale, window=window, softcap=event.softcap, sinks=event.sinks)
+            )
             answer = out[..., :width]
         elif isinstance(event, Head):
             head = known.model.get_output_embeddings()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Past
-from flexengine.kernels.paged import PagedAttention, PromptPieces
+from flexengine.kernels.base import AttentionOptions, Past
+from flexengine.kernels.paged import PagedAttention, PagedTokens, PromptPieces
 from flexengine.model.forward import Attend, Inputs, Layer, Pass, PausingLayer
 from flexengine.model.native.layer import MOST_PRODUCTS
 from flexengine.model.skeleton import Skeleton
@@ -53,14 +53,16 @@ def test_a_layer_that_decodes_is_one_call(families: Any, family: str, kind: str,
         own = pool.clone()
         current = Pass(lambda: called(layers[0], hidden, positions))
         assert isinstance(current.switch(), Layer)
-        found = kernel.paged(heads, own, tables, lengths, window, form, pages, offsets)
+        found = kernel.paged(heads, own, PagedTokens(tables, lengths, pages, offsets), window, form)
         current.paged = [found] if whole else []
         event = current.switch(hidden)
         if not whole:
             assert isinstance(event, Attend)
             q, k, v = (x[0].transpose(0, 1) for x in event[1:4])
             kernel.append(k, v, own, pages, offsets, form)
-            out = kernel.decode_attention(q, own, tables, lengths, event.scale, window, event.softcap, None, form)
+            out = kernel.decode_attention(
+                q, own, tables, lengths, AttentionOptions(event.scale, window, event.softcap), form
+            )
             event = current.switch(out[None])
         assert current.dead
         results.append((event, own))
@@ -91,21 +93,21 @@ class Mixed:
         self.tokens = 5 + 2 * length
 
     def paged(self, pool: Tensor, window: int | None = None) -> PagedAttention:
-        where = (self.form, self.pages, self.offsets, self.prompts)
-        found = kernels.load().paged(self.heads, pool, self.tables, self.lengths, window, *where)
+        tokens = PagedTokens(self.tables, self.lengths, self.pages, self.offsets, self.prompts)
+        found = kernels.load().paged(self.heads, pool, tokens, window, self.form)
         assert found is not None
         return found
 
     def attended(self, event: Attend, pool: Tensor, window: int | None = None) -> Tensor:
         """Return attention by a call for each part of the gpu_batch, and append the tokens."""
-        kernel, options = kernels.load(), (event.scale, window, event.softcap)
+        kernel, options = kernels.load(), AttentionOptions(event.scale, window, event.softcap)
         q, k, v = (x[0].transpose(0, 1) for x in event[1:4])
         kernel.append(k[:2], v[:2], pool, self.pages[:2], self.offsets[:2], self.form)
-        parts = [kernel.decode_attention(q[:2], pool, self.tables, self.lengths, *options, None, self.form)]
+        parts = [kernel.decode_attention(q[:2], pool, self.tables, self.lengths, options, self.form)]
         for p in self.prompts:
             own = [x[p.first :][: p.rows * p.length].unflatten(0, (p.rows, p.length)) for x in (q, k, v)]
             past = None if p.table is None else Past(pool, p.table, p.past, self.form)
-            parts.append(kernel.attend_prompt(*own, *options, None, past).flatten(0, 1))
+            parts.append(kernel.attend_prompt(*own, options, past).flatten(0, 1))
         kernel.append(k[2:], v[2:], pool, self.pages[2:], self.offsets[2:], self.form)
         return torch.cat(parts)[None]
 
@@ -205,7 +207,7 @@ class Decoded:
         self.pools = [torch.randn(12, 2, attention.k_proj.out_features // dim, 4, dim) for _ in layers]
         tables, lengths = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]]).int(), torch.tensor([1, 10, 8]).int()
         places = torch.tensor([3, 9, 5]).int(), torch.tensor([0, 1, 3]).int()
-        first = kernels.load().paged(heads, self.pools[0], tables, lengths, None, None, *places)
+        first = kernels.load().paged(heads, self.pools[0], PagedTokens(tables, lengths, *places))
         self.paged = [first._replace(pool=pool) for pool in self.pools]
 
     def ran(self, ahead: int, change: Any = lambda number, x: x) -> tuple[Tensor, list[int]]:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from flexengine import kernels
+from flexengine.kernels.base import AttentionOptions
 from flexengine.model.build import build
 from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Rows
 from flexengine.model.skeleton import Skeleton
@@ -126,7 +127,9 @@ class Real:
                 answer = event.hidden
             elif isinstance(event, Attend):
                 q, k, v = (x.transpose(1, 2).contiguous() for x in (event.q, event.k, event.v))
-                answer = kernels.load().attend_prompt(q, k, v, event.scale, None, event.softcap, event.sinks)
+                answer = kernels.load().attend_prompt(
+                    q, k, v, AttentionOptions(event.scale, softcap=event.softcap, sinks=event.sinks)
+                )
                 if event.layer == 1:
                     sizes = overwrite([answer, q, k, v, *vars(inputs).values(), *before.values()], destroyed, count)
             elif isinstance(event, Head):

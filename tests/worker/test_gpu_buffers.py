@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import cuda, reference
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import experts as mixture
@@ -98,8 +99,9 @@ def test_decode_attention_holds(kernels: str, bits: int | None, topk: float | No
     many = len(caches.LENGTHS) * 8
     q = torch.randn(many, 8, 64)
     tables, lengths = cache.tables.repeat(8, 1), cache.lengths.repeat(8)
+    options = AttentionOptions(0.1, topk=topk)
     found = held(
-        lambda: CudaKernels().decode_attention(q, cache.pool, tables, lengths, 0.1, form=cache.form, topk=topk),
+        lambda: CudaKernels().decode_attention(q, cache.pool, tables, lengths, options, cache.form),
         q, tables, lengths, cache.pool,
     )  # fmt: skip
     room = cuda.checks.check_pool(cache.pool, cache.form)

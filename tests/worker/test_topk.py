@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.kernels import Kernels, ReferenceKernels, load
+from flexengine.kernels import Kernels, load
 from flexengine.kernels.cuda import CudaKernels
+from flexengine.kernels.reference import ReferenceKernels
 from flexengine.plan import layout as plan_layout
 from flexengine.plan import page_size
 from flexengine.tier.base import Region
@@ -88,12 +89,11 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def decode_attention(self, q: Any, pool: Any, tables: Any, lengths: Any, scale: float, *options: Any) -> Any:
-        *_, form, topk = options
+    def decode_attention(self, q: Any, pool: Any, tables: Any, lengths: Any, options: Any, form: Any) -> Any:
         for i, length in enumerate(lengths.tolist()):
             k, _ = held(pool, tables[i], length, form)
-            self._count(q[i].double(), k[:-1].double(), topk)
-        return self.inner.decode_attention(q, pool, tables, lengths, scale, *options)
+            self._count(q[i].double(), k[:-1].double(), options.topk)
+        return self.inner.decode_attention(q, pool, tables, lengths, options, form)
 
     def _count(self, q: torch.Tensor, k: torch.Tensor, topk: float) -> None:
         scores = torch.einsum("jgd,sjd->jgs", q.view(k.shape[1], -1, q.shape[-1]), k)

@@ -150,7 +150,7 @@ class RemoteAttender(BufferedAttender):
         if len(self.desks) > 1:
             _, out, out_bytes = self._places(k)
             answers = [desk.flat[out : out + out_bytes] for desk in self.desks]
-            self._in_ram(k)[1].copy_(self._joined(answers, k, self._asked[k].options[3]).view(-1))
+            self._in_ram(k)[1].copy_(self._joined(answers, k, self._asked[k].options.sinks).view(-1))
 
     def _places(self, k: int) -> tuple[int, int, int]:
         """Return the first byte of a gpu_batch's question at a desk of a team, that of its answer, and its bytes."""
@@ -159,7 +159,7 @@ class RemoteAttender(BufferedAttender):
 
     def _tell(self, k: int) -> list[WorkerTables]:
         """Send page tables and sinks that the workers do not have yet. Return the workers' page tables."""
-        layer, sinks = self._asked[k].layer, self._asked[k].options[3]
+        layer, sinks = self._asked[k].layer, self._asked[k].options.sinks
         group = self.cache.pools.group[layer]
         if (k, group) not in self._told:
             tables, pool = self.cache.tables(self._views[k], layer), self.cache.layout.pool_of(self.place, layer)
@@ -221,13 +221,13 @@ class RemoteAttender(BufferedAttender):
             heads //= kv_heads
             kv_heads, page_tokens = team.slice_form(pools.group[asked.layer])
             heads, region = heads * kv_heads, team.slices(region)[number]
-        scale, window, softcap, sinks = asked.options
+        scale, window, softcap, sinks, topk = asked.options
         return WorkerQuestion(
             handle=region.place, start=region.start, pages=pool.pages, page_tokens=page_tokens, heads=heads,
             kv_heads=kv_heads, head_dim=self.model.head_dim, bits=pools.bits, pool_dtype=DTYPES.index(pools.dtype),
             dtype=DTYPES.index(self.dtype), batch=k, group=pools.group[asked.layer], window=window,
             sinks=sinks is not None and not self._partial, partial=self._partial, first=asked.first, scale=scale,
-            softcap=softcap, topk=self.cache.topk,
+            softcap=softcap, topk=topk,
         )  # fmt: skip
 
     def drain(self, lost: str) -> None:

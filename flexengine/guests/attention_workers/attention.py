@@ -10,6 +10,7 @@ from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
 from flexengine.guests.attention_workers.tables import WorkerTables, check
+from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.merge import merge
 
 
@@ -60,9 +61,8 @@ class PageAttention(ABC):
         self._append(asked, asked.vectors[q.nbytes :], pool, form)
         if ask.partial:
             return self._part_of(ask, q, pool, tables, form)
-        pages, lengths, options = tables.tables, tables.lengths, (ask.scale, ask.window, ask.softcap)
-        sinks = self._sinks_of(asked)
-        return (self.kernels.decode_attention(q, pool, pages, lengths, *options, sinks, form, ask.topk),)
+        options = AttentionOptions(ask.scale, ask.window, ask.softcap, self._sinks_of(asked), ask.topk)
+        return (self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, options, form),)
 
     def _attend_cached(self, asked: PendingQuestion) -> tuple[Tensor, ...]:
         """Compute attention over the tokens before the new ones, and its log-sum-exp. Return no part of the answer."""
@@ -89,11 +89,9 @@ class PageAttention(ABC):
         q, (pool, form) = asked.queries, self._pool(ask)
         self._append(asked, vectors, pool, form)
         (out, lse), rows = asked.part, tables.rows.long()
-        options = (ask.scale, 1, ask.softcap)
-        pages, lengths, sinks = tables.tables[rows], tables.lengths[rows], self._sinks_of(asked)
-        new, new_lse = self.kernels.decode_attention(
-            q[rows], pool, pages, lengths, *options, sinks, form, with_lse=True
-        )
+        options, new_lse = AttentionOptions(ask.scale, 1, ask.softcap, self._sinks_of(asked)), lse[rows]
+        pages, lengths = tables.tables[rows], tables.lengths[rows]
+        new = self.kernels.decode_attention(q[rows], pool, pages, lengths, options, form, new_lse)
         out[rows] = merge([out[rows], new], [lse[rows], new_lse])
         if not ask.partial:
             return (out,)
@@ -131,10 +129,10 @@ class PageAttention(ABC):
             chosen = whole if seen is None else (tables.seen == seen) & ~whole
             rows = torch.nonzero(chosen & (tables.seen > 0)).flatten()
             if len(rows):
+                options, found = AttentionOptions(ask.scale, seen, ask.softcap), lse[rows]
                 pages, lengths = tables.tables[rows], tables.lengths[rows]
-                out[rows], lse[rows] = self.kernels.decode_attention(
-                    q[rows], pool, pages, lengths, ask.scale, seen, ask.softcap, None, form, with_lse=True
-                )
+                out[rows] = self.kernels.decode_attention(q[rows], pool, pages, lengths, options, form, found)
+                lse[rows] = found
         return out, lse
 
     def _pool(self, ask: WorkerQuestion) -> tuple[Tensor, CacheFormat | None]:

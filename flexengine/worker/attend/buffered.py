@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.kernels.base import AttentionOptions
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
@@ -30,7 +31,7 @@ class LayerQuestion(NamedTuple):
         heads: number of query heads, number of KV heads.
         width: elements of a head's output.
         dtype: dtype of the queries.
-        options: scale, window, softcap and sinks; sinks are in RAM.
+        options: of attention; sinks are in RAM.
         first: whether queries go first, without keys and values.
     """
 
@@ -39,7 +40,7 @@ class LayerQuestion(NamedTuple):
     heads: tuple[int, int]
     width: int
     dtype: torch.dtype
-    options: tuple[float, int | None, float | None, Tensor | None]
+    options: AttentionOptions
     first: bool = False
 
 
@@ -114,7 +115,8 @@ class BufferedAttender(Attender):
         heads, tokens = event.q.shape[1:3]
         if event.sinks is not None and event.layer not in self._sinks:  # weights in a slot are overwritten
             self._sinks[event.layer] = event.sinks.to("cpu", torch.float32, copy=True)
-        options = (event.scale, event.window, event.softcap, self._sinks.get(event.layer))
+        sinks = self._sinks.get(event.layer)
+        options = AttentionOptions(event.scale, event.window, event.softcap, sinks, self.cache.topk)
         shape = (heads, event.k.shape[1])
         self._asked[k] = LayerQuestion(event.layer, tokens, shape, width, event.q.dtype, options, first)
         self._put(k, event, slice(0, 1) if first else slice(0, 3))

@@ -29,5 +29,5 @@ class HostAttender(BufferedAttender):
         tables = cache.tables(view, asked.layer)
         copy_pages(pool, tables)
         self.kernels.append(keys, values, pool, tables.pages, tables.offsets, form)
-        out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, *asked.options, form, cache.topk)
+        out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, asked.options, form)
         answer.copy_(out.view(-1))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kernels.base import Kernels, Past, PromptCall
-from flexengine.kernels.paged import PagedAttention, PromptPieces
+from flexengine.kernels.base import AttentionOptions, Kernels, Past, PromptCall
+from flexengine.kernels.paged import PagedAttention, PagedTokens, PromptPieces
 from flexengine.kernels.recycled import Recycled
 from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -159,8 +159,9 @@ class Cache:
             return None
         pool, found = self._pool(layer, home, buffer), tables.paged
         if found is None or found.window != window or found.pool.shape != pool.shape:
-            others = (self.pools.form(layer, home), tables.pages, tables.offsets, tables.prompts, self._memory)
-            found = self.kernels.paged(self.model.heads, pool, tables.tables, tables.lengths, window, *others)
+            tokens = PagedTokens(tables.tables, tables.lengths, tables.pages, tables.offsets, tables.prompts)
+            form = self.pools.form(layer, home)
+            found = self.kernels.paged(self.model.heads, pool, tokens, window, form, self._memory)
             tables.paged, self._memory = found, None if found is None else found.memory
         return None if found is None else found._replace(pool=pool)
 
@@ -229,10 +230,9 @@ class Cache:
         assert tables.closed is not None
         assert buffer is not None
         assert self._values is not None
-        assert self.topk is not None
-        layer = event.layer
-        chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, event.scale, self.topk, event.window,
-                                     event.softcap, self.pools.form(layer, home))  # fmt: skip
+        layer, options = event.layer, AttentionOptions(event.scale, event.window, event.softcap, None, self.topk)
+        form = self.pools.form(layer, home)
+        chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, options, form)
         shape = self.pools.page_shape(self.pools.group[layer], home)
         source, target = self.pools.region(layer, home), self.movement.room(layer, home, buffer)
         self._values.bring(chosen, tables.closed, home, source, target, shape)
@@ -241,22 +241,19 @@ class Cache:
         self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheFormat | None
     ) -> Tensor:
         q, k, v = qkv
-        options = (event.scale, event.window, event.softcap, event.sinks)
+        options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk)
         n = len(tables.lengths)
         if n == q.shape[0]:
-            out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, *options, form, self.topk)
-            return out[None]
+            return self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, options, form)[None]
         out = q.new_empty(q.shape) if q.is_cuda else self._results.empty(q.shape, q.dtype)
         if n:
-            out[:n] = self.kernels.decode_attention(
-                q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
-            )
+            out[:n] = self.kernels.decode_attention(q[:n], pool, tables.tables, tables.lengths, options, form)
         calls = list[PromptCall]()
         for p in tables.prompts:
             # New keys and values are used as computed, without encoding.
             past = None if p.table is None else Past(pool, p.table, p.past, form)
             calls.append(PromptCall(_of(p, q), _of(p, k), _of(p, v), _of(p, out), past))
-        self.kernels.attend_prompts(calls, *options)
+        self.kernels.attend_prompts(calls, options)
         return out[None]
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-// Codes of a KV cache in 8, 4 or 2 bits, in the layout of codec/cache.py: widening, encoding and decoding of rows.
+// Rows of a quantized KV cache in 8, 4 or 2 bits, in the layout of codec/cache.py: their encoding, decoding and widening.
+// Encoded records of neurons (neurons.h) have the same codes.
 //
 // Index legend: r group of a row, e number of the code in its byte (of 8 / BITS codes), i byte of a group. The element
 // of the group is i + e * stride, where a group of G elements has stride = G * BITS / 8 bytes.

@@ -1,8 +1,9 @@
-// Attention on rows of codes. Minima are applied to sums, not to elements, and the scales of V to the weights.
+// Scores and weighted sums of attention over rows of a quantized KV cache, computed from their codes without decoding
+// the rows first, for attention.h. Minima are applied to sums, not to elements, and the scales of V to the weights.
 //
-// Index legend: r group of a row, e and i as in codes.h; other indices as in rows.h.
+// Index legend: r group of a row, e and i as in quantized_kv.h; other indices as in rows.h.
 #pragma once
-#include "codes.h"
+#include "quantized_kv.h"
 #include "rows.h"
 
 namespace {

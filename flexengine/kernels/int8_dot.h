@@ -1,4 +1,5 @@
-// Vectors of integers: quads of four bytes that one instruction multiplies.
+// Dot products of bytes, u8 by s8 with 32-bit sums, for quantized_gemm.h: vectors of quads, four bytes that one
+// instruction multiplies.
 #pragma once
 #include "simd.h"
 

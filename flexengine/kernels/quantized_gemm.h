@@ -1,7 +1,7 @@
-// Matrix products with weights encoded in 2, 3, 4 or 8 bits, in the layout of codec/packed.py.
+// GEMM with quantized weights of 2, 3, 4 or 8 bits, in the layout of codec/packed.py. Plain weights: linear.h.
 #pragma once
 #include "linear.h"
-#include "quads.h"
+#include "int8_dot.h"
 
 namespace {
 
