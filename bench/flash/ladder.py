@@ -44,7 +44,7 @@ from flexengine.codec.records import RecordForm
 from flexengine.guests.flash.arena import Arena, IntArray
 from flexengine.guests.flash.bundles import Bundle
 from flexengine.guests.flash.reader import RecordReader
-from flexengine.guests.flash.statistics import Trace, window_unions
+from flexengine.guests.flash.traces import Trace, window_unions
 from flexengine.guests.flash.trained import Trained
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer

@@ -105,10 +105,9 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
     """Put predictors of a planted checkpoint into the cache, as if they had been trained. Return their directory."""
     import torch
 
-    from flexengine.guests.flash import statistics, trained
-    from flexengine.guests.flash.predictors import Predictor
+    from flexengine.guests.flash import traces, trained
+    from flexengine.guests.flash.predictors import PredictionErrors, Predictor
     from flexengine.guests.flash.trained import LayerPredictor, Trained
-    from flexengine.guests.flash.training import PredictionErrors
     from flexengine.model.checkpoint import read_checkpoint
     from flexengine.model.prepare import prepared
 
@@ -127,7 +126,7 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
         scores = stretches.float() @ rows.float().T + bias.float()
         true, predicted = (scores > 0).numpy(), (scores > -MARGIN).numpy()
         errors = PredictionErrors(true.size, int(true.sum()), int(predicted.sum()), int((true & ~predicted).sum()))
-        return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted))
+        return LayerPredictor(predictor, errors, traces.sharing(true), traces.sharing(predicted))
 
     def build(folder: Path) -> None:
         layers = tuple(layer(j) for j in range(shape.layers))

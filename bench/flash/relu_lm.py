@@ -76,7 +76,7 @@ def losses(directory: Path, predictors: Sequence[Predictor]) -> Record:
     """Return the nats per token of the TEST text: dense, with the oracle's masks, with those of predictors."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     rows = rows_of(ids_of(source(TEST)), ROWS, LENGTH)
-    oracles = [Predictor.oracle(block.fc1.weight.detach(), block.fc1.bias.detach()) for block in blocks(model)]
+    oracles = [Predictor(None, block.fc1.weight.detach(), block.fc1.bias.detach()) for block in blocks(model)]
     found = {"dense": nll(model, rows)}
     for name, chosen in {"oracle": oracles, "predictor": predictors}.items():
         with torch.no_grad(), masked(model, lambda number, x, chosen=chosen: chosen[number].active(x)):  # type: ignore[misc]

@@ -61,7 +61,7 @@ def test_recorded_is_what_transformers_computes(
             for number, (x, active) in enumerate(expected):
                 recorded = recorder.recorded(number)
                 torch.testing.assert_close(recorded.x.float(), x, rtol=2e-3, atol=2e-3)
-                assert (torch.from_numpy(recorded.active) != active).float().mean() < 1e-3
+                assert (recorded.active() != active).float().mean() < 1e-3
                 assert recorder.shares[number] == pytest.approx(float(active.float().mean()), abs=1e-3)
     assert list(tmp_path.glob("tmp*")) == []  # the files have no names
 

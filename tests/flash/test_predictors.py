@@ -33,7 +33,7 @@ def test_scores(dtype: torch.dtype) -> None:
     assert torch.equal(predictor.active(X), scores > 0.5)
 
 
-@pytest.mark.parametrize("predictor", [low_rank(), Predictor.oracle(matrix(NEURONS, WIDTH, seed=5).bfloat16())])
+@pytest.mark.parametrize("predictor", [low_rank(), Predictor(None, matrix(NEURONS, WIDTH, seed=5).bfloat16())])
 def test_a_token_has_the_same_scores_in_every_batch(predictor: Predictor) -> None:
     scores = predictor.scores(X)
     for tokens in (1, 2, 5, 16):
@@ -43,7 +43,7 @@ def test_a_token_has_the_same_scores_in_every_batch(predictor: Predictor) -> Non
 
 def test_an_oracle_predicts_what_is_active() -> None:
     first, bias = matrix(NEURONS, WIDTH, seed=5), matrix(NEURONS, seed=6)
-    oracle = Predictor.oracle(first, bias)
+    oracle = Predictor(None, first, bias)
     exact = X.double() @ first.double().T + bias
     clear = exact.abs() > 1e-4  # rounding decides about the others
     assert torch.equal(oracle.active(X)[clear], (exact > 0)[clear])

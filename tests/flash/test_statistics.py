@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flexengine.guests.flash.statistics import ROWS, WINDOW, Trace, active_share, row_unions, sharing, window_unions
+from flexengine.guests.flash.traces import ROWS, WINDOW, Trace, active_share, row_unions, sharing, window_unions
 
 STRETCHES, TOKENS, NEURONS = 11, 40, 60
 
@@ -51,10 +51,11 @@ def test_windows_and_new_neurons(trace: Trace) -> None:
     for k, found in enumerate(windows, start=1):
         unions = (set.union(*stretch[t : t + k]) for stretch in stretches for t in range(last))
         assert found == pytest.approx(share(unions))
-    for k, found in enumerate(sharing(trace).new, start=1):
+    assert sharing(trace).window == windows
+    gains = [after - before for before, after in pairwise(windows)]
+    for k, found in enumerate(gains, start=1):
         new = (stretch[t + k] - set.union(*stretch[t : t + k]) for stretch in stretches for t in range(last))
         assert found == pytest.approx(share(new))
-    gains = [after - before for before, after in pairwise(windows)]
     assert gains == sorted(gains, reverse=True)  # concave
 
 

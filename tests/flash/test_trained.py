@@ -13,8 +13,8 @@ from flexengine import Engine
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.guests.flash import trained
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.predictors import Predictor
-from flexengine.guests.flash.statistics import NeuronSharing
+from flexengine.guests.flash.predictors import PredictionErrors, Predictor
+from flexengine.guests.flash.traces import NeuronSharing
 from flexengine.guests.flash.trained import (
     ABOUT,
     SPARSITY,
@@ -27,7 +27,6 @@ from flexengine.guests.flash.trained import (
     load,
     write,
 )
-from flexengine.guests.flash.training import PredictionErrors
 from flexengine.model.prepare import prepared
 from tests.helpers.relu import LAYERS, make_relu
 from tests.helpers.relu import NEURONS as MANY

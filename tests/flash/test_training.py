@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from flexengine.errors import InvalidInput
-from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.predictors import PredictionErrors, Predictor
 from flexengine.guests.flash.traces import RecordedLayer
 from flexengine.guests.flash.training import (
-    PredictionErrors,
-    Samples,
     Settings,
     divide,
     errors,
@@ -32,17 +30,17 @@ def planted(offset: float = 1.3) -> RecordedLayer:
     up = torch.randn(NEURONS, HIDDEN, generator=generator)
     scores = (x - 1) @ down.T @ up.T
     active = scores > offset * scores.std((0, 1))
-    return RecordedLayer(x.half(), np.packbits(active.numpy(), axis=-1), NEURONS)
+    return RecordedLayer(x.half(), torch.from_numpy(np.packbits(active.numpy(), axis=-1)), NEURONS)
 
 
 def test_planted_activity_is_learned() -> None:
     recorded = planted()
     predictor, found = train(recorded, Settings(misses=0.04, rank=2 * HIDDEN), CPU)
-    assert found.active_share == pytest.approx(recorded.active[9::10].mean())
+    assert found.active_share == pytest.approx(recorded.active()[9::10].float().mean())
     assert found.misses <= 0.08  # the threshold was chosen on other tokens
     assert found.false_alarms <= 0.05
     assert predictor.rank == 2 * HIDDEN
-    x, active = recorded.x[9::10].flatten(0, 1), torch.from_numpy(recorded.active[9::10]).flatten(0, 1)
+    x, active = recorded.x[9::10].flatten(0, 1), recorded.active()[9::10].flatten(0, 1)
     assert predictor.a is not None
     assert predictor.bias is not None
     scores = x.float() @ predictor.a.float().T @ predictor.b.float().T + predictor.bias
@@ -63,28 +61,27 @@ def test_neurons_that_are_never_active_are_not_predicted() -> None:
     assert math.isfinite(predictor.threshold)
 
 
-def samples(recorded: RecordedLayer) -> Samples:
-    return Samples(recorded.x.flatten(0, 1), torch.from_numpy(recorded.bits).flatten(0, 1), recorded.neurons)
-
-
 @pytest.mark.parametrize("misses", [0.01, 0.05, 0.5])
 def test_the_threshold_is_the_highest_with_few_misses(misses: float) -> None:
     """Against all scores in order."""
     recorded, generator = planted(), torch.Generator().manual_seed(2)
     predictor = Predictor(None, torch.randn(NEURONS, WIDTH, generator=generator))
-    active = torch.from_numpy(recorded.active).flatten(0, 1)
+    active = recorded.active().flatten(0, 1)
     positive = predictor.scores(recorded.x.flatten(0, 1).float())[active].sort().values
-    found, counted = with_threshold(predictor, samples(recorded), misses)
+    found, counted = with_threshold(predictor, recorded.flat(CPU), misses)
     missed = int((positive <= found.threshold).sum())
     assert missed == counted.missed == sum(1 for n in range(1, len(positive)) if n <= misses * len(positive))
-    assert counted == errors(found, samples(recorded))
+    assert counted == errors(found, recorded.flat(CPU))
 
 
-def test_labels_are_the_bits() -> None:
+def test_active_neurons_are_the_bits() -> None:
     recorded = planted()
-    flat = torch.from_numpy(recorded.active).flatten(0, 1)
-    assert torch.equal(samples(recorded).labels(slice(3, 90)), flat[3:90])
-    assert torch.equal(samples(recorded).labels(torch.tensor([7, 2])), flat[[7, 2]])
+    assert torch.equal(
+        recorded.active(), torch.from_numpy(np.unpackbits(recorded.bits.numpy(), axis=-1, count=NEURONS)).bool()
+    )
+    flat = recorded.active().flatten(0, 1)
+    assert torch.equal(recorded.flat(CPU).active(slice(3, 90)), flat[3:90])
+    assert torch.equal(recorded.flat(CPU).active(torch.tensor([7, 2])), flat[[7, 2]])
 
 
 def test_errors_are_shares_of_active_and_of_inactive_neurons() -> None:

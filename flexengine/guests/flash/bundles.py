@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,10 +101,11 @@ def prepare_bundles(
         raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
     label = f"{'+'.join(dict.fromkeys(work.form.kind for work in works))} bundles"
     directory = prepared(source, files, lambda folder: _write(folder, works), _what(works), verifier, label)
-    made = {int(work.name): work.bundle(directory) for work in works}
-    for bundle in made.values():
+    made = [work.bundle(directory) for work in works]
+    for bundle in made:
         bundle.check()
-    return tuple(made.get(j) for j in range(len(blocks)))
+    each = iter(made)
+    return tuple(next(each) if block else None for block in blocks)
 
 
 def made_bundles(
@@ -149,13 +149,6 @@ def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = ""
     return form
 
 
-class _Piece(NamedTuple):
-    """Neurons to bundle; matrices: [n, width] each, in the order of a record, in the stored dtype."""
-
-    layer: "_Layer"
-    matrices: tuple[Tensor, ...]
-
-
 @dataclass(frozen=True)
 class _Layer:
     """The bundle of one layer to make.
@@ -184,8 +177,9 @@ class _Layer:
     def bundle(self, directory: Path) -> Bundle:
         return Bundle(directory / f"{self.name}.records", self.form, self.block.neurons)
 
-    def pieces(self) -> Iterator[_Piece]:
-        """Yield all neurons in order, in pieces of about PIECE bytes."""
+    def pieces(self) -> Iterator[tuple["_Layer", tuple[Tensor, ...]]]:
+        """Yield all neurons in order, in pieces of about PIECE bytes: matrices [n, width], in the order of a record, in
+        the stored dtype."""
         neurons, width = self.block.neurons, self.block.width
         step = max(1, PIECE * neurons // self.stored_bytes)
         strip = max(1, STRIP // (width * self.stored[self.block.down].dtype.itemsize) // step) * step
@@ -194,7 +188,7 @@ class _Layer:
             for low in range(left, min(left + strip, neurons), step):
                 high = min(low + step, left + strip, neurons)
                 rows = [_rows(self.stored[name], low, high) for name in self.block.weights[:-1]]
-                yield _Piece(self, (*rows, columns[:, low - left : high - left].t()))
+                yield self, (*rows, columns[:, low - left : high - left].t())
 
 
 def _rows(origin: Origin, low: int, high: int) -> Tensor:
@@ -214,7 +208,7 @@ def _columns(origin: Origin, low: int, high: int) -> Tensor:
     return columns
 
 
-def _bundled(piece: _Piece) -> TensorPart:
+def _bundled(piece: tuple[_Layer, tuple[Tensor, ...]]) -> TensorPart:
     """Return the records of a piece. Raise BadCheckpoint if an encoded vector cannot hold a number."""
     layer, matrices = piece
     if layer.form.kind in CODED:
@@ -236,11 +230,11 @@ class _RecordFiles(TensorFiles):
 
 def _write(directory: Path, works: Sequence[_Layer]) -> None:
     """Write the files that are missing, each under a temporary name until it is complete."""
-    bundles = {work.name: work.bundle(directory) for work in works}
-    missing = [work for work in works if not bundles[work.name].path.exists()]
+    paths = {work.name: work.bundle(directory).path for work in works}
+    missing = [work for work in works if not paths[work.name].exists()]
     if not missing:
         return
-    sizes = {work.name: (bundles[work.name].nbytes,) for work in missing}
+    sizes = {work.name: (work.bundle(directory).nbytes,) for work in missing}
     read, total = sum(work.stored_bytes for work in missing), sum(size for (size,) in sizes.values())
     check_room(directory, "bundles", total)
     text = (
@@ -248,6 +242,8 @@ def _write(directory: Path, works: Sequence[_Layer]) -> None:
         f" {total / 1e9:.2f} GB)"
     )
     pieces = (piece for work in missing for piece in work.pieces())
-    paths = {work.name: bundles[work.name].path for work in missing}
-    with activity("bundling", text, read, "B", logging.INFO), _RecordFiles(paths, sizes) as out:
+    with (
+        activity("bundling", text, read, "B", logging.INFO),
+        _RecordFiles({work.name: paths[work.name] for work in missing}, sizes) as out,
+    ):
         in_threads(pieces, _bundled, out.write)

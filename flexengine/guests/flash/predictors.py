@@ -18,7 +18,7 @@ class Predictor:
     of a token are bitwise independent of the other tokens.
 
     Attributes:
-        a: [rank, width]; None for an oracle, whose b is the block's first matrix.
+        a: [rank, width]; None for an oracle, which computes the activations: b is the block's first matrix.
         b: [neurons, rank]; of an oracle [neurons, width].
         bias: [neurons], fp32 on a CPU; None for zeros.
         threshold: the same for all neurons.
@@ -29,19 +29,14 @@ class Predictor:
     bias: Tensor | None = None
     threshold: float = 0.0
 
-    @staticmethod
-    def oracle(first: Tensor, bias: Tensor | None = None) -> "Predictor":
-        """Return a predictor that computes the activations themselves.
-
-        Args:
-            first: the first matrix of the block, [neurons, width].
-            bias: its bias, [neurons], or None.
-        """
-        return Predictor(None, first, bias)
-
     @property
     def neurons(self) -> int:
         return len(self.b)
+
+    @property
+    def width(self) -> int:
+        """Elements of an input."""
+        return (self.b if self.a is None else self.a).shape[1]
 
     @property
     def rank(self) -> int:
@@ -72,3 +67,45 @@ class Predictor:
     def active(self, x: Tensor) -> Tensor:
         """Return the predicted neurons, bool [tokens, neurons]. x: [tokens, width], input of the block."""
         return self.scores(x) > self.threshold
+
+
+@dataclass(frozen=True)
+class PredictionErrors:
+    """Counts of the predictions for some tokens, in neurons.
+
+    Attributes:
+        total: tokens times neurons.
+        active: of these, the active ones.
+        predicted: those predicted active.
+        missed: active, but predicted inactive.
+    """
+
+    total: int
+    active: int
+    predicted: int
+    missed: int
+
+    def __add__(self, other: "PredictionErrors") -> "PredictionErrors":
+        return PredictionErrors(
+            self.total + other.total, self.active + other.active,
+            self.predicted + other.predicted, self.missed + other.missed,
+        )  # fmt: skip
+
+    @property
+    def misses(self) -> float:
+        """Missed neurons per active one."""
+        return self.missed / self.active if self.active else 0.0
+
+    @property
+    def false_alarms(self) -> float:
+        """Share of the inactive neurons that are predicted active."""
+        inactive = self.total - self.active
+        return (self.predicted - self.active + self.missed) / inactive if inactive else 0.0
+
+    @property
+    def active_share(self) -> float:
+        return self.active / self.total if self.total else 0.0
+
+    @property
+    def predicted_share(self) -> float:
+        return self.predicted / self.total if self.total else 0.0

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -125,16 +124,14 @@ class RecordReader:
         return self._ahead.submit(call)
 
     def _read(self, file: "_BundleFile", records: RecordReads) -> None:
-        """Read by native threads. Without them, and for what they could not read, use threads of Python."""
+        """Read by native threads. Without them, and for what they could not read, use threads of Python, which retry.
+        Raise the first error after all have ended."""
         missing = list(range(len(records.bounds) - 1))
         if self._native is not None:
             done = self._native.read(records, *file.manner(records.rows))
             missing = torch.nonzero(done == 0).view(-1).tolist()
-        if missing:
-            self._read_in_python(file, records, missing)
-
-    def _read_in_python(self, file: "_BundleFile", records: RecordReads, missing: Iterable[int]) -> None:
-        """Read some requests, as many at a time as there are threads. Raise the first error after all have ended."""
+        if not missing:
+            return
         free: SimpleQueue[Tensor] = SimpleQueue()
         for buffer in self._scratch:
             free.put(buffer)
@@ -158,9 +155,7 @@ class RecordReader:
     def __enter__(self) -> "RecordReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -238,7 +233,5 @@ class _BundleFile:
     def __enter__(self) -> "_BundleFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()

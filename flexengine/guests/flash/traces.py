@@ -1,7 +1,11 @@
-"""Inputs and active neurons of feed-forward blocks, recorded while a model reads stretches of text.
+"""Inputs and active neurons of feed-forward blocks, recorded while a model reads stretches of text, and statistics of
+them, on which the gain of flash mode depends (LLM in a flash, section 3.1).
 
 They are stored in unnamed files, one per layer, that stay in memory while they are small: x of every token in fp16, and
 one bit per neuron, which is 1 if its activation is not 0.
+
+A trace is bool [stretches, tokens, neurons]: the active neurons of one layer, for the successive tokens of several
+stretches of text. All statistics are shares of the layer's neurons.
 """
 
 import tempfile
@@ -17,17 +21,71 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine.guests.flash.feed_forward import FeedForward, watching
-from flexengine.guests.flash.statistics import Trace
 from flexengine.model.shards import check_room
 
 IN_MEMORY = 256 << 20  # bytes of all layers that stay in memory
 _LARGEST = torch.finfo(torch.float16).max
-Bytes = NDArray[np.uint8]
+Trace = NDArray[np.bool_]
+ROWS, WINDOW = 8, 16  # most rows of a union, most tokens of a window
+
+
+@dataclass(frozen=True)
+class NeuronSharing:
+    """How much the active neurons of several tokens have in common.
+
+    Attributes:
+        active: mean share of a token.
+        rows: mean share of the union of b independent tokens, for b = 1, 2, ...; at most the number of stretches.
+        window: s_agg(k), the mean share of the union of k successive tokens, for k = 1, 2, ...
+    """
+
+    active: float
+    rows: tuple[float, ...]
+    window: tuple[float, ...]
+
+
+def sharing(trace: Trace) -> NeuronSharing:
+    """Return the statistics of a trace."""
+    return NeuronSharing(active_share(trace), row_unions(trace), window_unions(trace))
+
+
+def active_share(trace: Trace) -> float:
+    """Return the mean share of active neurons of a token; 0.0 for no tokens."""
+    return float(trace.mean()) if trace.size else 0.0
+
+
+def row_unions(trace: Trace, most: int = ROWS) -> tuple[float, ...]:
+    """Return the mean share of the union of b independent tokens, for b = 1 to `most` or the number of stretches.
+
+    Tokens at the same place of neighbouring stretches, the first after the last, count as independent.
+    """
+    union, shares = trace.copy(), list[float]()
+    for b in range(min(most, len(trace))):
+        if b:
+            union |= np.roll(trace, -b, axis=0)
+        shares.append(active_share(union))
+    return tuple(shares)
+
+
+def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
+    """Return s_agg(k), the mean share of the union of k successive tokens, for k = 1 to `most` or the tokens of a
+    stretch.
+
+    All k have the same windows' beginnings, so the difference of two neighbours is exactly the mean share of new
+    neurons.
+    """
+    most = min(most, trace.shape[1])
+    beginnings = trace.shape[1] - most + 1
+    union, shares = trace[:, :beginnings].copy(), list[float]()
+    for k in range(most):
+        union |= trace[:, k : k + beginnings]
+        shares.append(active_share(union))
+    return tuple(shares)
 
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """What was recorded of one layer.
+    """What was recorded of one layer. The tokens may also have one dimension, instead of stretches and tokens.
 
     Attributes:
         x: fp16 [stretches, tokens, width], inputs of the block.
@@ -36,17 +94,22 @@ class RecordedLayer:
     """
 
     x: Tensor
-    bits: Bytes
+    bits: Tensor
     neurons: int
 
     def part(self, chosen: Sequence[int]) -> "RecordedLayer":
         """Return some of the stretches."""
         return RecordedLayer(self.x[chosen], self.bits[chosen], self.neurons)
 
-    @property
-    def active(self) -> Trace:
-        """The active neurons, bool [stretches, tokens, neurons]."""
-        return np.unpackbits(self.bits, axis=-1, count=self.neurons).view(np.bool_)
+    def flat(self, device: torch.device) -> "RecordedLayer":
+        """Return all tokens in one dimension, on a device."""
+        return RecordedLayer(self.x.flatten(0, 1).to(device), self.bits.flatten(0, 1).to(device), self.neurons)
+
+    def active(self, chosen: Tensor | slice = slice(None)) -> Tensor:
+        """Return the active neurons of some stretches or tokens, bool [..., neurons]."""
+        shifts = torch.arange(7, -1, -1, device=self.bits.device, dtype=torch.uint8)
+        bits = (self.bits[chosen][..., None] >> shifts) & 1
+        return bits.flatten(-2)[..., : self.neurons].bool()
 
 
 class TraceRecorder:
@@ -116,7 +179,8 @@ class TraceRecorder:
         file.seek(0)
         data = np.frombuffer(file.read(), np.uint8).reshape(self._count, self._tokens, self._widths[number])
         x = torch.from_numpy(np.ascontiguousarray(data[..., : 2 * block.width])).view(torch.float16)
-        return RecordedLayer(x, np.ascontiguousarray(data[..., 2 * block.width :]), block.neurons)
+        bits = torch.from_numpy(np.ascontiguousarray(data[..., 2 * block.width :]))
+        return RecordedLayer(x, bits, block.neurons)
 
 
 def _key(ids: Tensor) -> bytes:

@@ -7,18 +7,19 @@ predictors.json           the checkpoint, the settings, thresholds, errors and s
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.predictors import Predictor
-from flexengine.guests.flash.statistics import NeuronSharing
-from flexengine.guests.flash.training import PredictionErrors
+from flexengine.guests.flash.predictors import PredictionErrors, Predictor
+from flexengine.guests.flash.traces import NeuronSharing
 from flexengine.model.in_use import hold
 from flexengine.model.prepare import fingerprint
 from flexengine.model.shards import check_finite, save
@@ -87,6 +88,15 @@ def checkpoint_key(files: Sequence[Path]) -> str:
     return fingerprint(files, "predictors")
 
 
+class _Stored(msgspec.Struct, frozen=True):
+    """A layer in ABOUT."""
+
+    threshold: float
+    errors: PredictionErrors
+    true: NeuronSharing
+    predicted: NeuronSharing
+
+
 def write(trained: Trained, checkpoint: str, directory: Path) -> None:
     """Write the files of predictors. Raise OSError if that fails.
 
@@ -95,31 +105,16 @@ def write(trained: Trained, checkpoint: str, directory: Path) -> None:
         checkpoint: its `checkpoint_key`.
         directory: to write to.
     """
-    tensors = dict[str, Tensor]()
-    layers = list[dict[str, Any] | None]()
-    for number, layer in enumerate(trained.layers):
-        layers.append(None if layer is None else _as_json(layer))
-        if layer is not None:
-            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in layer.predictor.tensors.items()}
+    tensors = {f"{number}.{name}": tensor.contiguous() for number, layer in enumerate(trained.layers) if layer
+               for name, tensor in layer.predictor.tensors.items()}  # fmt: skip
     save(tensors, directory / TENSORS)
-    _, digest = _size_and_digest(directory / TENSORS)
+    layers = [layer and _Stored(layer.predictor.threshold, layer.errors, layer.true, layer.predicted)
+              for layer in trained.layers]  # fmt: skip
     body = {
-        "version": VERSION,
-        "checkpoint": checkpoint,
-        "about": dict(trained.about),
-        "layers": layers,
-        "tensors_sha256": digest,
-    }
+        "version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about),
+        "layers": msgspec.to_builtins(layers), "tensors_sha256": _size_and_digest(directory / TENSORS)[1],
+    }  # fmt: skip
     (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
-
-
-def _as_json(layer: LayerPredictor) -> dict[str, Any]:
-    sharing = {"true": asdict(layer.true), "predicted": asdict(layer.predicted)}
-    return {"threshold": layer.predictor.threshold, "errors": asdict(layer.errors), **sharing}
 
 
 def load(
@@ -148,16 +143,31 @@ def load(
         )
     if digest != content["tensors_sha256"]:
         raise _damaged(file, f"is not the file that was written ({nbytes:,} bytes): it is truncated or damaged")
-    from safetensors.torch import load_file
-
     tensors = load_file(file)
     try:
-        known = list(enumerate(content["layers"]))[layers]
+        known = list(enumerate(msgspec.convert(content["layers"], list[_Stored | None])))[layers]
         found = tuple(None if about is None else _layer(tensors, number, about) for number, about in known)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, ValueError) as error:
         raise _damaged(directory / ABOUT, f"is damaged: {error!r}") from error
-    _check(found, blocks, directory)
+    shapes = [None if layer is None else (layer.predictor.neurons, layer.predictor.width) for layer in found]
+    expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
+    if shapes != expected:
+        raise InvalidInput(
+            f"the predictors in {directory} have (neurons, width) {shapes} by layer, but the model has"
+            f" {expected}; they are of another model: flexengine flash train MODEL"
+        )
     return Trained(found, content["about"], directory, _digest(content))
+
+
+def _layer(tensors: Mapping[str, Tensor], number: int, about: _Stored) -> LayerPredictor:
+    a, b, bias = (tensors[f"{number}.{name}"] for name in ("a", "b", "bias"))
+    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
+        check_finite(f"{number}.{name}", tensor)
+    return LayerPredictor(Predictor(a, b, bias, about.threshold), about.errors, about.true, about.predicted)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
 
 
 def _size_and_digest(path: Path) -> tuple[int, str]:
@@ -177,52 +187,18 @@ def _damaged(path: Path, what: str) -> BadCheckpoint:
 
 def _content(directory: Path) -> dict[str, Any]:
     """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
+    about = directory / ABOUT
     try:
-        content = json.loads((directory / ABOUT).read_bytes(), parse_constant=_no_number)
+        content = msgspec.json.decode(about.read_bytes())
     except OSError as error:
-        raise _damaged(directory / ABOUT, f"cannot be read: {error}") from error
+        raise _damaged(about, f"cannot be read: {error}") from error
     except ValueError as error:
-        raise _damaged(directory / ABOUT, f"is truncated or damaged: {error}") from error
+        raise _damaged(about, f"is truncated or damaged: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise _damaged(directory / ABOUT, f"is not of version {VERSION}")
+        raise _damaged(about, f"is not of version {VERSION}")
     if content.pop("sha256", None) != _digest(content):
-        raise _damaged(directory / ABOUT, "is damaged: its content does not have its digest")
+        raise _damaged(about, "is damaged: its content does not have its digest")
     return content
-
-
-def _no_number(name: str) -> None:
-    """Refuse NaN and infinities, which `write` never writes."""
-    raise ValueError(f"{name} is no number of predictors")
-
-
-def _layer(tensors: Mapping[str, Tensor], number: int, about: Mapping[str, Any]) -> LayerPredictor:
-    a, b, bias = (tensors[f"{number}.{name}"] for name in ("a", "b", "bias"))
-    for name in ("a", "b", "bias"):
-        check_finite(f"{number}.{name}", tensors[f"{number}.{name}"])
-    predictor = Predictor(a, b, bias, float(about["threshold"]))
-    return LayerPredictor(
-        predictor, PredictionErrors(**about["errors"]), _sharing(about["true"]), _sharing(about["predicted"])
-    )
-
-
-def _sharing(about: Mapping[str, Any]) -> NeuronSharing:
-    return NeuronSharing(float(about["active"]), tuple(about["rows"]), tuple(about["window"]))
-
-
-def _check(layers: Sequence[LayerPredictor | None], blocks: Sequence[FeedForward | None], directory: Path) -> None:
-    """Raise InvalidInput unless each predictor fits the block of its layer."""
-    found = [None if layer is None else _shape(layer.predictor) for layer in layers]
-    expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
-    if found != expected:
-        raise InvalidInput(
-            f"the predictors in {directory} have (neurons, width) {found} by layer, but the model has"
-            f" {expected}; they are of another model: flexengine flash train MODEL"
-        )
-
-
-def _shape(predictor: Predictor) -> tuple[int, int]:
-    assert predictor.a is not None
-    return predictor.neurons, predictor.a.shape[1]
 
 
 def find(files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> Path | None:

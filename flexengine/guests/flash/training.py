@@ -5,13 +5,14 @@ Of every ten stretches, eight are trained on, one chooses (when to stop, the thr
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flexengine.activity import tick
 from flexengine.errors import InvalidInput
-from flexengine.guests.flash.predictors import Predictor
+from flexengine.guests.flash.predictors import PredictionErrors, Predictor
 from flexengine.guests.flash.traces import RecordedLayer
 
 MIN_STRETCHES = 10
@@ -48,49 +49,7 @@ class Settings:
             raise InvalidInput(f"the rank of predictors is {self.rank}; it must be at least 1")
 
 
-@dataclass(frozen=True)
-class PredictionErrors:
-    """Counts of the predictions for some tokens, in neurons.
-
-    Attributes:
-        total: tokens times neurons.
-        active: of these, the active ones.
-        predicted: those predicted active.
-        missed: active, but predicted inactive.
-    """
-
-    total: int
-    active: int
-    predicted: int
-    missed: int
-
-    def __add__(self, other: "PredictionErrors") -> "PredictionErrors":
-        return PredictionErrors(
-            *(getattr(self, n) + getattr(other, n) for n in ("total", "active", "predicted", "missed"))
-        )
-
-    @property
-    def misses(self) -> float:
-        """Missed neurons per active one."""
-        return self.missed / self.active if self.active else 0.0
-
-    @property
-    def false_alarms(self) -> float:
-        """Share of the inactive neurons that are predicted active."""
-        inactive = self.total - self.active
-        return (self.predicted - self.active + self.missed) / inactive if inactive else 0.0
-
-    @property
-    def active_share(self) -> float:
-        return self.active / self.total if self.total else 0.0
-
-    @property
-    def predicted_share(self) -> float:
-        return self.predicted / self.total if self.total else 0.0
-
-
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """Numbers of the stretches that train, choose and measure. Held out are those that do not train."""
 
     train: list[int]
@@ -109,9 +68,7 @@ def divide(stretches: int) -> Division:
             f"there are {stretches} stretches of text; training predictors takes at least"
             f" {MIN_STRETCHES}; give more tokens"
         )
-    numbers = range(stretches)
-    train = [n for n in numbers if n % 10 < 8]
-    return Division(train, [n for n in numbers if n % 10 == 8], [n for n in numbers if n % 10 == 9])
+    return Division(*([n for n in range(stretches) if n % 10 in digits] for digits in (range(8), (8,), (9,))))
 
 
 def ranks(width: int, neurons: int, rank: int | None) -> tuple[int, ...]:
@@ -130,7 +87,7 @@ def train(recorded: RecordedLayer, settings: Settings, device: torch.device) -> 
         device: to train on; the predictor is on the CPU.
     """
     parts = divide(len(recorded.x))
-    samples, choosing, measuring = (_flat(recorded.part(p), device) for p in (parts.train, parts.choose, parts.measure))
+    samples, choosing, measuring = (recorded.part(part).flat(device) for part in parts)
     for rank in ranks(recorded.x.shape[-1], recorded.neurons, settings.rank):
         predictor, found = _trained(samples, choosing, rank, settings)
         if found.false_alarms <= ENOUGH:
@@ -138,36 +95,10 @@ def train(recorded: RecordedLayer, settings: Settings, device: torch.device) -> 
     return predictor.to(torch.device("cpu")), errors(predictor, measuring)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Tokens with their labels.
-
-    Attributes:
-        x: fp16 [tokens, width].
-        bits: uint8 [tokens, bytes], one bit per neuron.
-        neurons: their number.
-    """
-
-    x: Tensor
-    bits: Tensor
-    neurons: int
-
-    def labels(self, chosen: Tensor | slice) -> Tensor:
-        """Return the active neurons of some tokens, bool [tokens, neurons]."""
-        shifts = torch.arange(7, -1, -1, device=self.bits.device, dtype=torch.uint8)
-        bits = (self.bits[chosen][..., None] >> shifts) & 1
-        return bits.flatten(1)[:, : self.neurons].bool()
-
-
-def _flat(recorded: RecordedLayer, device: torch.device) -> Samples:
-    bits = torch.from_numpy(recorded.bits)
-    return Samples(recorded.x.flatten(0, 1).to(device), bits.flatten(0, 1).to(device), recorded.neurons)
-
-
 class _Model(nn.Module):
     """A predictor of standardised inputs, in fp32."""
 
-    def __init__(self, samples: Samples, rank: int, frequency: Tensor, weight: float) -> None:
+    def __init__(self, samples: RecordedLayer, rank: int, frequency: Tensor, weight: float) -> None:
         """Args:
         frequency: share of the tokens for which each neuron is active, [neurons].
         weight: of a negative in the loss.
@@ -194,7 +125,9 @@ class _Model(nn.Module):
             return Predictor(a.bfloat16().contiguous(), self.b.bfloat16().contiguous(), bias.float())
 
 
-def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings) -> tuple[Predictor, PredictionErrors]:
+def _trained(
+    samples: RecordedLayer, choosing: RecordedLayer, rank: int, settings: Settings
+) -> tuple[Predictor, PredictionErrors]:
     """Return the predictor of the round with the fewest false alarms, with its threshold, and its errors on the samples
     that choose."""
     torch.manual_seed(settings.seed)
@@ -220,7 +153,9 @@ def _trained(samples: Samples, choosing: Samples, rank: int, settings: Settings)
     return best
 
 
-def _step(model: _Model, optimizer: torch.optim.Optimizer, samples: Samples, chosen: Tensor, weight: float) -> None:
+def _step(
+    model: _Model, optimizer: torch.optim.Optimizer, samples: RecordedLayer, chosen: Tensor, weight: float
+) -> None:
     """Make one step of the balanced cross entropy: negatives weigh `weight`, positives 1.
 
     Its gradient is the weight times the difference of probability and label. The loss itself is not needed.
@@ -228,41 +163,42 @@ def _step(model: _Model, optimizer: torch.optim.Optimizer, samples: Samples, cho
     with torch.enable_grad():
         scores = model(samples.x[chosen])
     probability = scores.detach().sigmoid_()
-    gradient = torch.where(samples.labels(chosen), probability - 1, probability.mul_(weight))
+    gradient = torch.where(samples.active(chosen), probability - 1, probability.mul_(weight))
     optimizer.zero_grad()
     scores.backward(gradient)
     optimizer.step()
     tick()
 
 
-def _frequency(samples: Samples) -> Tensor:
+def _frequency(samples: RecordedLayer) -> Tensor:
     """Return the share of tokens for which each neuron is active, fp32 [neurons]."""
     counts = torch.zeros(samples.neurons, dtype=torch.int64, device=samples.x.device)
     for low in range(0, len(samples.x), BATCH):
-        counts += samples.labels(slice(low, low + BATCH)).sum(0)
+        counts += samples.active(slice(low, low + BATCH)).sum(0)
     return (counts.double() / len(samples.x)).float()
 
 
-def with_threshold(predictor: Predictor, samples: Samples, misses: float) -> tuple[Predictor, PredictionErrors]:
+def with_threshold(predictor: Predictor, samples: RecordedLayer, misses: float) -> tuple[Predictor, PredictionErrors]:
     """Return a predictor with the highest threshold whose share of misses on the samples is at most `misses`, and its
     errors."""
     with torch.no_grad():
         parts = [slice(low, low + BATCH) for low in range(0, len(samples.x), BATCH)]
-        positive = torch.cat([predictor.scores(samples.x[p].float())[samples.labels(p)] for p in parts])
-    if not len(positive):
-        return (found := replace(predictor, threshold=torch.finfo(torch.float32).max)), errors(found, samples)
-    kept = int(misses * len(positive)) + 1
-    lowest = torch.kthvalue(positive, min(kept, len(positive)))[0]
-    threshold = float(torch.nextafter(lowest, torch.tensor(-math.inf, device=lowest.device)))
-    return (found := replace(predictor, threshold=threshold)), errors(found, samples)
+        positive = torch.cat([predictor.scores(samples.x[p].float())[samples.active(p)] for p in parts])
+    threshold = torch.finfo(torch.float32).max
+    if len(positive):
+        kept = int(misses * len(positive)) + 1
+        lowest = torch.kthvalue(positive, min(kept, len(positive)))[0]
+        threshold = float(torch.nextafter(lowest, torch.tensor(-math.inf, device=lowest.device)))
+    found = replace(predictor, threshold=threshold)
+    return found, errors(found, samples)
 
 
-def errors(predictor: Predictor, samples: Samples) -> PredictionErrors:
+def errors(predictor: Predictor, samples: RecordedLayer) -> PredictionErrors:
     """Return the errors of a predictor on some samples."""
     sums = PredictionErrors(0, 0, 0, 0)
     for low in range(0, len(samples.x), BATCH):
         part = slice(low, low + BATCH)
-        predicted, labels = predictor.active(samples.x[part].float()), samples.labels(part)
+        predicted, labels = predictor.active(samples.x[part].float()), samples.active(part)
         missed = int((labels & ~predicted).sum())
         sums += PredictionErrors(labels.numel(), int(labels.sum()), int(predicted.sum()), missed)
     return sums

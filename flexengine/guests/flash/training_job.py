@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 
 from flexengine.activity import activity
-from flexengine.engine.calibrator import Calibrator, Score
 from flexengine.engine.core import Core
-from flexengine.engine.planner import Planner
+from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.guests.flash import statistics, trained
+from flexengine.guests.flash import trained
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.predictors import Predictor
-from flexengine.guests.flash.statistics import Trace
-from flexengine.guests.flash.traces import RecordedLayer, TraceRecorder
+from flexengine.guests.flash.predictors import PredictionErrors
+from flexengine.guests.flash.traces import RecordedLayer, TraceRecorder, sharing
 from flexengine.guests.flash.trained import LayerPredictor, Trained
-from flexengine.guests.flash.training import MIN_STRETCHES, PredictionErrors, Settings, divide, train
+from flexengine.guests.flash.training import MIN_STRETCHES, Settings, divide, train
 from flexengine.model.prepare import prepared
 from flexengine.model.tokenizer import opening, spread, token_ids
 
@@ -57,17 +56,6 @@ class TrainingText:
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
-
-
-class TextEngine(Protocol):
-    """The part of `Engine` that training uses. It must be exact, or only sparsified, and share no prefixes."""
-
-    core: Core
-    planner: Planner
-    calibrator: Calibrator
-
-    @property
-    def score(self) -> Score: ...
 
 
 def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: int) -> TrainingText:
@@ -127,7 +115,7 @@ def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
     return tuple(block if block and block.sparse else None for block in found)
 
 
-def predictors(engine: TextEngine, text: TrainingText, settings: Settings) -> Trained:
+def predictors(engine: Engine, text: TrainingText, settings: Settings) -> Trained:
     """Return the predictors of an engine's model, from the cache if they were trained before.
 
     Raises:
@@ -137,19 +125,16 @@ def predictors(engine: TextEngine, text: TrainingText, settings: Settings) -> Tr
     """
     core = engine.core
     blocks = sparse_blocks(core)
-    files, about = (
-        core.opened.given,
-        {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text), **asdict(settings)},
-    )
+    files = core.opened.given
+    about: dict[str, Any] = {"text": text.name, "text_sha256": text.digest, "tokens": _tokens(text), **asdict(settings)}
     if (sparse_text := engine.calibrator.sparse_text) is not None:
         about |= {trained.SPARSITY: list(core.lossy.sparsity or ()), trained.THRESHOLDS_TEXT: sparse_text.digest}
     checkpoint = trained.checkpoint_key(files)
 
     def build(directory: Path) -> None:
         try:
-            training = _Training(engine, text, settings, blocks)
-            made = Trained(training.layers(directory), about)
-            training.check_named(made.errors)
+            made = Trained(_trained(engine, text, settings, blocks, directory), about)
+            _check_named(made.errors, settings, core.source.name)
         except InvalidInput:
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -168,77 +153,65 @@ def _tokens(text: TrainingText) -> int:
     return sum(map(len, text.stretches))
 
 
-@dataclass(frozen=True)
-class _Training:
-    """One training of all layers. Attributes: as the arguments of `predictors`, and the sparse blocks."""
-
-    engine: TextEngine
-    text: TrainingText
-    settings: Settings
-    blocks: tuple[FeedForward | None, ...]
-
-    def layers(self, folder: Path) -> tuple[LayerPredictor | None, ...]:
-        """Return the predictor of each layer. folder: of temporary files."""
-        sparse = [block for block in self.blocks if block]
-        with TraceRecorder(sparse, self.text.stretches, folder) as recorder:
-            self._read(recorder)
-            self.engine.core.drop_weights()
-            text = f"training the predictors of {len(sparse)} layers, once for this model and text"
-            made = list[LayerPredictor]()
-            with activity("training", text, len(sparse), "layers", logging.INFO) as work:
-                for number in range(len(sparse)):
-                    made.append(self._layer(recorder.recorded(number)))
-                    work.advance(1)
-        each = iter(made)
-        return tuple(next(each) if block else None for block in self.blocks)
-
-    def _read(self, recorder: TraceRecorder) -> None:
-        """Let the model read the text. Raise InvalidInput if too many neurons are active."""
-        rows, tokens = self.text.rows, _tokens(self.text)
-        self.engine.planner.prefill_tokens = len(rows[0]) - 1
-        kind = "sparsified" if self.engine.core.lossy.sparsify is not None else "exact"
-        text = f"reading {tokens:,} tokens with the {kind} model, to record which neurons are active"
-        with activity("recording", text, len(rows), "stretches", logging.INFO) as work, recorder.watching():
-            for part in (rows[:PROBE], rows[PROBE:]):
-                results = self.engine.score([row[:-1] for row in part], [row[-1:] for row in part])
-                if bad := next((r for r in results if r.error is not None), None):
-                    raise InvalidInput(f"the model cannot read a stretch of {self.text.name}: {bad.error}")
-                self._check(recorder.shares)
-                work.advance(len(part))
-
-    def _check(self, shares: Sequence[float]) -> None:
-        if (mean := float(np.mean(shares))) > MAX_ACTIVE:
-            core = self.engine.core
-            remedy = (
-                "use a checkpoint that was trained to be sparse (ReLU-fied)"
-                if core.lossy.sparsify is None
-                else f"raise --sparsify, which is {core.lossy.sparsify}"
-            )
-            raise InvalidInput(
-                f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
-                f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
-                f" {remedy}, or run without flash mode"
-            )
-
-    def check_named(self, errors: PredictionErrors) -> None:
-        """Raise InvalidInput if the predictors name too many neurons."""
-        if errors.predicted_share > MAX_ACTIVE:
-            raise InvalidInput(
-                f"predictors that miss {errors.misses:.1%} of the active neurons of"
-                f" {self.engine.core.source.name} name {errors.predicted_share:.1%} of all neurons for a"
-                f" token; above {MAX_ACTIVE:.0%}, reading only these takes no less time than reading"
-                f" all; allow more misses than {self.settings.misses:g} (--misses), raise --rank, or let"
-                " flash be oracle"
-            )
-
-    def _layer(self, recorded: RecordedLayer) -> LayerPredictor:
-        """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""
-        predictor, errors = train(recorded, self.settings, self.engine.core.machine.compute)
-        held_out = recorded.part(divide(len(recorded.x)).held_out)
-        true, predicted = held_out.active, predicted_trace(predictor, held_out)
-        return LayerPredictor(predictor, errors, statistics.sharing(true), statistics.sharing(predicted))
+def _trained(
+    engine: Engine, text: TrainingText, settings: Settings, blocks: Sequence[FeedForward | None], folder: Path
+) -> tuple[LayerPredictor | None, ...]:
+    """Return the predictor of each layer. folder: of temporary files."""
+    sparse, device = [block for block in blocks if block], engine.core.machine.compute
+    with TraceRecorder(sparse, text.stretches, folder) as recorder:
+        _read(engine, text, recorder)
+        engine.core.drop_weights()
+        what = f"training the predictors of {len(sparse)} layers, once for this model and text"
+        made = list[LayerPredictor]()
+        with activity("training", what, len(sparse), "layers", logging.INFO) as work:
+            for number in range(len(sparse)):
+                made.append(_layer(recorder.recorded(number), settings, device))
+                work.advance(1)
+    each = iter(made)
+    return tuple(next(each) if block else None for block in blocks)
 
 
-def predicted_trace(predictor: Predictor, recorded: RecordedLayer) -> Trace:
-    """Return the neurons that are predicted active, bool [stretches, tokens, neurons]."""
-    return np.stack([predictor.active(x.float()).numpy() for x in recorded.x])
+def _read(engine: Engine, text: TrainingText, recorder: TraceRecorder) -> None:
+    """Let the model read the text. Raise InvalidInput if too many neurons are active."""
+    rows, core = text.rows, engine.core
+    engine.planner.prefill_tokens = len(rows[0]) - 1
+    kind = "sparsified" if core.lossy.sparsify is not None else "exact"
+    what = f"reading {_tokens(text):,} tokens with the {kind} model, to record which neurons are active"
+    with activity("recording", what, len(rows), "stretches", logging.INFO) as work, recorder.watching():
+        for part in (rows[:PROBE], rows[PROBE:]):
+            results = engine.score([row[:-1] for row in part], [row[-1:] for row in part])
+            if bad := next((r for r in results if r.error is not None), None):
+                raise InvalidInput(f"the model cannot read a stretch of {text.name}: {bad.error}")
+            _check_active(float(np.mean(recorder.shares)), core)
+            work.advance(len(part))
+
+
+def _check_active(mean: float, core: Core) -> None:
+    if mean > MAX_ACTIVE:
+        sparsify = core.lossy.sparsify
+        trained_so = "use a checkpoint that was trained to be sparse (ReLU-fied)"
+        remedy = trained_so if sparsify is None else f"raise --sparsify, which is {sparsify}"
+        raise InvalidInput(
+            f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
+            f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
+            f" {remedy}, or run without flash mode"
+        )
+
+
+def _check_named(errors: PredictionErrors, settings: Settings, name: str) -> None:
+    """Raise InvalidInput if the predictors name too many neurons."""
+    if errors.predicted_share > MAX_ACTIVE:
+        raise InvalidInput(
+            f"predictors that miss {errors.misses:.1%} of the active neurons of {name} name"
+            f" {errors.predicted_share:.1%} of all neurons for a token; above {MAX_ACTIVE:.0%}, reading only these"
+            f" takes no less time than reading all; allow more misses than {settings.misses:g} (--misses), raise"
+            " --rank, or let flash be oracle"
+        )
+
+
+def _layer(recorded: RecordedLayer, settings: Settings, device: torch.device) -> LayerPredictor:
+    """Return the predictor of one layer, with statistics of the stretches that it was not trained on."""
+    predictor, errors = train(recorded, settings, device)
+    held_out = recorded.part(divide(len(recorded.x)).held_out)
+    predicted = np.stack([predictor.active(x.float()).numpy() for x in held_out.x])
+    return LayerPredictor(predictor, errors, sharing(held_out.active().numpy()), sharing(predicted))
