@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -100,8 +101,8 @@ def main() -> None:
     setattr(ExpertBlocks, "close", closing)  # noqa: B010
     ran = run(job)
     taken = [(now[0] - last[0], now[1] - last[1]) for last, now in pairwise(sweeps[1:])]
-    more = worth(summed([block.guesses._asdict() for block in blocks]))
-    more |= summed([block.counts._asdict() for block in blocks]) | choices.report()
+    more = worth(summed([asdict(block.guesses) for block in blocks]))
+    more |= summed([asdict(block.counts) for block in blocks]) | choices.report()
     if taken:
         more |= {"sweep_seconds": statistics.median(s for s, _ in taken),
                  "sweep_bytes": statistics.mean(n for _, n in taken)}  # fmt: skip

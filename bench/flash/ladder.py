@@ -41,7 +41,7 @@ from bench.flash.planted import SHAPES, PlantedShape, plant_predictors, read_ten
 from bench.harness import Record
 from bench.models import make
 from flexengine.codec.records import RecordForm
-from flexengine.guests.flash.arena import Arena, IntArray
+from flexengine.guests.flash.arena import Arena, Fetch, IntArray
 from flexengine.guests.flash.bundles import Bundle
 from flexengine.guests.flash.reader import RecordReader
 from flexengine.guests.flash.traces import Trace, window_unions
@@ -52,6 +52,19 @@ from flexengine.tier.memory import aligned_buffer
 START = 64  # position of the first token of the sequence
 Wanted = tuple[Bundle, IntArray]  # a file, and the records of it to read
 STEPS = ("naive", "resident", "predictor", "window", "bundles")
+
+
+class WindowArena(Arena):
+    """Rows that neurons leave if none of the last `window` tokens used them, though there is room."""
+
+    def __init__(self, neurons: int, room: int, window: int) -> None:
+        super().__init__(neurons, room)
+        self.window = window
+
+    def fetch(self, neurons: IntArray) -> Fetch:
+        fetch = super().fetch(neurons)
+        self._free(np.flatnonzero((self._neuron_at >= 0) & (self._used <= self.step - self.window)))
+        return fetch
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class Layer:
 
     def new(self, window: int, room: int) -> Iterator[IntArray]:
         """Yield the predicted neurons that are not in memory, for each token with a full window behind it."""
-        arena = Arena(self.bundle.neurons, room, window=window)
+        arena = WindowArena(self.bundle.neurons, room, window)
         for token, numbers in enumerate(self.used(0)):
             fetch = arena.fetch(numbers)
             if token >= window:

@@ -131,9 +131,9 @@ def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> R
         results = engine.generate(rows, SamplingParams(case.new, temperature=1.0, seed=1, ignore_eos=True))
         seconds = engine.summary.decode_seconds
 
-    counts = summed([block.counts._asdict() for block in blocks])
+    counts = summed([asdict(block.counts) for block in blocks])
     return {"token_ids": [r.token_ids for r in results], "decode_seconds": seconds, **counts,
-            "guesses": worth(summed([block.guesses._asdict() for block in blocks]))}  # fmt: skip
+            "guesses": worth(summed([asdict(block.guesses) for block in blocks]))}  # fmt: skip
 
 
 def measure(directory: Path, case: Case) -> Record:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
@@ -61,7 +62,14 @@ class AttentionOptions(NamedTuple):
 
 
 class PromptCall(NamedTuple):
-    """Arguments of `Kernels.attend_prompt` for prompts of one length."""
+    """B prompts of one length.
+
+    Attributes:
+        q: [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0.
+        k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
+        out: receives the result, [B, T, heads, head_dim], contiguous, in q's dtype, apart from q, k and v.
+        past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
+    """
 
     q: Tensor
     k: Tensor
@@ -155,35 +163,28 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def attend_prompts(self, prompts: Sequence[PromptCall], options: AttentionOptions) -> None:
+        """Write causal attention of prompts, or of one chunk of each prompt, to their `out`. Prompts of one length can
+        be one call; see PromptCall for the arguments.
+
+        Scratch memory: at most `prompt_scratch` bytes per call, and on a CPU fp32 copies of half-precision q, k, v.
+
+        On a CPU with native kernels a query's result is bitwise the same for any number of queries and prompts, any
+        number of threads, and, if the pool holds fp32, any number of cached tokens.
+        """
+
     def attend_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, past: Past | None = None,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return causal attention of B prompts of one length, or of one chunk of each prompt.
-
-        Scratch memory: at most `prompt_scratch` bytes, and on a CPU fp32 copies of half-precision q, k, v.
-
-        Args:
-            q: [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0.
-            k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
-            options: see there.
-            past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
-            out: memory for the result, contiguous, in q's dtype, apart from q, k and v; None allocates it.
-
-        Returns:
-            [B, T, heads, head_dim], contiguous, in q's dtype. On a CPU with native kernels a query's result is bitwise
-            the same for any number of queries and prompts in the call, any number of threads, and, if the pool holds
-            fp32, any P.
-        """
-
-    def attend_prompts(self, prompts: Sequence[PromptCall], options: AttentionOptions) -> None:
-        """Do what `attend_prompt` does for prompts of several lengths, which the native kernels compute together."""
-        for q, k, v, out, past in prompts:
-            self.attend_prompt(q, k, v, options, past, out)
+        """Return what `attend_prompts` writes for one call. out: as in PromptCall; None allocates it."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        self.attend_prompts([PromptCall(q, k, v, out, past)], options)
+        return out
 
     @abstractmethod
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Return an upper bound, in bytes, of the scratch memory of `attend_prompt` with a `past` of any length."""
+        """Return an upper bound, in bytes, of the scratch memory of one call of `attend_prompts` with any `past`."""
 
     def pack(self, weight: Tensor, threads: int = 1) -> bool:
         """Reorder a weight [n, k] in place, so that `linear` with `packed` reads it faster. Return whether this is

@@ -23,16 +23,9 @@ from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fPIC",
-    "-ffp-contract=off",
-)  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
+NATIVE = "-march=native"
+FUSED = "-ffp-contract=off"  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
+FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", FUSED)
 COMPILERS = ("c++", "g++", "clang++")  # names to look for
 SECONDS = 300  # limit of one compiler run
 POLL = 0.25  # seconds between two looks at running compilers
@@ -53,31 +46,32 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
         BuildFailed: no compiler could build the library.
     """
     problems = []
-    for compiler in _compilers():
+    for command in _compilers():
         try:
-            command = shlex.split(compiler)
-            if shutil.which(command[0]) is not None:
-                return _load(command, [*FLAGS, *flags], sources or SOURCES)
-        except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
-            problems.append(f"{compiler}: {error}")
+            return _load(command, [*FLAGS, *flags], sources or SOURCES)
+        except (BuildFailed, OSError, subprocess.SubprocessError) as error:
+            problems.append(f"{shlex.join(command)}: {error}")
     raise BuildFailed("; ".join(problems) or "no C++ compiler was found ($CXX, c++, g++, clang++); install g++")
 
 
 def compiled() -> Path | None:
     """Return the kernels' library if the cache has it for this machine; None if `load` would compile it."""
-    for compiler in _compilers():
-        with contextlib.suppress(BuildFailed, OSError, ValueError, subprocess.SubprocessError):
-            command = shlex.split(compiler)
-            if shutil.which(command[0]) is not None:
-                portable = [flag for flag in FLAGS if flag != "-march=native"]
-                names = [_name(command, flags, SOURCES) for flags in ([*FLAGS], portable)]
-                return next((path for name in names if (path := cache_root() / "kernels" / name).exists()), None)
+    portable = [flag for flag in FLAGS if flag != NATIVE]
+    for command in _compilers():
+        with contextlib.suppress(BuildFailed, OSError, subprocess.SubprocessError):
+            names = [_name(command, flags, SOURCES) for flags in ([*FLAGS], portable)]
+            return next((path for name in names if (path := cache_root() / "kernels" / name).exists()), None)
     return None
 
 
-def _compilers() -> list[str]:
-    """Return the compilers to try: $CXX, if it is set, and the usual names."""
-    return list(filter(None, dict.fromkeys([os.environ.get("CXX", ""), *COMPILERS])))
+def _compilers() -> list[list[str]]:
+    """Return the commands of the compilers that exist: $CXX, if it is set, and the usual names."""
+    names = filter(None, dict.fromkeys([os.environ.get("CXX", ""), *COMPILERS]))
+    commands = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # no words of a shell
+            commands.append(shlex.split(name))
+    return [command for command in commands if command and shutil.which(command[0])]
 
 
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
@@ -89,7 +83,7 @@ def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> cty
     try:
         library = _build(compiler, flags, sources)
     except BuildFailed as error:
-        flags = [flag for flag in flags if flag != "-march=native"]
+        flags = [flag for flag in flags if flag != NATIVE]
         library = _build(compiler, flags, sources)
         message("kernels are compiled for any CPU, several times slower than for this one, as the compiler refuses"
                 f" -march=native: {error}", logging.WARNING)  # fmt: skip

@@ -102,15 +102,13 @@ def check_decode(
     return room
 
 
-def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, options: AttentionOptions) -> None:
-    """Raise InvalidInput if arguments of `attend_prompt` do not fit together."""
+def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: AttentionOptions) -> None:
+    """Raise InvalidInput if a call of `attend_prompts` does not fit together."""
     fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
     fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
     if not fits or q.shape[2] % k.shape[2] or k.shape[1] < q.shape[1]:
         raise _unfit("[B, T, heads, head_dim] and twice [B, S, kv_heads, head_dim] with S >= T", q=q, k=k, v=v)
-    if out is not None and not (
-        out.shape == q.shape and out.dtype == q.dtype and out.device == q.device and out.is_contiguous()
-    ):
+    if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device) or not out.is_contiguous():
         raise InvalidInput(f"out is {list(out.shape)}, {out.dtype}, {out.device}; it must be contiguous,"
                            f" {list(q.shape)}, {q.dtype}, {q.device}")  # fmt: skip
     _check_options(options, q.shape[2])

@@ -14,7 +14,7 @@ from flexengine.codec.forms import Form
 from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.base import AttentionOptions, Kernels
+from flexengine.kernels.base import AttentionOptions, Kernels, PromptCall
 from flexengine.kernels.formats import kernels_of
 from flexengine.kernels.paged import PagedAttention, PagedTokens, Room
 from flexengine.kernels.recycled import ALIGNED
@@ -153,39 +153,31 @@ class NativeKernels(Kernels):
         if status < 0:
             raise _no_memory("the partial results of decode attention", -status)
 
-    def attend_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, past: base.Past | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        if not _is_native(q, k, v, *(past or ())[:2]):
-            return self.plain.attend_prompt(q, k, v, options, past, out)
-        checks.check_prompt(q, k, v, out, options)
-        direct = out is not None and out.dtype == torch.float32
-        sums = out if out is not None and direct else torch.empty(q.shape, dtype=torch.float32, device="cpu")
-        self._attend_prompts([base.PromptCall(q, k, v, sums, past)], options)
-        if out is None:
-            return sums.to(q.dtype)
-        return out if direct else out.copy_(sums)
-
-    def attend_prompts(self, prompts: Sequence[base.PromptCall], options: AttentionOptions) -> None:
-        if not all(_is_native(p.q, p.k, p.v, *(p.past or ())[:2]) and p.q.dtype == torch.float32 for p in prompts):
-            return super().attend_prompts(prompts, options)
+    def attend_prompts(self, prompts: Sequence[PromptCall], options: AttentionOptions) -> None:
+        if not all(_is_native(p.q, p.k, p.v, *(p.past or ())[:2]) for p in prompts):
+            return self.plain.attend_prompts(prompts, options)
         for p in prompts:
             checks.check_prompt(p.q, p.k, p.v, p.out, options)
-        self._attend_prompts(prompts, options)
-
-    def _attend_prompts(self, prompts: Sequence[base.PromptCall], options: AttentionOptions) -> None:
-        """Compute attention in one call. The results are in fp32."""
         if options.sinks is not None:
             options = options._replace(sinks=options.sinks.to(torch.float32).contiguous())
+        if all(p.q.dtype == torch.float32 for p in prompts):
+            return self._attend_prompts(prompts, options)
+        for p in prompts:  # one by one, as there are copies in fp32
+            q, k, v = p.q.float(), p.k.float(), p.v.float()
+            sums = torch.empty(q.shape, dtype=torch.float32, device="cpu")
+            self._attend_prompts([PromptCall(q, k, v, sums, p.past)], options)
+            p.out.copy_(sums)
+
+    def _attend_prompts(self, prompts: Sequence[PromptCall], options: AttentionOptions) -> None:
+        """Compute attention in fp32, in one call."""
         calls, kept = (structs.Prompt * len(prompts))(), list[Any]()
-        for number, prompt in enumerate(prompts):
-            q, k, v = (_in_rows(x.float()) for x in prompt[:3])
-            past, room = prompt.past, None
+        for number, (*qkv, out, past) in enumerate(prompts):
+            q, k, v = map(_in_rows, qkv)
+            room = None
             if past is not None:
                 past = past._replace(table=int32(past.table))
                 room = checks.check_past(q, k, past)
-            kept.append(given := base.PromptCall(q, k, v, prompt.out, past))
+            kept.append(given := PromptCall(q, k, v, out, past))
             calls[number] = structs.prompt_call(given, room, options)
         status = self._prompts(ctypes.addressof(calls), len(calls))
         if status > 0:
@@ -236,7 +228,7 @@ class NativeKernels(Kernels):
     def product(
         self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        kernels = kernels_of(form, "cpu") if _is_native(x, weight) else None
+        kernels = kernels_of(type(form), "cpu") if _is_native(x, weight) else None
         if kernels is None:
             return self.plain.product(x, weight, form, bias, compute)
         checks.check_product(x, weight, form, bias)
@@ -246,7 +238,7 @@ class NativeKernels(Kernels):
         return out.view(*x.shape[:-1], form.rows)
 
     def encoded_rows(self, weight: Tensor, form: Form, ids: Tensor) -> Tensor:
-        kernels = kernels_of(form, "cpu") if _is_native(weight, ids) else None
+        kernels = kernels_of(type(form), "cpu") if _is_native(weight, ids) else None
         if kernels is None or kernels.rows is None:
             return self.plain.encoded_rows(weight, form, ids)
         checks.check_encoded_rows(weight, form, ids)

@@ -117,7 +117,7 @@ class CudaKernels(ReferenceKernels):
         rows = x.reshape(-1, form.columns)
         # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
         fused = x.numel() and (not x.is_cuda or is_ampere(x)) and self._triton(x.device.type)
-        kernels = kernels_of(form, "cuda") if fused else None
+        kernels = kernels_of(type(form), "cuda") if fused else None
         out = None if kernels is None else kernels.product(self, rows, weight, form, bias, compute)
         if out is None:
             out = x.new_empty((len(rows), form.rows))

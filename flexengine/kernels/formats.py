@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,14 +26,9 @@ class FormatKernels(NamedTuple):
 
 # "module:object" of FormatKernels by "module:class" of the format and device; imported when they are first needed.
 KERNELS = {
-    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.packed_cpu:KERNELS",
+    ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:PACKED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
 }
-
-
-def kernels_of(form: Form, device: str) -> FormatKernels | None:
-    """Return the kernels of a format on a device, cpu or cuda; None if there are none."""
-    return _kernels_of(type(form), device)
 
 
 def in_steps(form: Form | None) -> bool:
@@ -42,10 +37,8 @@ def in_steps(form: Form | None) -> bool:
 
 
 @cache
-def _kernels_of(kind: type[Any], device: str) -> FormatKernels | None:
+def kernels_of(kind: type[Form], device: str) -> FormatKernels | None:
+    """Return the kernels of a kind of format on a device, cpu or cuda; None if there are none."""
     path = KERNELS.get((f"{kind.__module__}:{kind.__qualname__}", device))
-    if path is None:
-        return None
-    module, _, attribute = path.partition(":")
-    kernels: FormatKernels = getattr(import_module(module), attribute)
+    kernels: FormatKernels | None = None if path is None else resolve_name(path)
     return kernels

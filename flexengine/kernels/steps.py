@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
+from flexengine.kernels.formats import FormatKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.structs import CODES, address
@@ -228,3 +229,22 @@ class Steps:
     def _add(self, kind: str, call: ctypes.Structure, kept: tuple[Any, ...], beside: bool = False) -> None:
         self._steps.append((call, KINDS.index(kind), beside))
         self._kept.append(kept)
+
+
+def _packed_product(
+    kernels: Any, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, compute: base.Compute | None
+) -> Tensor:
+    steps = kernels.steps()
+    out: Tensor = steps.product(x, weight, form, bias, compute)
+    steps.run()
+    return out
+
+
+def _packed_rows(kernels: Any, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
+    out = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu")
+    sizes = (form.columns, form.codec.group, form.codec.bits, out.data_ptr(), torch.get_num_threads())
+    kernels.decode_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)
+    return out
+
+
+PACKED = FormatKernels(_packed_product, _packed_rows)

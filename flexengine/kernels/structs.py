@@ -20,6 +20,7 @@ from flexengine.kernels.base import AttentionOptions, PromptCall
 from flexengine.kernels.paged import PagedAttention, PromptPieces, Room
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Dtype of simd.h
+STRUCTS = dict[str, type[ctypes.Structure]]()  # by name in lower case, as in flex_<name>_size
 _TYPES = {"double": c_double, "float": c_float, "int32_t": c_int32, "int64_t": c_int64}
 
 
@@ -31,7 +32,8 @@ def _text(file: str) -> str:
 def _struct(name: str, file: str) -> Any:
     """Return a struct of a C++ file. Its fields end at an empty line, before its functions."""
     body = re.split(r"\n\n|};", _text(file).partition(f"\nstruct {name} {{\n")[2], maxsplit=1)[0]
-    return type(name, (ctypes.Structure,), {"_fields_": list(_fields(body))})
+    STRUCTS[name.lower()] = made = type(name, (ctypes.Structure,), {"_fields_": list(_fields(body))})
+    return made
 
 
 def _fields(body: str) -> Iterator[tuple[str, Any]]:
@@ -54,8 +56,6 @@ Reads = _struct("Reads", "reads.cpp")
 Records = _struct("Records", "neurons.h")
 Rotate = _struct("Rotate", "elementwise.h")
 Step = _struct("Step", "steps.h")
-STRUCTS = {x.__name__.lower(): x for x in (Append, Batch, Decode, Gate, Linear, Narrow, Norm, Product, Prompt, Reads,
-                                           Records, Rotate, Step)}  # fmt: skip
 
 
 def bound(library: ctypes.CDLL, name: str, returns: Any = None, takes: Sequence[Any] = (c_void_p,)) -> Any:

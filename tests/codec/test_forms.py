@@ -46,7 +46,7 @@ def test_unknown_names_are_refused() -> None:
 def test_kernels_are_looked_up_by_format_and_device() -> None:
     packed = forms.make_form("int4", 16, 64)
     assert isinstance(packed, Packed)
-    kernels = kernels_of(packed, "cpu")
+    kernels = kernels_of(type(packed), "cpu")
     assert kernels is not None
     assert kernels.rows is not None
-    assert kernels_of(Thirds(3, 64), "cpu") is kernels_of(Thirds(3, 64), "cuda") is None
+    assert kernels_of(Thirds, "cpu") is kernels_of(Thirds, "cuda") is None

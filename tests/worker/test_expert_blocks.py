@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import greenlet
@@ -13,7 +14,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
 from flexengine.guests.flash import expert_blocks, expert_reads
-from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertRows
+from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertRows, Guesses
 from flexengine.guests.flash.expert_layers import ExpertLayer, Router
 from flexengine.guests.flash.expert_reads import ExpertReads
 from flexengine.model.linear import Product
@@ -189,8 +190,8 @@ def test_guesses_are_counted() -> None:
     true = set(layers.routers[1](after)[2].flatten().tolist())
     run(layers, [x])
     right, found = len(true & named), layers.blocks[1].guesses
-    assert layers.blocks[0].guesses == (0,) * 8
-    assert found[:6] == (len(true), right, len(true), right, len(named), len(named - true))
+    assert layers.blocks[0].guesses == Guesses()
+    assert astuple(found)[:6] == (len(true), right, len(true), right, len(named), len(named - true))
     assert 0 <= found.ahead_bytes <= right * NBYTES
     layers.reads.close()
 
@@ -242,7 +243,7 @@ def test_a_wrong_guess_costs_a_piece_and_takes_nothing_out_of_memory(stages: int
     case.layers.reads.close()
     assert case.block.arena.held.tolist() == case.chosen
     assert case.block.counts.read == ACTIVE
-    assert case.block.guesses == (ACTIVE, 0, 0, 0, 2, 2, 0, NBYTES // PIECES)
+    assert case.block.guesses == Guesses(ACTIVE, 0, 0, 0, 2, 2, 0, NBYTES // PIECES)
     assert disk.nbytes == ACTIVE * NBYTES + NBYTES // PIECES
 
 
@@ -256,7 +257,7 @@ def test_a_right_guess_is_read_once(stages: int | None) -> None:
     disk.wait_until_blocked()
     threading.Timer(0.02, disk.gate.set).start()
     case.compute()
-    assert case.block.guesses[:6] == (ACTIVE, ACTIVE, ACTIVE, ACTIVE, ACTIVE, 0)
+    assert astuple(case.block.guesses)[:6] == (ACTIVE, ACTIVE, ACTIVE, ACTIVE, ACTIVE, 0)
     assert NBYTES // PIECES <= case.block.guesses.ahead_bytes <= ACTIVE * NBYTES
     assert disk.nbytes == ACTIVE * NBYTES
     case.layers.reads.close()
@@ -289,7 +290,7 @@ def test_a_guess_is_kept_until_its_own_pass_has_come(stages: int | None) -> None
     threading.Timer(0.02, disk.gate.set).start()
     case.compute()
     assert list(case.block._coming) == [other]
-    assert case.block.guesses[:6] == (ACTIVE, 1, ACTIVE, 1, 2, 0)
+    assert astuple(case.block.guesses)[:6] == (ACTIVE, 1, ACTIVE, 1, 2, 0)
     second.switch()
     assert not case.block._coming
     assert (case.block.guesses.early, case.block.guesses.wasted) == (2, 1)

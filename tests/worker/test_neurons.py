@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flexengine.codec.records import RecordForm
 from flexengine.guests.flash.arena import IntArray
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.neurons import NeuronBlock, Neurons
+from flexengine.guests.flash.neurons import Counts, NeuronBlock, Neurons
 from flexengine.lossy import Lossy
 from flexengine.plan import neurons as neuron_plan
 from flexengine.plan.layout import lay_out_weights
@@ -86,7 +86,7 @@ def test_neurons_that_fit_are_read_in_the_calling_thread() -> None:
     assert toy.check(some([1, 5, 7])) == [("now", 3), "compute"]
     assert toy.check(some([1, 5, 8, 9])) == [("now", 2), "compute"]
     assert toy.check(some([1, 5])) == ["compute"]
-    assert toy.block.counts == (9, 5)
+    assert toy.block.counts == Counts(9, 5)
 
 
 def test_of_more_neurons_one_part_is_read_while_another_is_computed() -> None:
@@ -94,7 +94,7 @@ def test_of_more_neurons_one_part_is_read_while_another_is_computed() -> None:
     events = toy.check(some(list(range(20, 38))))
     assert events == [("begin", 5), "arrive", ("begin", 5), "compute", "arrive", ("begin", 5), "compute", "arrive",
                       ("begin", 3), "compute", "arrive", "compute"]  # fmt: skip
-    assert toy.block.counts == (18, 18)
+    assert toy.block.counts == Counts(18, 18)
 
 
 @pytest.mark.parametrize("room", [2, 3, 10, 47])

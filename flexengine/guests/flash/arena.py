@@ -8,7 +8,6 @@ The paper keeps rows without gaps, and moves the last row into the place of each
 of each neuron, so a new record takes the row of the one that leaves, and nothing is moved.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,20 +33,13 @@ class Arena:
     """Rows of one layer's memory.
 
     Attributes:
-        room: number of rows.
-        window: neurons that none of the last `window` tokens used leave, though there is room; None to keep them.
+        room: number of rows, at least 1.
         step: number of calls of `fetch`.
     """
 
-    def __init__(self, neurons: int, room: int, window: int | None = None) -> None:
-        """Make an empty memory.
-
-        Args:
-            neurons: neurons of the layer.
-            room: rows, at least 1.
-        """
+    def __init__(self, neurons: int, room: int) -> None:
         assert room > 0
-        self.room, self.window, self.step = room, window, 0
+        self.room, self.step = room, 0
         self._row_of = np.full(neurons, _NOWHERE, np.int64)
         self._neuron_at = np.full(room, _NOWHERE, np.int64)
         self._used = np.full(room, _NEVER, np.int64)  # by row: last step; _NEVER if it is free
@@ -56,17 +48,6 @@ class Arena:
     def held(self) -> IntArray:
         """Numbers of the neurons in memory, rising."""
         return np.flatnonzero(self._row_of >= 0)
-
-    def parts(self, neurons: IntArray, most: int | None = None) -> Iterator[IntArray]:
-        """Yield the neurons in as few runs as `fetch` can take, one after the other.
-
-        Args:
-            neurons: numbers, rising, without repeats.
-            most: neurons of a run; None for `room`.
-        """
-        most = most or self.room
-        for low in range(0, len(neurons), most):
-            yield neurons[low : low + most]
 
     def overlapping(self, neurons: IntArray, each: int) -> list[IntArray]:
         """Return more neurons than there is room for, in runs for successive calls of `fetch`.
@@ -89,7 +70,7 @@ class Arena:
         """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.
 
         Args:
-            neurons: numbers, rising, without repeats; not more than `parts` yields together.
+            neurons: numbers, rising, without repeats; not more than there is room for.
         """
         rows = self._row_of[neurons]
         missing = neurons[rows < 0]
@@ -97,9 +78,9 @@ class Arena:
         assert len(neurons) <= self.room
         self.step += 1
         self._used[inside] = self.step
-        if self.window is not None:
-            self._forget(self.step - self.window)
-        places = self._vacated(len(missing))
+        # Free rows come first, then the least recently used ones, the first of equal ones.
+        places = np.argsort(self._used, kind="stable")[: len(missing)] if len(missing) else np.empty(0, np.int64)
+        self._free(places)
         self._row_of[missing], self._neuron_at[places], self._used[places] = places, missing, self.step
         return Fetch(missing, places)
 
@@ -113,20 +94,7 @@ class Arena:
         """Return the rows of neurons that are all in memory."""
         return self._row_of[neurons]
 
-    def _forget(self, before: int) -> None:
-        """Free the rows that were last used in step `before` or earlier."""
-        old = np.flatnonzero((self._neuron_at >= 0) & (self._used <= before))
-        self._free(old)
-
     def _free(self, rows: IntArray) -> None:
         gone = self._neuron_at[rows]
         self._row_of[gone[gone >= 0]] = _NOWHERE
         self._neuron_at[rows], self._used[rows] = _NOWHERE, _NEVER
-
-    def _vacated(self, count: int) -> IntArray:
-        """Return `count` rows for new records: free ones, then the least recently used, the first of equal ones."""
-        if not count:
-            return np.empty(0, np.int64)
-        rows = np.argsort(self._used, kind="stable")[:count]
-        self._free(rows)
-        return rows

@@ -15,6 +15,7 @@ expert gets; else the read is stopped. So a wrong guess takes no expert out of m
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -44,7 +45,8 @@ from flexengine.worker.regions import Regions
 FEW_TOKENS = 32
 
 
-class Guesses(NamedTuple):
+@dataclass
+class Guesses:
     """What the guesses of the layer before were worth, summed over the calls with a guess.
 
     Attributes:
@@ -129,7 +131,8 @@ class ExpertBlock:
         if left > most and len(hidden) <= FEW_TOKENS:
             self.arena.reserve(every, left)  # those in memory leave last
             most = 1
-        for numbers in self.arena.parts(every, most):
+        for low in range(0, len(every), most):
+            numbers = every[low : low + most]
             missing, left = self.arena.fetch(numbers).neurons.tolist(), left - len(numbers)
             self._compare(named, numbers.tolist(), missing)
             waiting = deque(missing)
@@ -141,7 +144,7 @@ class ExpertBlock:
                 if self.follow is not None and expert == last and not left:
                     self.follow.guess(hidden)
                 add_expert(self.layer.module, hidden, weights, groups[expert], out, expert, self.rows.own[row])
-        self.counts = self.counts._replace(used=self.counts.used + len(groups))
+        self.counts.used += len(groups)
         return out
 
     def guess(self, hidden: Tensor) -> None:
@@ -157,27 +160,22 @@ class ExpertBlock:
         missing = [e for e in named if e not in self._coming and self.arena.rows(np.array([e]))[0] < 0]
         waiting = deque(missing)
         self._begin(waiting, early=True)
-        self._count(early=len(missing) - len(waiting))
+        self.guesses.early += len(missing) - len(waiting)
 
-    def _count(self, **more: int) -> None:
-        self.guesses = self.guesses._replace(**{name: getattr(self.guesses, name) + n for name, n in more.items()})
-
-    def _compare(self, named: Collection[int] | None, chosen: Collection[int], missing: Collection[int]) -> None:
+    def _compare(self, named: frozenset[int] | None, chosen: Collection[int], missing: Collection[int]) -> None:
         """Count how much of a pass's guess was right."""
         if named is not None:
-            self._count(
-                chosen=len(chosen),
-                right=len(set(chosen) & set(named)),
-                missing=len(missing),
-                found=len(set(missing) & set(named)),
-            )
+            self.guesses.chosen += len(chosen)
+            self.guesses.right += len(named.intersection(chosen))
+            self.guesses.missing += len(missing)
+            self.guesses.found += len(named.intersection(missing))
 
     def _begin(self, waiting: "deque[int]", early: bool = False) -> None:
         """Begin to read the first of the experts, as many as there are buffers for now."""
         while waiting:
             expert = waiting[0]
             if (coming := self._coming.get(expert)) is not None:
-                self._count(ahead_bytes=self.reads.need(coming.read))
+                self.guesses.ahead_bytes += self.reads.need(coming.read)
             elif (buffer := self._claim(expert, early)) is not None:
                 read = self.reads.begin(self._pairs(expert, self._targets(buffer)), early)
                 self._coming[expert] = Coming(read, buffer, early)
@@ -231,14 +229,15 @@ class ExpertBlock:
         elif coming.early:
             self.rows.own[row], coming = coming.buffer, coming._replace(buffer=self.rows.own[row])
         self._free(coming)
-        self.counts = self.counts._replace(read=self.counts.read + 1)
+        self.counts.read += 1
 
     def _stop_wrong(self, chosen: Collection[int]) -> None:
         """Stop early reads of experts that neither this pass chose, nor the guess of a pass that is still to come
         named."""
         for expert in self._coming.keys() - set(chosen).union(*self._named.values()):
             coming = self._coming.pop(expert)
-            self._count(wasted=1, wasted_bytes=self.reads.stop(coming.read))
+            self.guesses.wasted += 1
+            self.guesses.wasted_bytes += self.reads.stop(coming.read)
             self._free(coming)
 
 

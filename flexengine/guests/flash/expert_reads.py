@@ -99,17 +99,13 @@ class ExpertReads:
         except BaseException as failure:
             error = failure
         with self._lock:
-            self._end(read, error)
-
-    def _end(self, read: ExpertRead, error: BaseException | None) -> None:
-        """End a read whose last piece was read, or failed, unless it was stopped."""
-        for queue in (self._needed, self._early):
-            if read in queue and (error is not None or not read.left):
-                queue.remove(read)
-                if error is None:
-                    read.done.set_result(None)
-                else:
-                    read.done.set_exception(error)
+            for queue in (self._needed, self._early):  # in none if it was stopped
+                if read in queue and (error is not None or not read.left):
+                    queue.remove(read)
+                    if error is None:
+                        read.done.set_result(None)
+                    else:
+                        read.done.set_exception(error)
 
     def close(self) -> None:
         """Wait for the piece that is read, and drop all others."""

@@ -8,8 +8,8 @@ not use add nothing. So a token's result does not depend on the other tokens of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ BeginRead = Callable[[IntArray, Tensor, IntArray], Callable[[], object]]  # retu
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
-class Counts(NamedTuple):
+@dataclass
+class Counts:
     """What the blocks of a job did.
 
     Attributes:
@@ -108,7 +109,8 @@ class NeuronBlock:
     def _fetched(self, numbers: IntArray) -> Fetch:
         """Make room for neurons, count them, and return those that must be read."""
         fetch = self.arena.fetch(numbers)
-        self.counts = Counts(self.counts.used + len(numbers), self.counts.read + len(fetch.neurons))
+        self.counts.used += len(numbers)
+        self.counts.read += len(fetch.neurons)
         return fetch
 
     def _begin(self, fetch: Fetch) -> Callable[[], object]:
