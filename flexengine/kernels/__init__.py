@@ -12,7 +12,6 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
 from flexengine.kernels.cpu import load_native
-from flexengine.kernels.onednn import has_onednn
 
 __all__ = ["Kernels", "choice", "load", "load_for"]
 
@@ -59,12 +58,13 @@ def _load() -> Kernels:
 
 
 def _reference() -> Kernels:
+    from flexengine.kernels.onednn import has_onednn  # neither beside the native kernels
+    from flexengine.kernels.reference import ReferenceKernels
+
     if not has_onednn():
         raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, and only its products and those of the"
                            " native kernels are independent of the batch; install g++, or a build of torch with oneDNN,"
                            " as pip's for Linux")  # fmt: skip
-    from flexengine.kernels.reference import ReferenceKernels  # not beside the native ones
-
     return ReferenceKernels()
 
 

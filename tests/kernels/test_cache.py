@@ -143,9 +143,10 @@ class TestEncodedCache:
         assert not found[1].isnan().any()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("group", [1, 3, 4, 8])
-    @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
-    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize(("bits", "dim", "group"), [
+        (BITS[(i + j) % len(BITS)], dim, group)
+        for i, dim in enumerate([16, 64, 80, 96, 128]) for j, group in enumerate([1, 3, 4, 8])
+    ])  # fmt: skip
     def test_decode(self, kernel: Kernels, bits: int, dim: int, group: int) -> None:
         cache, q = cached(bits, dim), torch.randn(len(LENGTHS), 2 * group, dim)
         options = given(OPTIONS[(bits + dim // 16 + group) % len(OPTIONS)], 2 * group)

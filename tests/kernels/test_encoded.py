@@ -19,6 +19,11 @@ from tests.helpers.groupwise import twice
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
+# Each pair of bits and group, of bits and shape, and of group and shape.
+CASES = [(bits, group, SHAPES[0]) for bits in BITS for group in GROUPS]
+CASES += [
+    (bits, GROUPS[(i + j) % len(GROUPS)], shape) for i, bits in enumerate(BITS) for j, shape in enumerate(SHAPES[1:])
+]
 COMPUTES: tuple[Compute | None, ...] = (None, "bf16", "int8")
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
 
@@ -80,9 +85,7 @@ class TestPacked:
     def test_share_of_fp16(self) -> None:
         assert packed(4, 64, 4096, 1024).nbytes == 0.28125 * 2 * 4096 * 1024
 
-    @pytest.mark.parametrize("bits", BITS)
-    @pytest.mark.parametrize("group", GROUPS)
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize(("bits", "group", "shape"), CASES)
     def test_is_the_codec_in_another_order(self, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, x = packed(bits, group, *shape), torch.randn(shape)
         data, expected = form.encode(x), twice(form.codec, x)
@@ -123,9 +126,7 @@ class TestPacked:
 class TestRows:
     """Rows of an encoded matrix, by every set of kernels."""
 
-    @pytest.mark.parametrize("bits", BITS)
-    @pytest.mark.parametrize("group", GROUPS)
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize(("bits", "group", "shape"), CASES)
     def test_are_those_of_the_whole_matrix(
         self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]
     ) -> None:
@@ -153,9 +154,7 @@ class TestRows:
 class TestProduct:
     """Tests that every implementation must pass."""
 
-    @pytest.mark.parametrize("bits", BITS)
-    @pytest.mark.parametrize("group", GROUPS)
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize(("bits", "group", "shape"), CASES)
     def test_fp32(self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, data = encoded(bits, group, *shape)
         decoded, bias = form.dequantize(data).double(), torch.randn(shape[0])
@@ -168,9 +167,7 @@ class TestProduct:
             assert found.shape == (count, shape[0])
             assert ((found - expected).abs() <= bound).all(), count
 
-    @pytest.mark.parametrize("bits", BITS)
-    @pytest.mark.parametrize("group", GROUPS)
-    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize(("bits", "group", "shape"), CASES)
     def test_int8(self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, weight = packed(bits, group, *shape), torch.randn(shape) + 0.3
         data, bias = form.encode(weight), torch.randn(shape[0])
