@@ -62,26 +62,13 @@ def product(
     """Return x @ weight.T + bias as `Kernels.product` does, None if the weight lies at an odd address."""
     if weight.data_ptr() % 2:
         return None
+    x = x.contiguous()  # BLAS rounds matrices with other strides differently
+    out, int8 = x.new_empty((len(x), form.rows)), compute == "int8"
+    if int8 or (len(x) <= MAX_FUSED_ROWS and x.dtype != torch.float32):
+        _multiply(_rounded(x, form) if int8 else _Rows(x), weight, form, bias, out)
+        return out
     if compute == "bf16" and x.dtype == torch.float32:
         x = x.bfloat16().float()
-    out = x.new_empty((len(x), form.rows))
-    _write_product(x, weight, form, bias, compute == "int8", out)
-    return out
-
-
-def _write_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: bool, out: Tensor) -> None:
-    """Write x @ weight.T + bias to `out`.
-
-    Args:
-        x: [M, columns].
-        weight, form, bias: as in `Kernels.product`, already checked; weight lies at an even address.
-        int8: round x to 8 bits.
-        out: [M, rows] in x's dtype.
-    """
-    x = x.contiguous()  # BLAS rounds matrices with other strides differently
-    if int8 or (len(x) <= MAX_FUSED_ROWS and x.dtype != torch.float32):
-        _multiplied(_rounded(x, form) if int8 else _Rows(x), weight, form, bias, out)
-        return
     step = max(1, DECODED // (form.columns * x.itemsize) // ROWS) * ROWS
     for low in range(0, form.rows, step):
         run = slice(low, min(form.rows, low + step))
@@ -91,6 +78,7 @@ def _write_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None,
         else:
             torch.addmm(bias[run].to(x.dtype), x, decoded, out=columns)
         del decoded  # free it before the next one is allocated
+    return out
 
 
 def dequantize(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> Tensor:
@@ -136,7 +124,7 @@ def _rounded(x: Tensor, form: Packed) -> _Rows:
     return encoded
 
 
-def _multiplied(rows: _Rows, weight: Tensor, form: Packed, bias: Tensor | None, out: Tensor) -> None:
+def _multiply(rows: _Rows, weight: Tensor, form: Packed, bias: Tensor | None, out: Tensor) -> None:
     """Write rows @ weight.T + bias to `out`, for as many rows at a time as BUFFER holds fp32 results, at least 16."""
     step = max(16, BUFFER // (4 * form.rows) // 16 * 16)
     for low in range(0, len(out), step):

@@ -15,7 +15,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import load
 from flexengine.model.forward import Attend, Query
-from flexengine.plan import page_size
+from flexengine.plan import pages
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
@@ -197,7 +197,7 @@ def overwrite(*tensors: Tensor | None) -> None:
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pages of 16 tokens, so that sequences have several."""
-    monkeypatch.setattr(page_size, "EXTENT", 4096)
+    monkeypatch.setattr(pages, "EXTENT", 4096)
 
 
 class Conformance:

@@ -92,7 +92,8 @@ class NeuronBlock:
 
     def _some(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use the neurons that the predictor names."""
-        uses, out = self.predict(x), self._zeros(x)
+        # The sum is in fp32: it is rounded to x's dtype once, at the end.
+        uses, out = self.predict(x), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         union = np.flatnonzero(uses.any(0).cpu().numpy())
         if len(union) <= self.arena.room:
             self._bring(*self._fetched(union))
@@ -118,11 +119,6 @@ class NeuronBlock:
         latter, while the GPU computes what was queued before."""
         in_ram = self.memory.device.type == "cpu"
         return self.read(fetch.neurons, self.memory, fetch.rows) if in_ram else partial(self._bring, *fetch)
-
-    @staticmethod
-    def _zeros(x: Tensor) -> Tensor:
-        """Return the sum of no neurons, in fp32: it is rounded to x's dtype once, at the end."""
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
     def _bring(self, numbers: IntArray, rows: IntArray) -> None:
         """Read records into the memory."""
@@ -166,7 +162,7 @@ class NeuronBlock:
     def all(self, x: Tensor) -> Tensor:
         """Return the output of tokens [n, width] that use all neurons: of those in memory, if all fit, else of records
         on their way."""
-        out, size = self._zeros(x), len(self.streamed[0])
+        out, size = torch.zeros(x.shape, dtype=torch.float32, device=x.device), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
         dtype, x = x.dtype, x if kernels.load_for(x.device).narrow else x.float()
         records = self._held if self.arena.room == self.feed.neurons else self._passing
@@ -186,12 +182,16 @@ class NeuronBlock:
 
     def _passing(self, runs: Sequence[slice]) -> Iterator[Tensor]:
         """Yield the records of each run from one of two buffers. While they are computed, the next ones are read."""
-        coming = self._coming(runs[0], 0)
-        for i in range(len(runs)):
-            records, arrive = coming
+        buffers = [self.streamed[i % 2][: run.stop - run.start] for i, run in enumerate(runs)]
+
+        def begin(i: int) -> Callable[[], object]:
+            return self.read(np.arange(runs[i].start, runs[i].stop), buffers[i], np.arange(len(buffers[i])))
+
+        arrive = begin(0)
+        for i, records in enumerate(buffers):
             arrive()
             if i + 1 < len(runs):
-                coming = self._coming(runs[i + 1], i + 1)
+                arrive = begin(i + 1)
             yield records.to(self.memory.device)
 
     def _add_run(self, out: Tensor, x: Tensor, run: slice, records: Tensor) -> None:
@@ -208,11 +208,6 @@ class NeuronBlock:
         if form.gated:
             a = a * kernel.linear(x, kernel.record_vectors(records, form, 1), self._bias(run, 1))
         kernel.add_weighted(out, a, kernel.record_vectors(records, form, form.down))
-
-    def _coming(self, run: slice, number: int) -> tuple[Tensor, Callable[[], object]]:
-        """Begin to read a run of records into one of the two buffers. Return the records and what waits for them."""
-        buffer = self.streamed[number % 2][: run.stop - run.start]
-        return buffer, self.read(np.arange(run.start, run.stop), buffer, np.arange(len(buffer)))
 
 
 class Neurons:
