@@ -57,6 +57,11 @@ class RecordForm:
         """Index of the vector of `down`; `first` has index 0, and `up` 1."""
         return self.vectors - 1
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of vectors, which are fp32 when they are decoded."""
+        return PLAIN.get(self.kind, torch.float32)
+
     @cached_property
     def coded(self) -> CacheFormat | None:
         """Format of an encoded vector, as of one token of one head; None if it is plain."""

@@ -10,15 +10,17 @@ Names and shapes in this package:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
-from flexengine.codec.records import RecordForm
 from flexengine.kernels.paged import PagedAttention, PagedTokens
+
+if TYPE_CHECKING:
+    from flexengine.codec.records import RecordForm
 
 ACTS = ("silu", "gelu_tanh", "relu")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it multiplies; None: no rounding
@@ -267,7 +269,7 @@ class Kernels(ABC):
         """
         return form.dequantize_rows(weight, ids)
 
-    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
+    def record_vectors(self, records: Tensor, form: "RecordForm", index: int) -> Tensor:
         """Return one vector of each record [n, form.width]: plain ones as a view, encoded ones in fp32.
 
         Args:
@@ -279,7 +281,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def record_products(
-        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+        self, x: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, bias: Tensor | None = None
     ) -> Tensor:
         """Return x @ V.T + bias, where V has vector `index` of the records at `places`, in the order of `places`.
 
@@ -301,7 +303,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def record_sum(
-        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+        self, a: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, start: Tensor | None = None
     ) -> Tensor:
         """Return start + a @ V, where V has vector `index` of the records at `places`, in the order of `places`.
 

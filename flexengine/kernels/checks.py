@@ -1,14 +1,18 @@
 """Checks of kernel arguments: shapes, dtypes and options. Every check raises InvalidInput with the sizes."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
-from flexengine.codec.records import RecordForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, AttentionOptions, Past
 from flexengine.kernels.paged import PagedTokens, Room
+
+if TYPE_CHECKING:
+    from flexengine.codec.records import RecordForm
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -216,7 +220,7 @@ def check_encoded_rows(weight: Tensor, form: Form, ids: Tensor) -> None:
         raise InvalidInput(f"rows {int(ids.min())} to {int(ids.max())} of a weight with {form.rows} rows")
 
 
-def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form: RecordForm, index: int) -> None:
+def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form: "RecordForm", index: int) -> None:
     """Raise InvalidInput if the shapes and dtypes do not fit together. columns: those that x must have."""
     fits = records.dim() == 2 and records.shape[1] == form.nbytes and records.is_contiguous()
     fits = fits and records.dtype == torch.uint8 and places.dim() == 1 and places.dtype == torch.int64
@@ -228,7 +232,7 @@ def check_records(x: Tensor, columns: int, records: Tensor, places: Tensor, form
 
 
 def check_record_products(
-    x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None
+    x: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, bias: Tensor | None
 ) -> None:
     """Raise InvalidInput if the arguments of `record_products` do not fit together."""
     check_records(x, form.width, records, places, form, index)
@@ -237,7 +241,7 @@ def check_record_products(
 
 
 def check_record_sum(
-    a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None
+    a: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, start: Tensor | None
 ) -> None:
     """Raise InvalidInput if the arguments of `record_sum` do not fit together."""
     check_records(a, len(places), records, places, form, index)

@@ -4,14 +4,13 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import WIDEST, CacheFormat
 from flexengine.codec.forms import Form
-from flexengine.codec.records import PLAIN, RecordForm
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.base import AttentionOptions, Kernels, PromptCall
@@ -20,6 +19,9 @@ from flexengine.kernels.paged import PagedAttention, PagedTokens, Room
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.steps import KINDS, Steps
 from flexengine.kernels.structs import CODES, int32
+
+if TYPE_CHECKING:
+    from flexengine.codec.records import RecordForm
 
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
 BLOCK = 64  # bytes of a block of plain numbers in neurons.h
@@ -244,7 +246,7 @@ class NativeKernels(Kernels):
         checks.check_encoded_rows(weight, form, ids)
         return kernels.rows(self, weight, form, ids.contiguous())
 
-    def record_vectors(self, records: Tensor, form: RecordForm, index: int) -> Tensor:
+    def record_vectors(self, records: Tensor, form: "RecordForm", index: int) -> Tensor:
         if form.coded is None or not _is_native(records) or not _in_blocks(form):
             return self.plain.record_vectors(records, form, index)
         out = torch.empty((len(records), form.width), dtype=torch.float32, device="cpu")
@@ -253,7 +255,7 @@ class NativeKernels(Kernels):
         return out
 
     def record_products(
-        self, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, bias: Tensor | None = None
+        self, x: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, bias: Tensor | None = None
     ) -> Tensor:
         if not _is_native(x, records, places) or not _in_blocks(form):
             return self.plain.record_products(x, records, places, form, index, bias)
@@ -263,7 +265,7 @@ class NativeKernels(Kernels):
         return out.to(x.dtype)
 
     def record_sum(
-        self, a: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int, start: Tensor | None = None
+        self, a: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int, start: Tensor | None = None
     ) -> Tensor:
         if not _is_native(a, records, places) or not _in_blocks(form):
             return self.plain.record_sum(a, records, places, form, index, start)
@@ -276,7 +278,7 @@ class NativeKernels(Kernels):
 
     @staticmethod
     def _with_records(
-        function: Any, x: Tensor, records: Tensor, places: Tensor, form: RecordForm, index: int,
+        function: Any, x: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int,
         **tensors: Tensor | None,
     ) -> None:  # fmt: skip
         """Call a function of neurons.cpp.
@@ -291,7 +293,7 @@ class NativeKernels(Kernels):
         call = structs.Records(
             rows=len(rows), n=len(places), room=len(records), nbytes=form.nbytes, shift=index * form.vector_bytes,
             width=form.width, x_row=rows.stride(0), out_row=out.stride(0), threads=torch.get_num_threads(),
-            kind=CODES[PLAIN[form.kind]] if form.coded is None else form.coded.bits * 16,
+            kind=form.coded.bits * 16 if form.coded else CODES[form.dtype],
             **{name: structs.address(tensor) for name, tensor in given.items()},
         )  # fmt: skip
         if bad := function(ctypes.addressof(call)):
@@ -360,8 +362,8 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _in_blocks(form: RecordForm) -> bool:
+def _in_blocks(form: "RecordForm") -> bool:
     """Return whether vectors are whole blocks of their format in neurons.h. Other widths, which are rare, are not."""
-    if form.coded is not None:
-        return form.coded.group == WIDEST[form.coded.bits]
-    return form.width * PLAIN[form.kind].itemsize % BLOCK == 0
+    if form.coded is None:
+        return form.vector_bytes % BLOCK == 0
+    return form.coded.group == WIDEST[form.coded.bits]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flexengine.activity import message
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
-from flexengine.codec.records import PLAIN, RecordForm
+from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.formats import kernels_of
@@ -192,7 +192,7 @@ def triton_module(kind: str) -> ModuleType | None:
 def _vectors(records: Tensor, places: Tensor, form: RecordForm, index: int, dtype: torch.dtype) -> Tensor:
     """Return one vector of the records at `places`, [n, width]: as it is stored if it has this dtype, else in fp32."""
     at = slice(index * form.vector_bytes, (index + 1) * form.vector_bytes)
-    if PLAIN.get(form.kind) == dtype:
+    if form.coded is None and form.dtype == dtype:
         return records[:, at][places].view(dtype)
     return form.decode(records[places], index)
 
