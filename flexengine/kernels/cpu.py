@@ -281,12 +281,7 @@ class NativeKernels(Kernels):
         function: Any, x: Tensor, records: Tensor, places: Tensor, form: "RecordForm", index: int,
         **tensors: Tensor | None,
     ) -> None:  # fmt: skip
-        """Call a function of neurons.cpp.
-
-        Args:
-            x, records, places, form, index: as in `record_products` and `record_sum`.
-            tensors: out, bias, scratch and start of struct Records.
-        """
+        """Call a function of neurons.cpp. tensors: out, bias, scratch and start of struct Records."""
         rows, places, out = _in_rows(x.float()), places.contiguous(), tensors["out"]
         assert out is not None
         given = {"x": rows, "records": records, "places": places, **tensors}

@@ -204,7 +204,6 @@ def _parts(tables: Tensor, room: Room) -> Iterator[slice]:
 
 
 def _slices(count: int, step: int) -> Iterator[slice]:
-    """Return slices of at most `step` items that cover `count` items."""
     return (slice(low, min(count, low + step)) for low in range(0, count, max(1, step)))
 
 

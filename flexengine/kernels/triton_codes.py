@@ -94,13 +94,7 @@ def dequantize(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> 
 
 
 class _Rows(NamedTuple):
-    """Left factor of product_kernel.
-
-    Attributes:
-        x: [M, columns]; or codes of x, int8 [M, columns padded to whole groups].
-        worth: scales of the codes, fp32 [M, groups]; None if x is not encoded.
-        sums: sums of the codes, fp32 [M, groups]; None if x is not encoded.
-    """
+    """Left factor of product_kernel: x [M, columns], or its int8 codes with their scales and sums, fp32 [M, groups]."""
 
     x: Tensor
     worth: Tensor | None = None
@@ -136,7 +130,6 @@ def _multiply(rows: _Rows, weight: Tensor, form: Packed, bias: Tensor | None, ou
 
 
 def _summed(part: _Rows, weight: Tensor, form: Packed) -> Tensor:
-    """Return part @ weight.T, fp32 [M, rows]."""
     x, int8, (down, right) = part.x, part.worth is not None, form.blocks
     size = sizes(len(x), form)
     out = torch.empty((size.runs, len(x), form.rows), dtype=torch.float32, device=x.device)

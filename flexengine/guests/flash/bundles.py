@@ -62,9 +62,8 @@ class Bundle:
         """Return the error for a damaged file."""
         key = self.path.parent.name[:8]  # the name of the directory for `flexengine cache`
         return BadCheckpoint(
-            f"{self.path} {what}, but {self.neurons:,} neurons of {self.form.nbytes:,} bytes are"
-            f" {self.nbytes:,} bytes; remove it with flexengine cache clear {key}, and it will be made"
-            " again"
+            f"{self.path} {what}, but {self.neurons:,} neurons of {self.form.nbytes:,} bytes are {self.nbytes:,}"
+            f" bytes; remove it with flexengine cache clear {key}, and it will be made again"
         )
 
 
@@ -151,14 +150,7 @@ def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = ""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The bundle of one layer to make.
-
-    Attributes:
-        name: of the file, without suffix.
-        block: the feed-forward block.
-        form: format of the records.
-        stored: location of each parameter in the checkpoint.
-    """
+    """The bundle of one layer to make. name: of its file. stored: location of each parameter in the checkpoint."""
 
     name: str
     block: FeedForward
@@ -192,13 +184,11 @@ class _Layer:
 
 
 def _rows(origin: Origin, low: int, high: int) -> Tensor:
-    """Return rows of a matrix, [high - low, columns]."""
     size = origin.shape[1] * origin.dtype.itemsize
     return read_part(origin, low * size, (high - low) * size).view(-1, origin.shape[1])
 
 
 def _columns(origin: Origin, low: int, high: int) -> Tensor:
-    """Return columns of a matrix, [rows, high - low]."""
     rows, count = origin.shape
     if high - low == count:
         return read_part(origin, 0, origin.nbytes).view(rows, count)
@@ -221,8 +211,6 @@ def _bundled(piece: tuple[_Layer, tuple[Tensor, ...]]) -> TensorPart:
 
 
 class _RecordFiles(TensorFiles):
-    """Files that hold records and nothing else."""
-
     def start(self, name: str) -> tuple[bytes, int]:
         (nbytes,) = self.shapes[name]
         return b"", nbytes

@@ -192,7 +192,6 @@ class ExpertBlock:
         return self.rows.own[int(self.arena.rows(np.array([expert]))[0])]
 
     def _free(self, coming: Coming) -> None:
-        """Give back where an expert was read to."""
         if isinstance(coming.buffer, Tensor):
             assert self.reads.stages is not None
             self.reads.stages.append(coming.buffer)
@@ -200,7 +199,6 @@ class ExpertBlock:
             self.rows.spare.append(coming.buffer)
 
     def _targets(self, buffer: Tensor | int) -> dict[str, Tensor]:
-        """Return the matrices of one expert in a buffer, by name."""
         if isinstance(buffer, int):
             return {name: memory[buffer] for name, memory in self.rows.memory.items()}
         targets, start = dict[str, Tensor](), 0
@@ -211,7 +209,6 @@ class ExpertBlock:
         return targets
 
     def _nbytes(self, name: str) -> int:
-        """Return the stored bytes of one expert's matrix."""
         return sum(piece.nbytes for piece in self.pieces[name]) // self.layer.experts
 
     def _pairs(self, expert: int, targets: dict[str, Tensor]) -> Iterable[Pair]:

@@ -110,7 +110,6 @@ class _Points:
         return found
 
     def _ram(self, regions: Regions, nbytes: int) -> Tensor:
-        """Take RAM, and return it as uint8 [nbytes]."""
         place = "device" if self.machine.capacity.shared else "host"
         return self.machine.tier(place).view(regions.take(place, nbytes, WHAT))
 
@@ -166,11 +165,7 @@ class _Points:
         return found
 
     def _some(self, of: Callable[[Predict], NeuronBlock], count: int, others: Tensor) -> Table:
-        """Return the rate of tokens that use some of `count` neurons: as many as they use in the model.
-
-        Args:
-            of: makes the block, with what names the neurons.
-        """
+        """Return the rate of tokens that use some of `count` neurons, as many as in the model. of: makes the block."""
         rng, rates, tokens = np.random.default_rng(0), [], np.array(SOME, dtype=float)
         for n, share in zip(SOME, Use(self.facts).used(tokens), strict=True):
             used = max(1, min(count // 2, int(share * self.feed.neurons)))

@@ -156,7 +156,6 @@ class FlashModel:
         return reason
 
     def _not_trained(self, lossy: Lossy) -> str | None:
-        """Return why the model has no predictors, if it needs some."""
         if lossy.flash != PREDICTORS or self.latest(lossy.sparsity).find():
             return None
         name = self.model.source.name
@@ -170,7 +169,6 @@ class FlashModel:
         return f"{name} has {lacks}; train them: flexengine flash train {words}, or let flash be {ORACLE}"
 
     def _experts_refused(self, lossy: Lossy) -> str | None:
-        """Return why experts cannot be read with these switches; None if they can."""
         name = self.model.source.name
         if lossy.flash != ORACLE:
             return (
@@ -185,7 +183,6 @@ class FlashModel:
         return None
 
     def _not_sparsified(self, lossy: Lossy) -> str | None:
-        """Return why activations cannot be sparsified; None if they can."""
         given, name = f"sparsify is {lossy.sparsify}", self.model.source.name
         if len(self.skeleton.layers) < self.skeleton.total:
             return f"{given} with stages, of which none has all layers; leave out one of them"
@@ -202,7 +199,6 @@ class FlashModel:
         return None
 
     def _not_sparse(self, lossy: Lossy) -> str | None:
-        """Return why no neurons can be read apart; None if they can."""
         known = {block.activation for block in self.feed_forward if block is not None}
         sparse = lossy.sparsify is not None or any(block is not None and block.relu for block in self.feed_forward)
         experts = any(self.experts or find_experts(self.skeleton))

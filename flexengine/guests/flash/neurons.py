@@ -108,7 +108,6 @@ class NeuronBlock:
         return out.to(x.dtype)
 
     def _fetched(self, numbers: IntArray) -> Fetch:
-        """Make room for neurons, count them, and return those that must be read."""
         fetch = self.arena.fetch(numbers)
         self.counts.used += len(numbers)
         self.counts.read += len(fetch.neurons)
@@ -121,7 +120,6 @@ class NeuronBlock:
         return self.read(fetch.neurons, self.memory, fetch.rows) if in_ram else partial(self._bring, *fetch)
 
     def _bring(self, numbers: IntArray, rows: IntArray) -> None:
-        """Read records into the memory."""
         if not len(numbers):
             return
         if self.memory.device.type == "cpu":
@@ -154,7 +152,6 @@ class NeuronBlock:
         return kernel.record_sum(a, records, places, form, form.down, out)
 
     def _bias(self, chosen: Tensor | slice, index: int = 0) -> Tensor | None:
-        """Return the biases of neurons in `first` or `up`."""
         module = self.feed.modules[index]
         assert module is not None
         return None if module.bias is None else module.bias[chosen].float()
@@ -195,14 +192,7 @@ class NeuronBlock:
             yield records.to(self.memory.device)
 
     def _add_run(self, out: Tensor, x: Tensor, run: slice, records: Tensor) -> None:
-        """Add what a run of neurons contributes to the output of tokens that use all of them.
-
-        Args:
-            out: the sum so far, fp32 [n, width].
-            x: [n, width].
-            run: numbers of the neurons.
-            records: uint8 [neurons, form.nbytes], on the device.
-        """
+        """Add what a run of neurons contributes to `out`, fp32 [n, width], of tokens that use all of them."""
         kernel, form = kernels.load_for(x.device), self.form
         a = self.feed.act(kernel.linear(x, kernel.record_vectors(records, form, 0), self._bias(run)))
         if form.gated:
@@ -268,7 +258,6 @@ class Neurons:
         return predictor.active
 
     def _release(self) -> None:
-        """Have no layer use a block."""
         for block in self.blocks:
             first = block.feed.modules[0]
             assert isinstance(first, RecordFirst)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -132,18 +131,12 @@ class RecordReader:
             missing = torch.nonzero(done == 0).view(-1).tolist()
         if not missing:
             return
-        free: SimpleQueue[Tensor] = SimpleQueue()
-        for buffer in self._scratch:
-            free.put(buffer)
 
-        def read(request: int) -> None:
-            buffer = free.get()
-            try:
-                file.read(records, request, buffer)
-            finally:
-                free.put(buffer)
+        def read(thread: int) -> None:
+            for request in missing[thread :: len(self._scratch)]:
+                file.read(records, request, self._scratch[thread])
 
-        under_way = [self._pool.submit(read, request) for request in missing]
+        under_way = [self._pool.submit(read, thread) for thread in range(min(len(missing), len(self._scratch)))]
         wait(under_way)  # for all, even on error: the threads write to the target
         for each in under_way:
             each.result()

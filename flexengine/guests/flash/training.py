@@ -156,10 +156,7 @@ def _trained(
 def _step(
     model: _Model, optimizer: torch.optim.Optimizer, samples: RecordedLayer, chosen: Tensor, weight: float
 ) -> None:
-    """Make one step of the balanced cross entropy: negatives weigh `weight`, positives 1.
-
-    Its gradient is the weight times the difference of probability and label. The loss itself is not needed.
-    """
+    """Make one step of the balanced cross entropy, by its gradient: negatives weigh `weight`, positives 1."""
     with torch.enable_grad():
         scores = model(samples.x[chosen])
     probability = scores.detach().sigmoid_()
@@ -171,7 +168,6 @@ def _step(
 
 
 def _frequency(samples: RecordedLayer) -> Tensor:
-    """Return the share of tokens for which each neuron is active, fp32 [neurons]."""
     counts = torch.zeros(samples.neurons, dtype=torch.int64, device=samples.x.device)
     for low in range(0, len(samples.x), BATCH):
         counts += samples.active(slice(low, low + BATCH)).sum(0)

@@ -81,9 +81,8 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
     if length <= MIN_STRETCH or count < MIN_STRETCHES:
         each = max(length - 1, MIN_STRETCH)
         raise InvalidInput(
-            f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens"
-            f" in a context of {context} are given; give {MIN_STRETCHES * each:,} tokens or"
-            " more"
+            f"training takes at least {MIN_STRETCHES} stretches of {each} tokens, but {tokens:,} tokens in a context"
+            f" of {context} are given; give {MIN_STRETCHES * each:,} tokens or more"
         )
     rows = spread(begin, ids, count, length - len(begin))
     if not rows:
@@ -108,9 +107,8 @@ def sparse_blocks(core: Core) -> tuple[FeedForward | None, ...]:
     if not any(block.sparse for block in found if block):
         names = sorted({block.activation for block in found if block})
         raise UnsupportedModel(
-            f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron;"
-            " flash mode needs a ReLU model, such as OPT or a ReLU-fied checkpoint, or --sparsify"
-            " SHARE, such as 0.7, which is lossy"
+            f"the activation of {core.source.name} is {', '.join(names)}, which is 0 for no neuron; flash mode needs a"
+            " ReLU model, such as OPT or a ReLU-fied checkpoint, or --sparsify SHARE, such as 0.7, which is lossy"
         )
     return tuple(block if block and block.sparse else None for block in found)
 
@@ -192,14 +190,12 @@ def _check_active(mean: float, core: Core) -> None:
         trained_so = "use a checkpoint that was trained to be sparse (ReLU-fied)"
         remedy = trained_so if sparsify is None else f"raise --sparsify, which is {sparsify}"
         raise InvalidInput(
-            f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above"
-            f" {MAX_ACTIVE:.0%}, reading only these takes no less time than reading all;"
-            f" {remedy}, or run without flash mode"
+            f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above {MAX_ACTIVE:.0%}, reading"
+            f" only these takes no less time than reading all; {remedy}, or run without flash mode"
         )
 
 
 def _check_named(errors: PredictionErrors, settings: Settings, name: str) -> None:
-    """Raise InvalidInput if the predictors name too many neurons."""
     if errors.predicted_share > MAX_ACTIVE:
         raise InvalidInput(
             f"predictors that miss {errors.misses:.1%} of the active neurons of {name} name"
