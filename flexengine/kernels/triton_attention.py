@@ -63,10 +63,12 @@ class Tiles:
         """Warps of a program. For fp32 tiles, Triton 3.6 spills hundreds of bytes with 4 warps, and none with 8.
 
         On an H200 one warp reads 4-bit codes 1.1 to 2.9 times as fast as four: no thread waits while codes are
-        reordered between threads. 256 columns take two: with one, Triton 3.9 spills 216 to 416 bytes.
+        reordered between threads. 256 columns take two: with one, Triton 3.9 spills 216 to 416 bytes. So do 128 columns
+        of 8 bits, which no thread reorders: with one, Triton 3.6 spills 328 bytes.
         """
         if self.BITS and (self.NARROW or not self.DOT):
-            return 2 if self.DOT and self.COLUMNS > 128 else 1
+            most = 64 if self.BITS == 8 else 128  # columns of one warp
+            return 2 if self.DOT and most < self.COLUMNS else 1
         return 8 if self.DOT and not self.NARROW else 4
 
 

@@ -108,6 +108,7 @@ def test_interpreted(cases: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("dim", "group", "bits", "dtype"), [
     (128, 1, None, torch.bfloat16), (128, 8, None, torch.float16), (80, 71, None, torch.float32),
     (128, 1, 4, torch.float32), (96, 4, 4, torch.bfloat16), (64, 4, 2, torch.float16), (256, 2, 8, torch.bfloat16),
+    (128, 4, 8, torch.bfloat16),
 ])  # fmt: skip
 def test_attention_compiles(dim: int, group: int, bits: int | None, dtype: torch.dtype) -> None:
     form = None if bits is None else CacheFormat(bits, 8, 32, dim)
@@ -120,8 +121,9 @@ def test_attention_compiles(dim: int, group: int, bits: int | None, dtype: torch
         table="i32", spans="i32", scale="fp32", window="i32", softcap="fp32",
     )  # fmt: skip
     constants = dict(CAPPED=True, SPAN=attention.SPAN, WIDEN=False, **asdict(tile))
-    # On an H200 one warp was the fastest. Triton 3.9 spills 80 bytes of it, and none of two warps.
-    spilled = 80 if bits and tile.NARROW and tile.COLUMNS == 128 else 16
+    # On an H200 one warp was the fastest. Triton 3.9 spills 80 bytes of it, 3.6 at most 16, and both none of two warps.
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
+    spilled = 80 if newer and tile.warps == 1 and tile.NARROW and tile.COLUMNS == 128 else 16
     found = compiled(attention.span_kernel, types, constants, tile.warps, spilled=spilled)
     assert ("mma" in found.asm["ptx"]) == tile.NARROW * tile.DOT
     assert "tf32" not in found.asm["ptx"]
