@@ -323,14 +323,14 @@ def test_a_failed_early_read_reaches_the_caller_if_it_is_chosen(stages: int | No
     case = Guessed(Disk(), stages)
     case.disk.fails = True
     case.guess(case.others[0])
-    case.block._coming[case.others[0]].read.done.exception()  # waits
+    case.block._coming[case.others[0]].done.exception()  # waits
     case.disk.fails = False
     case.compute()
     case.layers.reads.close()
     case = Guessed(Disk(), stages)
     case.disk.fails = True
     case.guess(case.chosen[1])
-    case.block._coming[case.chosen[1]].read.done.exception()
+    case.block._coming[case.chosen[1]].done.exception()
     case.disk.fails = False
     with pytest.raises(OSError, match="planted"):
         case.compute()

@@ -70,20 +70,6 @@ class Guesses:
     wasted_bytes: int = 0
 
 
-class Coming(NamedTuple):
-    """An expert that is being read.
-
-    Attributes:
-        read: the read.
-        buffer: where it is read to: uint8, RAM on the way to a GPU, or a row of the memory.
-        early: whether it was guessed.
-    """
-
-    read: ExpertRead
-    buffer: Tensor | int
-    early: bool
-
-
 class ExpertRows(NamedTuple):
     """The memory of a layer, within that of all layers whose experts have equally many bytes.
 
@@ -118,7 +104,7 @@ class ExpertBlock:
         self.arena = Arena(layer.experts, len(rows.own))
         self.follow: ExpertBlock | None = None
         self.counts, self.guesses = Counts(), Guesses()
-        self._coming: dict[int, Coming] = {}
+        self._coming: dict[int, ExpertRead] = {}
         self._named: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()  # by pass that has not come here yet
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -175,10 +161,9 @@ class ExpertBlock:
         while waiting:
             expert = waiting[0]
             if (coming := self._coming.get(expert)) is not None:
-                self.guesses.ahead_bytes += self.reads.need(coming.read)
+                self.guesses.ahead_bytes += self.reads.need(coming)
             elif (buffer := self._claim(expert, early)) is not None:
-                read = self.reads.begin(self._pairs(expert, self._targets(buffer)), early)
-                self._coming[expert] = Coming(read, buffer, early)
+                self._coming[expert] = self.reads.begin(self._pairs(expert, self._targets(buffer)), early, buffer)
             else:
                 return
             waiting.popleft()
@@ -191,7 +176,7 @@ class ExpertBlock:
             return self.rows.spare.pop() if self.rows.spare else None
         return self.rows.own[int(self.arena.rows(np.array([expert]))[0])]
 
-    def _free(self, coming: Coming) -> None:
+    def _free(self, coming: ExpertRead) -> None:
         if isinstance(coming.buffer, Tensor):
             assert self.reads.stages is not None
             self.reads.stages.append(coming.buffer)
@@ -219,12 +204,12 @@ class ExpertBlock:
     def _arrive(self, expert: int, row: int) -> None:
         """Wait until an expert is read, and have it lie in a row of the layer. An error of the read ends the job."""
         coming = self._coming.pop(expert)
-        coming.read.done.result()
+        coming.done.result()
         if isinstance(coming.buffer, Tensor):
             for name, part in self._targets(coming.buffer).items():
                 self.rows.memory[name][self.rows.own[row]].copy_(part)
         elif coming.early:
-            self.rows.own[row], coming = coming.buffer, coming._replace(buffer=self.rows.own[row])
+            self.rows.own[row], coming.buffer = coming.buffer, self.rows.own[row]
         self._free(coming)
         self.counts.read += 1
 
@@ -234,7 +219,7 @@ class ExpertBlock:
         for expert in self._coming.keys() - set(chosen).union(*self._named.values()):
             coming = self._coming.pop(expert)
             self.guesses.wasted += 1
-            self.guesses.wasted_bytes += self.reads.stop(coming.read)
+            self.guesses.wasted_bytes += self.reads.stop(coming)
             self._free(coming)
 
 

@@ -27,11 +27,15 @@ class ExpertRead:
 
     Attributes:
         left: pieces that have not begun.
+        early: whether it was guessed.
+        buffer: where it is read to, for the caller: uint8, RAM on the way to a GPU, or a row of the memory.
         done: set when all is read, or a piece failed; never if the read was stopped.
         nbytes: bytes of the pieces that have begun.
     """
 
     left: deque[list[Pair]]
+    early: bool = False
+    buffer: Tensor | int = 0
     done: Future[None] = field(default_factory=Future)
     nbytes: int = 0
 
@@ -57,9 +61,9 @@ class ExpertReads:
         self._needed, self._early, self._lock = deque[ExpertRead](), deque[ExpertRead](), threading.Lock()
         self._thread = ThreadPoolExecutor(1, "flexengine-experts", lambda: torch.set_grad_enabled(False))
 
-    def begin(self, pairs: Iterable[Pair], early: bool = False) -> ExpertRead:
-        """Begin to read one expert."""
-        read = ExpertRead(deque(pieces(pairs)))
+    def begin(self, pairs: Iterable[Pair], early: bool = False, buffer: Tensor | int = 0) -> ExpertRead:
+        """Begin to read one expert. early, buffer: as in ExpertRead."""
+        read = ExpertRead(deque(pieces(pairs)), early, buffer)
         count = len(read.left)
         with self._lock:
             (self._early if early else self._needed).append(read)
