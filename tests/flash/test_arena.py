@@ -6,7 +6,7 @@ import pytest
 from bench.flash.ladder import WindowArena
 from flexengine.guests.flash.arena import Arena
 
-TRACES = 10_000
+TRACES = 4_000
 
 
 class Known:
@@ -84,7 +84,7 @@ def test_overlapping_runs(room: int, each: int) -> None:
     """The rows of a run stay while the next one is fetched, and neurons in memory are read again only if they are more
     than the rows that two runs leave."""
     random = np.random.default_rng(room)
-    for _ in range(60):
+    for _ in range(30):
         arena = Arena(1000, room)
         arena.fetch(np.sort(random.choice(1000, int(random.integers(room + 1)), replace=False)))
         wanted = np.sort(random.choice(1000, int(random.integers(room + 1, 1001)), replace=False))

@@ -153,7 +153,7 @@ def test_numerics_names_what_computes(product: Product) -> None:
 def test_a_torch_without_onednn_is_refused(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL gives a row other bits in other batches, and with other numbers of threads."""
     native = isinstance(kernels.load(), NativeKernels)
-    monkeypatch.setattr(kernels, "has_onednn", lambda: False)
+    monkeypatch.setattr("flexengine.kernels.onednn.has_onednn", lambda: False)
     kernels._load.cache_clear()
     if native:  # which need no oneDNN
         assert isinstance(kernels.load(), NativeKernels)

@@ -107,11 +107,14 @@ def test_any_tokens(room: int) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("weights", [None, "int4"])
-def test_memory_is_that_of_the_layout(families: Any, tmp_path: Path, device: str, weights: str | None) -> None:
+def test_memory_is_that_of_the_layout(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, weights: str | None
+) -> None:
     """With a GPU, records that were read pass a buffer in its memory, too. No kernel is called here."""
     opened = open_model(str(families("opt").directory), None, "cpu", lossy=Lossy(weights, flash="oracle"))
     opened.facts = replace(opened.facts, gpu=device == "cuda")
-    machine = replace(make_machine("sim", 1 << 28, 1 << 28, [tmp_path]), compute=torch.device(device))
+    machine = make_machine("sim", 1 << 28, 1 << 28, [tmp_path])
+    monkeypatch.setattr(type(machine), "compute", torch.device(device))
     layout = lay_out_weights(opened.facts, Policy(neurons=0.5), machine.capacity)
     neurons = Neurons(opened, layout, machine, DemandReads(machine.disk))
     for place in ("device", "host"):
