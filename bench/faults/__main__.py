@@ -36,7 +36,6 @@ def _import(engine: bool) -> None:
     """Import the modules that runs need, so that no fork imports them, or builds kernels, while its time is
     measured."""
     import numpy.ma  # noqa: F401
-    import tqdm  # noqa: F401
 
     import flexengine.commands.run
     import flexengine.engine.file_job

@@ -244,8 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--work", help="directory for the jobs' files (default: a temporary one); kept if outputs differ")
     args = p.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model is no faster with more threads
-    import tqdm  # noqa: F401 - here, so that no run has to import anything
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401 - here, so that no run has to import anything
 
     import flexengine.engine.engine
     import flexengine.job.resume  # noqa: F401

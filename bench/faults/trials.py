@@ -331,10 +331,10 @@ class Stub:
 
 def stub_command(arguments: list[str]) -> int:
     """Run the command line with a Stub for an engine. The journal is synced after every sweep."""
-    from flexengine.commands import run, run_job
+    from flexengine.commands import run
     from flexengine.job import journal
 
-    setattr(run_job, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
+    setattr(run, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
     journal.SYNC_SECONDS = 0.0
     return run.main(arguments)
 

@@ -17,7 +17,6 @@ def import_all(model: str) -> None:
     import highspy  # noqa: F401
     import psutil  # noqa: F401
     import torch
-    import tqdm  # noqa: F401
 
     from flexengine.model.build import build
 

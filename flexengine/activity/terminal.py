@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from flexengine.activity import MESSAGE, Activity, Listener, listener
 
@@ -20,17 +19,11 @@ MIN_BAR = 5  # characters of the bar itself
 
 @dataclass
 class _Shown:
-    """An activity under way.
+    """An activity under way. Times are seconds of time.monotonic."""
 
-    Attributes:
-        record: its latest report.
-        began: seconds of time.monotonic.
-        printed: when its last plain line was printed; None if none was.
-    """
-
-    record: Activity
+    record: Activity  # its latest report
     began: float
-    printed: float | None = None
+    printed: float | None = None  # when its last plain line was printed; None if none was
 
 
 class Display:
@@ -51,8 +44,7 @@ class Display:
         self.level, self.all_ends = level, False
         self._lock = threading.RLock()
         self._shown: dict[tuple[str, str], _Shown] = {}  # by name and text, in the order of their starts
-        self._bar: Any = None  # a tqdm
-        self._drawn: _Shown | None = None  # the activity of the bar
+        self._bar = ""  # text of the bar that is drawn
 
     def __call__(self, record: Activity) -> None:
         if sys.stderr is None:  # the process was started without one
@@ -64,7 +56,7 @@ class Display:
                 elif record.level >= self.level:
                     self._print(record.text)
             except (OSError, ValueError):  # standard error was closed
-                self._bar = None
+                self._bar = ""
 
     def _take(self, record: Activity) -> None:
         now, key = time.monotonic(), (record.name, record.text)
@@ -87,57 +79,44 @@ class Display:
 
     def _print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.clear()
+        bar = self._bar
+        self._replace("")
         print(f"flexengine: {text}", file=sys.stderr, flush=True)
-        if self._bar is not None:
-            self._bar.refresh()
+        self._replace(bar)
+
+    def _replace(self, bar: str) -> None:
+        """Draw another bar in place of the present one; "" for none."""
+        if bar or self._bar:
+            text = f"\r{bar:<{len(self._bar)}}" + ("" if bar else "\r")
+            print(text, end="", file=sys.stderr, flush=True)
+        self._bar = bar
 
     def _line(self, shown: _Shown, now: float) -> None:
-        record = shown.record
-        if shown.printed is None and now - shown.began >= QUICK_SECONDS:
-            self._print(record.text)
-        elif shown.printed is not None and now - shown.printed >= LINE_SECONDS:
-            part = share(record)
-            numbers = facts(record, now - shown.began)
-            done = [] if part is None else [f"{part:.0%} of {record.unit}" if record.details else f"{part:.0%}"]
-            self._print(f"{record.name}: {', '.join([*done, *numbers])}")
-        else:
+        """Print a plain line of an activity, unless it is too early."""
+        record, wait = shown.record, QUICK_SECONDS if shown.printed is None else LINE_SECONDS
+        if now - (shown.began if shown.printed is None else shown.printed) < wait:
             return
+        if shown.printed is None:
+            self._print(record.text)
+        else:
+            part = share(record)
+            done = [] if part is None else [f"{part:.0%} of {record.unit}" if record.details else f"{part:.0%}"]
+            self._print(f"{record.name}: {', '.join(done + facts(record, now - shown.began))}")
         shown.printed = now
 
     def _draw(self, now: float) -> None:
         """Draw the bar of the innermost activity."""
-        last = next(reversed(self._shown.values()), None)
-        if self._bar is not None and self._drawn is not last:
-            self._bar.close()
-            self._bar = None
-        self._drawn = last
-        if last is None:
-            return
-        part, width = share(last.record), columns() - 1
-        form = bar_format(last.record.name, part, facts(last.record, now - last.began), width)
-        shape = {"total": part and 1.0, "ncols": width, "bar_format": form}
-        if self._bar is None:
-            self._bar = _drawn_bar(initial=part or 0, **shape)
-        else:
-            vars(self._bar).update(n=part or 0, **shape)
-            self._bar.refresh()
+        bar = ""
+        if last := next(reversed(self._shown.values()), None):
+            numbers = facts(last.record, now - last.began)
+            bar = bar_line(last.record.name, share(last.record), numbers, columns() - 1)
+        self._replace(bar)
 
 
-def _drawn_bar(**shape: Any) -> Any:
-    """Return a tqdm without its monitor thread, as malloc gives each new thread an arena of its own. Other bars of the
-    process keep theirs."""
-    from tqdm import tqdm  # imported here, as most commands never need it
-
-    return type("Bar", (tqdm,), {"monitor_interval": 0})(file=sys.stderr, leave=False, **shape)
-
-
-def bar_format(name: str, part: float | None, numbers: list[str], columns: int) -> str:
-    """Return tqdm's format of a bar with its facts. They are left out, the last one first, where the line is too short.
+def bar_line(name: str, part: float | None, numbers: list[str], columns: int) -> str:
+    """Return a bar with its facts. They are left out, the last one first, where the line is too short.
 
     Args:
-        name: name of the activity.
         part: finished part, 0 to 1; None if it is unknown, which has no bar.
         numbers: facts of the moment, the most important first.
         columns: most characters.
@@ -146,8 +125,10 @@ def bar_format(name: str, part: float | None, numbers: list[str], columns: int) 
     room = columns - len(head) - (0 if part is None else MIN_BAR + len(tail))
     while numbers and len(", ".join(numbers)) > room:
         numbers = numbers[:-1]
-    text = (head, tail + ", ".join(numbers))
-    return ("" if part is None else "{bar}").join(each.replace("{", "{{").replace("}", "}}") for each in text)
+    tail += ", ".join(numbers)
+    width = 0 if part is None else max(0, columns - len(head) - len(tail))
+    block = "█" if (sys.stderr.encoding or "").lower().startswith("utf") else "#"
+    return f"{head}{block * round(width * (part or 0.0)):<{width}}{tail}"[:columns]
 
 
 def is_terminal() -> bool:
@@ -209,10 +190,7 @@ def listener_of(progress: bool | Listener | None) -> Listener | None:
     return _display() if progress or (progress is None and is_terminal()) else None
 
 
-@cache
-def _display() -> Display:
-    """Return the display that all engines of this process share."""
-    return Display()
+_display = cache(Display)  # one for all engines of this process
 
 
 class _Serial:

@@ -19,7 +19,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,34 +43,22 @@ _NAMES: dict[str, dict[str, tuple[str, bool]]] = {  # by folder and pattern: (ki
 _LOCK = rf"{_KEY}\.lock"  # never removed: all processes must lock the same inode
 _MAX_NOTE_BYTES = 1 << 20
 _MAX_SOURCES = 4  # steps from encoded weights over a converted model to the user's model
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW  # flags with which folders of the cache are opened
 
 
 @dataclass(frozen=True)
 class CacheItem:
-    """Something that flexengine made in the cache.
+    """Something that flexengine made in the cache."""
 
-    Attributes:
-        kind: one of KINDS.
-        folder: one of FOLDERS.
-        file: name in the folder.
-        source: path of the model that it was made from; "" if there is none, or it is not known.
-        label: format of the data, such as "int4"; "" if there is none.
-        bytes: bytes of all files.
-        used: time of last use in seconds since 1970.
-        busy: why it cannot be removed now: IN_USE, WRITTEN, YOUNG or MOUNT; "" if it can.
-        inode: (device, inode) of the file or directory.
-    """
-
-    kind: str
-    folder: str
-    file: str
-    source: str
-    label: str
-    bytes: int
-    used: float
-    busy: str
-    inode: tuple[int, int]
+    kind: str  # one of KINDS
+    folder: str  # one of FOLDERS
+    file: str  # name in the folder
+    source: str  # path of the model that it was made from; "" if there is none, or it is not known
+    label: str  # format of the data, such as "int4"; "" if there is none
+    bytes: int  # of all files
+    used: float  # time of last use in seconds since 1970
+    busy: str  # why it cannot be removed now: IN_USE, WRITTEN, YOUNG or MOUNT; "" if it can
+    inode: tuple[int, int]  # (device, inode) of the file or directory
 
     @property
     def name(self) -> str:
@@ -87,33 +75,30 @@ class CacheItem:
         return path.name.removesuffix(".gguf")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contents:
-    """The cache directory.
-
-    Attributes:
-        root: the directory.
-        items: in the order of KINDS, the latest used ones first.
-        ignored: (path below the root, reason) of everything else, which is never removed.
-    """
+    """The cache directory, at one moment."""
 
     root: Path
-    items: tuple[CacheItem, ...] = ()
-    ignored: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        return sum(item.bytes for item in self.items)
-
-
-@dataclass
-class _Scan:
-    """State of one listing: when it began, and what other processes have open."""
-
+    items: list[CacheItem] = field(default_factory=list)  # in the order of KINDS, the latest used ones first
+    ignored: list[tuple[str, str]] = field(default_factory=list)  # (path below the root, reason): never removed
     began: float = field(default_factory=time.time)
-    opened: set[str] = field(default_factory=open_files)
-    items: list[CacheItem] = field(default_factory=list)
-    ignored: list[tuple[str, str]] = field(default_factory=list)
+    opened: set[str] = field(default_factory=open_files)  # files that processes have open
+
+
+@contextmanager
+def opened(name: str | Path, flags: int = 0, place: int | None = None) -> Iterator[int]:
+    """Open a file or directory, and close it after the block.
+
+    Args:
+        flags: more flags for os.open.
+        place: descriptor of the directory that holds it; None if `name` is a path.
+    """
+    handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o600, dir_fd=place)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def contents(root: Path) -> Contents:
@@ -122,22 +107,25 @@ def contents(root: Path) -> Contents:
     Raises:
         OSError: the directory cannot be read.
     """
-    scan = _Scan()
+    found = Contents(root)
     try:
-        top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with opened(root, os.O_DIRECTORY) as top:
+            for entry in sorted(_scandir(top), key=lambda e: e.name):
+                if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
+                    _list_folder(found, top, entry.name)
+                else:
+                    found.ignored.append((entry.name, _foreign(entry)))
     except FileNotFoundError:
-        return Contents(root)
-    try:
-        for entry in sorted(_scandir(top), key=lambda e: e.name):
-            if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
-                _list_folder(scan, root, top, entry.name)
-            else:
-                scan.ignored.append((entry.name, _foreign(entry)))
-    finally:
-        os.close(top)
-    items = [replace(item, source=_origin(item.source, root, scan.items)) for item in scan.items]
-    items.sort(key=lambda item: (KINDS.index(item.kind), -item.used, item.file))
-    return Contents(root, tuple(items), tuple(scan.ignored))
+        return found
+    prepared = os.path.realpath(root / "prepared")
+    made = {os.path.join(prepared, item.file): item.source for item in found.items if item.folder == "prepared"}
+    for i, item in enumerate(found.items):
+        source = item.source
+        for _ in range(_MAX_SOURCES):
+            source = made.get(source) or source
+        found.items[i] = replace(item, source=source)
+    found.items.sort(key=lambda item: (KINDS.index(item.kind), -item.used, item.file))
+    return found
 
 
 def key_of(file: str) -> str:
@@ -145,34 +133,32 @@ def key_of(file: str) -> str:
     return file.partition(".")[0]
 
 
-def _list_folder(scan: _Scan, root: Path, top: int, folder: str) -> None:
+def _list_folder(found: Contents, top: int, folder: str) -> None:
     try:
-        place = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=top)
+        with opened(folder, FOLDER, top) as place:
+            for entry in _scandir(place):
+                if folder != "prepared" or not re.fullmatch(_LOCK, entry.name):
+                    _list_entry(found, folder, place, entry)
     except OSError as error:
-        scan.ignored.append((folder, f"cannot be read: {error.strerror}"))
-        return
+        found.ignored.append((folder, f"cannot be read: {error.strerror}"))
+
+
+def _list_entry(found: Contents, folder: str, place: int, entry: os.DirEntry[str]) -> None:
+    name = f"{folder}/{entry.name}"
     try:
-        for entry in _scandir(place):
-            if folder == "prepared" and re.fullmatch(_LOCK, entry.name):
-                continue
-            try:
-                item = _item(scan, root, folder, place, entry)
-            except FileNotFoundError:
-                continue  # another process has removed it
-            except OSError as error:
-                scan.ignored.append((f"{folder}/{entry.name}", f"cannot be read: {error.strerror}"))
-                continue
-            if item is None:
-                scan.ignored.append((f"{folder}/{entry.name}", _foreign(entry)))
-            else:
-                scan.items.append(item)
-    finally:
-        os.close(place)
+        if item := _item(found, folder, place, entry):
+            found.items.append(item)
+        else:
+            found.ignored.append((name, _foreign(entry)))
+    except FileNotFoundError:  # another process has removed it
+        pass
+    except OSError as error:
+        found.ignored.append((name, f"cannot be read: {error.strerror}"))
 
 
-def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[str]) -> CacheItem | None:
+def _item(found: Contents, folder: str, place: int, entry: os.DirEntry[str]) -> CacheItem | None:
     """Return the item of a directory entry; None if flexengine gives no such name to such a file."""
-    named = [found for pattern, found in _NAMES[folder].items() if re.fullmatch(pattern, entry.name)]
+    named = [each for pattern, each in _NAMES[folder].items() if re.fullmatch(pattern, entry.name)]
     about = os.stat(entry.name, dir_fd=place, follow_symlinks=False)
     if not named or not (stat.S_ISDIR if named[0][1] else stat.S_ISREG)(about.st_mode):
         return None
@@ -185,69 +171,42 @@ def _item(scan: _Scan, root: Path, folder: str, place: int, entry: os.DirEntry[s
     inode = (about.st_dev, about.st_ino)
     item = CacheItem(kind, folder, entry.name, source, label, size, newest, "", inode)
     mounted |= about.st_dev != os.fstat(place).st_dev
-    return replace(item, busy=MOUNT if mounted else _busy(scan, root, place, item))
+    return replace(item, busy=MOUNT if mounted else _busy(found, place, item))
 
 
 def _prepared(place: int, name: str) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a finished directory and its note."""
-    directory = os.open(name, _READ | os.O_DIRECTORY, dir_fd=place)
-    try:
+    """Return the kind of a finished directory and the object in its note, {} if it has none."""
+    note = None
+    with opened(name, FOLDER, place) as directory:
         files = {entry.name for entry in _scandir(directory)}
-        note = _read_note(directory)
-    finally:
-        os.close(directory)
+        with suppress(OSError, ValueError, RecursionError), opened(NOTE, os.O_NOFOLLOW, directory) as handle:
+            if stat.S_ISREG(os.fstat(handle).st_mode):
+                note = json.loads(os.read(handle, _MAX_NOTE_BYTES))
+    kind = "models" if "config.json" in files else "weights"
     if files & {"importances.safetensors", "magnitudes.safetensors", "harms.json", "predictors.json"}:
-        return "calibrations", note
-    return ("models" if "config.json" in files else "weights"), note
+        kind = "calibrations"
+    return kind, note if isinstance(note, dict) else {}
 
 
-def _read_note(directory: int) -> dict[str, Any]:
-    """Return the object in the note of a prepared directory; {} if it has none."""
-    try:
-        handle = os.open(NOTE, _READ, dir_fd=directory)
-    except OSError:
-        return {}
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return {}
-        note = json.loads(os.read(handle, _MAX_NOTE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    finally:
-        os.close(handle)
-    return note if isinstance(note, dict) else {}
-
-
-def _busy(scan: _Scan, root: Path, place: int, item: CacheItem) -> str:
+def _busy(found: Contents, place: int, item: CacheItem) -> str:
     if item.kind in PREPARED:
         return IN_USE if locked(item.file, place, os.O_DIRECTORY) else ""
     if item.folder == "prepared":
         return WRITTEN if locked(f"{key_of(item.file)}.lock", place) else ""
-    path = os.path.realpath(root / item.folder / item.file)
-    if any(name == path or name.startswith(f"{path}/") for name in scan.opened):
+    path = os.path.realpath(found.root / item.folder / item.file)
+    if any(name == path or name.startswith(f"{path}/") for name in found.opened):
         return IN_USE
-    return YOUNG if item.kind == "leftovers" and scan.began - item.used < MIN_LEFTOVER_SECONDS else ""
+    return YOUNG if item.kind == "leftovers" and found.began - item.used < MIN_LEFTOVER_SECONDS else ""
 
 
 def locked(name: str, place: int, flags: int = 0) -> bool:
-    """Return whether a process holds a lock on a file or directory, or it cannot be found out.
-
-    Args:
-        name: in the directory `place`; False if it does not exist.
-        flags: for os.open.
-    """
+    """Return whether a process holds a lock on a file or directory in `place`, or it cannot be found out; False if it
+    does not exist."""
     try:
-        handle = os.open(name, _READ | flags, dir_fd=place)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
+        with opened(name, os.O_NOFOLLOW | flags, place) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 
@@ -270,23 +229,29 @@ def measured(place: int | None, name: str) -> tuple[int, bool, float]:
     return total, mounted, newest
 
 
-def _origin(source: str, root: Path, items: list[CacheItem]) -> str:
-    """Return the user's model of a source, which may itself be a converted model in the cache."""
-    prepared = os.path.realpath(root / "prepared")
-    known = {os.path.join(prepared, item.file): item.source for item in items if item.folder == "prepared"}
-    for _ in range(_MAX_SOURCES):
-        if not known.get(source):
-            break
-        source = known[source]
-    return source
-
-
 def _scandir(place: int) -> Iterator[os.DirEntry[str]]:
     with os.scandir(place) as entries:
         yield from entries
 
 
 def _foreign(entry: os.DirEntry[str]) -> str:
-    if entry.is_symlink():
-        return "a link, which is not followed"
-    return "unknown, and never removed"
+    return "a link, which is not followed" if entry.is_symlink() else "unknown, and never removed"
+
+
+# The cache of the hub's client, which flexengine reads and never clears.
+
+
+def hub_directory() -> Path:
+    """Return the directory in which the hub's client keeps downloads."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"), "hub")
+    return Path(HF_HUB_CACHE)
+
+
+def hub_cache() -> tuple[Path, int]:
+    """Return the directory and the bytes of all downloads. Links, which lead to files among them, are not counted."""
+    directory = hub_directory()
+    path = os.path.realpath(directory)
+    return directory, measured(None, path)[0] if os.path.isdir(path) else 0

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 
 def open_files() -> set[str]:
@@ -11,21 +12,11 @@ def open_files() -> set[str]:
     with suppress(OSError):
         for process in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
-                paths |= _descriptors(f"/proc/{process}/fd")
+                for number in os.listdir(f"/proc/{process}/fd"):
+                    with suppress(OSError):
+                        paths.add(os.readlink(f"/proc/{process}/fd/{number}"))
             with suppress(OSError):
-                paths |= _mapped(f"/proc/{process}/maps")
+                mapped = Path(f"/proc/{process}/maps").read_bytes().split(b"\n")
+                parts = (line.split(maxsplit=5) for line in mapped)
+                paths |= {os.fsdecode(part[5]) for part in parts if len(part) == 6}
     return paths
-
-
-def _descriptors(folder: str) -> set[str]:
-    paths = set()
-    for number in os.listdir(folder):
-        with suppress(OSError):
-            paths.add(os.readlink(f"{folder}/{number}"))
-    return paths
-
-
-def _mapped(file: str) -> set[str]:
-    with open(file, "rb") as lines:
-        parts = (line.split(maxsplit=5) for line in lines)
-        return {os.fsdecode(part[5].rstrip(b"\n")) for part in parts if len(part) == 6}

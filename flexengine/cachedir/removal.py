@@ -4,13 +4,9 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from flexengine.cachedir.items import IN_USE, WRITTEN, CacheItem, key_of
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+from flexengine.cachedir.items import FOLDER, IN_USE, WRITTEN, CacheItem, key_of, opened
 
 
 class Kept(Exception):
@@ -29,10 +25,8 @@ def remove(root: Path, item: CacheItem) -> None:
     """
     if item.busy:
         raise Kept(item.busy)
-    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        place = os.open(item.folder, _FOLDER, dir_fd=top)
-        try:
+        with opened(root, os.O_DIRECTORY) as top, opened(item.folder, FOLDER, top) as place:
             _check_same(place, item)
             if item.folder == "prepared":
                 _remove_prepared(place, item)
@@ -40,21 +34,19 @@ def remove(root: Path, item: CacheItem) -> None:
                 shutil.rmtree(item.file, dir_fd=place)
             else:
                 os.unlink(item.file, dir_fd=place)
-        finally:
-            os.close(place)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
             raise Kept("changed since it was listed") from error
         raise
-    finally:
-        os.close(top)
 
 
 def _remove_prepared(place: int, item: CacheItem) -> None:
     key = key_of(item.file)
     garbage = f"{key}.tmp-{os.getpid()}"
-    with _locked(f"{key}.lock", place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, WRITTEN):
-        with _locked(item.file, place, _FOLDER, IN_USE):
+    with opened(f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, place) as lock:
+        _lock(lock, WRITTEN)
+        with opened(item.file, FOLDER, place) as directory:
+            _lock(directory, IN_USE)
             _check_same(place, item)
             if item.file != garbage:
                 shutil.rmtree(garbage, ignore_errors=True, dir_fd=place)
@@ -62,19 +54,13 @@ def _remove_prepared(place: int, item: CacheItem) -> None:
         shutil.rmtree(garbage, dir_fd=place)
 
 
-@contextmanager
-def _locked(name: str, place: int, flags: int, reason: str) -> Iterator[None]:
-    """Hold the exclusive lock of a file or directory in `place` while the block runs. Raise Kept with the reason if
-    another process holds a lock."""
-    handle = os.open(name, flags, 0o600, dir_fd=place)
+def _lock(handle: int, reason: str) -> None:
+    """Take the exclusive lock of a file or directory until it is closed. Raise Kept with the reason if another process
+    holds a lock."""
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise Kept(reason) from error
-        yield
-    finally:
-        os.close(handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise Kept(reason) from error
 
 
 def _check_same(place: int, item: CacheItem) -> None:

@@ -5,27 +5,22 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
-from flexengine.commands.messages import say
-from flexengine.commands.option_text import add_options
+from flexengine.cachedir.items import KINDS, CacheItem, Contents, contents, hub_cache
+from flexengine.cachedir.removal import Kept, remove
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, program
+from flexengine.commands.messages import ago, say, table
+from flexengine.commands.options import add_options
 from flexengine.commands.parser import Parser
-from flexengine.commands.text import ago, table
 from flexengine.config import cache_root, shown
 from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count, plain, size
 
-if TYPE_CHECKING:
-    from flexengine.cachedir.items import CacheItem, Contents
-
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds
 _MIN_KEY = 4  # characters of a key that `clear` accepts
-_ABOUT = """\
-List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again what they need.
-"""
 _END = """\
 KIND is models (converted), weights (encoded), calibrations, kernels, rates (of the machine), unfinished (encoding that
 was interrupted; a job continues with it) or leftovers (of killed jobs). NAME is a name in the list, or that of a model.
@@ -38,8 +33,7 @@ _OPTIONS = """
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    p = Parser("cache", _ABOUT, _END, "[list|clear] [KIND|NAME ...]")
+    p = Parser("cache", "[list|clear] [KIND|NAME ...]", _END, "Jobs make again what they need.")
     actions = "list (default), or clear: remove what no job uses"
     p.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help=actions)
     p.add_argument("names", nargs="*", metavar="KIND|NAME", help="only these (default: all)")
@@ -47,15 +41,8 @@ def parser() -> Parser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 1 some items could not be removed, 2 refused, 3 failed."""
-    return exit_code(lambda: run(parser().parse_args(argv)))
-
-
 def run(args: argparse.Namespace) -> int:
     """List or clear the cache and return the exit code. Raise InvalidInput if an option is wrong."""
-    from flexengine.cachedir.items import contents
-
     seconds = None if args.older_than is None else age(args.older_than)
     if args.yes and args.action != "clear":
         raise InvalidInput("--yes has no effect without clear; remove it, or write: flexengine cache clear --yes")
@@ -80,10 +67,8 @@ def age(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def selected(cached: "Contents", names: Sequence[str]) -> list["CacheItem"]:
+def selected(cached: Contents, names: Sequence[str]) -> list[CacheItem]:
     """Return the items of these kinds and names; all without names. Raise InvalidInput if a name is unknown."""
-    from flexengine.cachedir.items import KINDS
-
     if not names:
         return list(cached.items)
     chosen = set()
@@ -96,7 +81,7 @@ def selected(cached: "Contents", names: Sequence[str]) -> list["CacheItem"]:
     return [item for item in cached.items if item in chosen]
 
 
-def _is_named(item: "CacheItem", name: str) -> bool:
+def _is_named(item: CacheItem, name: str) -> bool:
     if name == item.kind or (item.source and name in (item.model, Path(item.source).name, item.source)):
         return True
     return len(name) >= _MIN_KEY and (item.file.startswith(name) or item.file.removeprefix("cpu-").startswith(name))
@@ -105,8 +90,7 @@ def _is_named(item: "CacheItem", name: str) -> bool:
 # Listing.
 
 
-def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool) -> None:
-    from flexengine.cachedir.hub import hub_cache
+def _print_list(cached: Contents, items: Sequence[CacheItem], as_json: bool) -> None:
 
     (hub, downloads), total = hub_cache(), sum(item.bytes for item in items)
     if as_json:
@@ -128,12 +112,12 @@ def _print_list(cached: "Contents", items: Sequence["CacheItem"], as_json: bool)
 _HEAD = ("kind", "name", "model", "size", "last use", "state", "path")
 
 
-def _cells(item: "CacheItem") -> tuple[str, ...]:
+def _cells(item: CacheItem) -> tuple[str, ...]:
     model = plain(item.model) + (f" ({plain(item.label)})" if item.label else "")
     return (item.kind, item.name, model, size(item.bytes), ago(item.used), item.busy, f"{item.folder}/{item.file}")
 
 
-def _fields(item: "CacheItem") -> dict[str, Any]:
+def _fields(item: CacheItem) -> dict[str, Any]:
     return {
         "kind": item.kind,
         "name": item.name,
@@ -149,26 +133,36 @@ def _fields(item: "CacheItem") -> dict[str, Any]:
 # Clearing.
 
 
-def _clear(cached: "Contents", items: Sequence["CacheItem"], args: argparse.Namespace) -> int:
+def _clear(cached: Contents, items: Sequence[CacheItem], args: argparse.Namespace) -> int:
     """Remove items, print what was freed, and return the exit code."""
     free = [item for item in items if not item.busy]
     if free and not args.yes and not _agreed(cached, free):
         say("nothing was removed")
         return DONE
-    removed, kept, failed = _remove(cached.root, items)
+    removed: list[CacheItem] = []
+    kept: list[tuple[CacheItem, str]] = []
+    failed: list[tuple[CacheItem, str]] = []
+    for item in items:
+        try:
+            remove(cached.root, item)
+            removed.append(item)
+        except Kept as reason:
+            kept.append((item, str(reason)))
+        except OSError as error:
+            failed.append((item, f"cannot be removed: {error.strerror}"))
     freed = sum(item.bytes for item in removed)
     if args.json:
-        reasons = [_fields(item) | {"reason": reason} for item, reason in kept]
+        reasons = [_fields(item) | {"reason": reason} for item, reason in kept + failed]
         done = {"freed_bytes": freed, "removed": list(map(_fields, removed)), "kept": reasons}
         print(json.dumps({"cache": str(cached.root), **done}))
     else:
-        for item, reason in kept:
+        for item, reason in kept + failed:
             print(f"kept: {_title(item)} ({plain(reason)})")
         print(f"removed {count(len(removed), 'item', 'items')}, {size(freed)} freed")
     return SOME_FAILED if failed else DONE
 
 
-def _agreed(cached: "Contents", items: Sequence["CacheItem"]) -> bool:
+def _agreed(cached: Contents, items: Sequence[CacheItem]) -> bool:
     """Ask on a terminal whether to remove the items. Raise InvalidInput if standard input is no terminal."""
     what = f"{count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}, from {plain(cached.root)}"
     if not sys.stdin.isatty():
@@ -179,26 +173,10 @@ def _agreed(cached: "Contents", items: Sequence["CacheItem"]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(root: Path, items: Iterable["CacheItem"]) -> tuple[list["CacheItem"], list[tuple["CacheItem", str]], bool]:
-    """Remove items. Return those that were removed, the others with the reason, failures last, and whether there are
-    failures."""
-    from flexengine.cachedir.removal import Kept, remove
-
-    removed: list[CacheItem] = []
-    kept: list[tuple[CacheItem, str]] = []
-    failed: list[tuple[CacheItem, str]] = []
-    for item in items:
-        try:
-            remove(root, item)
-            removed.append(item)
-        except Kept as reason:
-            kept.append((item, str(reason)))
-        except OSError as error:
-            failed.append((item, f"cannot be removed: {error.strerror}"))
-    return removed, kept + failed, bool(failed)
-
-
-def _title(item: "CacheItem") -> str:
+def _title(item: CacheItem) -> str:
     model = f" of {plain(item.model)}" if item.model else ""
     label = f" ({plain(item.label)})" if item.label else ""
     return f"{item.kind} {item.name}{model}{label}, {size(item.bytes)}"
+
+
+main = program(lambda words: run(parser().parse_args(words)))

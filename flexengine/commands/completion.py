@@ -1,9 +1,8 @@
 """flexengine completion SHELL: print a script that completes commands and options."""
 
 import argparse
-from collections.abc import Sequence
 
-from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.exit_codes import DONE, program
 from flexengine.commands.parser import Parser
 
 SHELLS = ("bash", "zsh")
@@ -15,32 +14,13 @@ _FILES = ("INPUT", "FILE", "OUT")  # an option or positional whose metavar begin
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    p = Parser("completion", "Print a script that completes commands and options in a shell.", _END, "SHELL")
+    p = Parser("completion", "SHELL", _END)
     p.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code."""
-
-    def command() -> int:
-        print(script(parser().parse_args(argv).shell))
-        return DONE
-
-    return exit_code(command)
-
-
 def script(shell: str) -> str:
-    """Return the completion script of a shell."""
-    import shtab
-
-    text: str = shtab.complete(_all_commands(), shell)
-    return text
-
-
-def _all_commands() -> argparse.ArgumentParser:
-    """Return one parser that has the parser of each command as a sub-command."""
+    """Return the completion script of a shell: that of a parser that has each command's parser as a sub-command."""
     import shtab
 
     from flexengine.commands.main import COMMANDS, module_of
@@ -56,4 +36,14 @@ def _all_commands() -> argparse.ArgumentParser:
             elif metavar.startswith("DIR"):
                 action.complete = shtab.DIRECTORY
         commands.add_parser(name, parents=[made], add_help=False, help=about)
-    return root
+    text: str = shtab.complete(root, shell)
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script. Return the exit code."""
+    print(script(args.shell))
+    return DONE
+
+
+main = program(lambda words: run(parser().parse_args(words)))

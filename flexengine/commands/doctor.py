@@ -2,24 +2,22 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
-from flexengine.commands.messages import say
-from flexengine.commands.option_text import add_options
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, program
+from flexengine.commands.messages import ago, say, table
+from flexengine.commands.options import add_options
 from flexengine.commands.parser import Parser
-from flexengine.commands.text import ago, table
+from flexengine.doctor import Failed
+from flexengine.doctor.facts import Facts, collect
+from flexengine.doctor.findings import Finding, findings, stops_jobs
+from flexengine.doctor.machine import Disk
 from flexengine.plan.formatting import digits, plain, size
-
-if TYPE_CHECKING:
-    from flexengine.doctor.disks import Disk
-    from flexengine.doctor.facts import Facts
-    from flexengine.doctor.findings import Finding
 
 _OPTIONS = """
 --measure              measure the rates of the disks and the memory now; takes ten seconds or more
@@ -30,23 +28,13 @@ _WIDTH = 105  # characters of a line beside its subject
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    about = "Print what this machine and installation offer, and what stops or slows jobs here."
-    p = Parser("doctor", about, "Exit code 0: jobs can run; 1: something stops them.")
+    p = Parser("doctor", end="Exit code 0: jobs can run; 1: something stops them.")
     add_options(p, _OPTIONS)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 if jobs can run, 1 if something stops them."""
-    return exit_code(lambda: run(parser().parse_args(argv)))
-
-
 def run(args: argparse.Namespace) -> int:
     """Print facts and findings and return the exit code."""
-    from flexengine.doctor.facts import collect
-    from flexengine.doctor.findings import findings, stops_jobs
-
     if args.measure:
         say("measuring disks and memory")
     facts = collect(list(map(Path, args.offload_dir or [])), args.measure)
@@ -58,27 +46,25 @@ def run(args: argparse.Namespace) -> int:
     return SOME_FAILED if stops_jobs(problems) else DONE
 
 
-def as_text(facts: "Facts", problems: Sequence["Finding"]) -> str:
+def as_text(facts: Facts, problems: Sequence[Finding]) -> str:
     """Return facts and findings as text."""
-    lines = [(name, line) for name in _SUBJECTS for line in _tried(name, facts)]
-    shown = [(name if i == 0 or lines[i - 1][0] != name else "", line) for i, (name, line) in enumerate(lines)]
-    parts = [f"flexengine {__version__}", table(shown), _disk_table(facts), *_rates(facts), _findings(problems)]
-    return "\n\n".join(filter(None, parts))
+    lines = []
+    for name, subject in _SUBJECTS.items():
+        try:
+            parts = [part for line in subject(facts) for part in wrap(plain(line), _WIDTH, break_long_words=False)]
+        except (AttributeError, TypeError, KeyError, ValueError):  # the facts are missing, which is a finding
+            parts = ["unknown"]
+        lines += zip([name, *[""] * len(parts)], parts, strict=False)
+    disks = [_disk_cells(each) for each in facts.disks if not isinstance(each, Failed)]
+    disk_table = table([("directory for", "free", "of", "on", "path"), *disks], right=(1, 2))
+    last = ["nothing stops or slows jobs here"]
+    if problems:
+        verdict = f"jobs {'cannot' if stops_jobs(problems) else 'can'} run here"
+        last = [table([(one.level, plain(one)) for one in problems]), verdict]
+    return "\n\n".join([f"flexengine {__version__}", table(lines), disk_table, *_rates(facts), *last])
 
 
-def _tried(name: str, facts: "Facts") -> list[str]:
-    """Return the lines of one subject. Facts that cannot be determined are among the findings."""
-    try:
-        return [part for line in _SUBJECTS[name](facts) for part in wrap(plain(line), _WIDTH, break_long_words=False)]
-    except (AttributeError, TypeError, KeyError, ValueError):
-        return ["unknown"]
-
-
-# Subjects. Each raises AttributeError or TypeError if its facts are missing.
-
-
-def _system(facts: Any) -> Iterator[str]:
-    yield facts.software.system
+# Subjects. Each raises AttributeError, TypeError, KeyError or ValueError if its facts are missing.
 
 
 def _cpu(facts: Any) -> Iterator[str]:
@@ -132,10 +118,6 @@ def _python(facts: Any) -> Iterator[str]:
     yield _versions({library.name: library.version for library in software.libraries})
 
 
-def _extras(facts: Any) -> Iterator[str]:
-    yield _versions(facts.software.extras)
-
-
 def _versions(versions: Mapping[str, str | None]) -> str:
     return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())
 
@@ -152,23 +134,24 @@ def _environment(facts: Any) -> Iterator[str]:
     yield " ".join(f"{name}={value}" for name, value in variables.items()) or "no variable that matters is set"
 
 
-_SUBJECTS = {
-    subject.__name__[1:]: subject
-    for subject in (_system, _cpu, _memory, _gpu, _kernels, _compiler, _python, _extras, _cache, _environment)
+_SUBJECTS: dict[str, Callable[[Any], Iterable[str]]] = {
+    "system": lambda facts: [facts.software.system],
+    "cpu": _cpu,
+    "memory": _memory,
+    "gpu": _gpu,
+    "kernels": _kernels,
+    "compiler": _compiler,
+    "python": _python,
+    "extras": lambda facts: [_versions(facts.software.extras)],
+    "cache": _cache,
+    "environment": _environment,
 }
 
 
 # Tables.
 
 
-def _disk_table(facts: "Facts") -> str:
-    from flexengine.doctor.attempt import Failed
-
-    lines = [_disk_cells(each) for each in facts.disks if not isinstance(each, Failed)]
-    return table([("directory for", "free", "of", "on", "path"), *lines], right=(1, 2))
-
-
-def _disk_cells(disk: "Disk") -> tuple[str, ...]:
+def _disk_cells(disk: Disk) -> tuple[str, ...]:
     names = ("RAM", "network", "hard disk", "SSD", "read-only")
     are = (disk.in_ram, disk.network, disk.rotational, disk.rotational is False, not disk.writable)
     about = ", ".join([disk.filesystem, *(name for name, is_so in zip(names, are, strict=True) if is_so)])
@@ -177,7 +160,7 @@ def _disk_cells(disk: "Disk") -> tuple[str, ...]:
     return use, size(disk.free), size(disk.total), about, f"{plain(disk.path)}{missing}"
 
 
-def _rates(facts: "Facts") -> Iterator[str]:
+def _rates(facts: Facts) -> Iterator[str]:
     for name, title in (("measured", "measured now"), ("rates", "measured")):
         if rates := facts.part(name):
             when = f" {ago(rates['when'])}" if "when" in rates else ""
@@ -197,10 +180,4 @@ def _rate_cells(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "RAM, first writes", "", gb(rates["touch"])
 
 
-def _findings(problems: Sequence["Finding"]) -> str:
-    from flexengine.doctor.findings import stops_jobs
-
-    if not problems:
-        return "nothing stops or slows jobs here"
-    verdict = f"jobs {'cannot' if stops_jobs(problems) else 'can'} run here"
-    return f"{table([(one.level, plain(one)) for one in problems])}\n\n{verdict}"
+main = program(lambda words: run(parser().parse_args(words)))

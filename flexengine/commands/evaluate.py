@@ -1,28 +1,24 @@
 """flexengine evaluate SCENARIO.yaml ...: evaluate models on local scenarios."""
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
-from flexengine.commands.messages import say
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, interruptible
+from flexengine.commands.messages import say, table
 from flexengine.commands.open_engine import bare_options, load_libraries
-from flexengine.commands.option_text import add_options, file_name, named
-from flexengine.commands.options import DTYPES, add_machine
-from flexengine.commands.parser import Parser
-from flexengine.commands.text import table
+from flexengine.commands.options import DTYPES, MACHINE, OptionTable, file_name, named
+from flexengine.commands.parser import Parser, check_least
 from flexengine.errors import InvalidInput
+from flexengine.job.interrupt import Interrupts
 from flexengine.job.overwrite import check_not_overwritten
 
 if TYPE_CHECKING:
-    from flexengine.apps.evaluate.figures import Figure
     from flexengine.apps.evaluate.instances import Built
     from flexengine.apps.evaluate.report import Evaluation
     from flexengine.apps.evaluate.runs import Run
     from flexengine.engine.engine import Engine
-    from flexengine.job.interrupt import Interrupts
 
 _END = """\
 The command can be stopped or killed at any time; the same command then continues. docs/evaluate.md describes scenario
@@ -46,41 +42,34 @@ STANDING_RESTARTED = "interrupted: finished rows are stored; run the same comman
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    about = "Evaluate models on scenarios of your own: multiple choice, generation, perplexity."
-    p = Parser("evaluate", about, _END, "SCENARIO.yaml...")
+    p = Parser("evaluate", "SCENARIO.yaml...", _END, "Scenarios are multiple choice, generation or perplexity.")
     p.add_argument("scenario", nargs="*", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
-    add_options(p.add_argument_group("output"), _OUTPUT, output={"type": file_name})
-    runs = p.add_argument_group("runs", "the first run is the one that the others are compared with")
-    add_options(runs, _RUNS, {"model": [], "run": [], "resamples": 1000})
-    add_machine(p.add_argument_group("machine"))
+    p.group("output", OptionTable(_OUTPUT, more={"output": {"type": file_name}}))
+    runs = OptionTable(_RUNS, {"model": [], "run": [], "resamples": 1000})
+    p.group("runs", runs, about="the first run is the one that the others are compared with")
+    p.group("machine", MACHINE)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
-    130 or 143 interrupted by SIGINT or SIGTERM."""
-    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts), STANDING)
-
-
-def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Evaluate, print a table and write the results. Return the exit code. Raise FlexError if an option, a scenario or
     a model is refused, scenarios before any model is opened."""
     from flexengine.apps.evaluate.evaluation import evaluate
     from flexengine.apps.evaluate.figures import Draws
+    from flexengine.apps.evaluate.instances import build
     from flexengine.apps.evaluate.report import write_files
     from flexengine.apps.evaluate.runs import runs_of
+    from flexengine.apps.evaluate.scenario import load
 
     for given, what in ((args.scenario, "scenario"), (args.output, "--output")):
         if not given:
             raise InvalidInput(f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR")
-    if args.resamples < 1:
-        raise InvalidInput(f"--resamples is {args.resamples}; it must be at least 1")
+    check_least(args, resamples=1)
     runs, folder = runs_of(args.model, args.run), Path(args.output)
     if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
         raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
     runs = [replace(each, dtype=each.dtype or args.dtype) for each in runs]
-    scenarios = _build(args.scenario)
+    scenarios = [build(scenario) for scenario in load(args.scenario)]
     _check_folder(folder, scenarios)
     engine_class = load_libraries()
 
@@ -100,15 +89,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     return SOME_FAILED if any(figure.errors for figure in done.figures) else DONE
 
 
-def _build(files: Sequence[str]) -> "list[Built]":
-    """Return the instances of all scenarios."""
-    from flexengine.apps.evaluate.instances import build
-    from flexengine.apps.evaluate.scenario import load
-
-    return [build(scenario) for scenario in load(files)]
-
-
-def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
+def _check_folder(folder: Path, scenarios: "list[Built]") -> None:
     """Raise InvalidInput if the folder cannot be used, or a scenario reads a file that is replaced."""
     from flexengine.apps.evaluate.evaluation import JOBS, THROUGHPUT
     from flexengine.apps.evaluate.report import RESULTS
@@ -145,7 +126,11 @@ def text(evaluation: "Evaluation") -> str:
         first, *others = figures[begin : begin + count]
         if first.variant in (ORIGINAL, WORST):
             metric = first.metric if first.variant == ORIGINAL else f"{first.metric}, {WORST}"
-            lines.append([first.scenario, metric, _value(first), *(c for f in others for c in (_value(f), _more(f)))])
+            cells = [first.scenario, metric, _with_interval(first.value, first.low, first.high, ".4f")]
+            for f in others:
+                cells.append(_with_interval(f.value, f.low, f.high, ".4f"))
+                cells.append(_with_interval(f.difference, f.difference_low, f.difference_high, "+.4f"))
+            lines.append(cells)
     return table(lines, range(2, len(head)))
 
 
@@ -160,14 +145,9 @@ def failures(evaluation: "Evaluation") -> list[str]:
     ]
 
 
-def _value(figure: "Figure") -> str:
-    return _with_interval(figure.value, figure.low, figure.high, ".4f")
-
-
-def _more(figure: "Figure") -> str:
-    return _with_interval(figure.difference, figure.difference_low, figure.difference_high, "+.4f")
-
-
 def _with_interval(value: float | None, low: float | None, high: float | None, form: str) -> str:
     value_text, low_text, high_text = ("-" if each is None else format(each, form) for each in (value, low, high))
     return value_text if value is None else f"{value_text} [{low_text}, {high_text}]"
+
+
+main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts), STANDING)

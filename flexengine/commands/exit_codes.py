@@ -2,22 +2,24 @@
 
 import errno
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from flexengine.commands.messages import detail, say_error
 from flexengine.commands.progress import displayed
-from flexengine.errors import FlexError, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
+from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
+from flexengine.job.interrupt import Interrupted, Interrupts
 from flexengine.job.streams import stdout_is_open
 from flexengine.plan.formatting import clock
 
-if TYPE_CHECKING:
-    from flexengine.job.interrupt import Interrupts
-
+_NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in errors of torch
+_WHILE_RUNNING = (MemberFailed, RanOut, StageFailed, StageLost, WorkerLost)  # the journal has finished rows
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+Main = Callable[..., int]  # runs a command line, by default that of this process, and returns the exit code
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -35,28 +37,23 @@ def exit_code(command: Callable[[], int]) -> int:
             detail(f"the command took {clock(time.monotonic() - began)}")
         sys.stdout.flush()
         return code
-    # While the job ran; the journal has finished rows.
-    except (MemberFailed, RanOut, StageFailed, StageLost, WorkerLost) as error:
-        say_error(str(error))
-        return FAILED
     except FlexError as error:
         say_error(str(error))
-        return REFUSED
+        return FAILED if isinstance(error, _WHILE_RUNNING) else REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()
-        say_error("the reader of the output closed it before all was written")
-        return FAILED
     except OSError as error:
-        if error.errno == errno.EBADF and not stdout_is_open():
-            _discard_output()
-            say_error("stdout is closed, so the output is lost; open stdout, or send it to a file")
-        else:
-            say_error(str(error))
+        text = str(error)
+        if isinstance(error, BrokenPipeError):
+            text = "the reader of the output closed it before all was written"
+        elif error.errno == errno.EBADF and not stdout_is_open():
+            text = "stdout is closed, so the output is lost; open stdout, or send it to a file"
+        if text != str(error):  # what is left in the buffer goes to /dev/null, else Python's flush at exit fails again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say_error(text)
         return FAILED
     except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors
-        if _of_memory(error):
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             remedy = "give a smaller --device-mem or --host-mem, or end other programs, and run the same command again"
             say_error(f"the system has no more memory{where}; {remedy}")
@@ -65,32 +62,48 @@ def exit_code(command: Callable[[], int]) -> int:
         return FAILED
 
 
-def run_interruptible(command: "Callable[[Interrupts], int]", standing: str | None = None) -> int:
-    """Run a command as `exit_code` does. If SIGINT or SIGTERM comes, say how the job stands and return 130 or 143.
+def program(command: Callable[[Sequence[str]], int]) -> Main:
+    """Return the `main` of a command, which runs the words of a command line as `exit_code` does."""
+    return lambda argv=None: exit_code(lambda: command(list(sys.argv[1:] if argv is None else argv)))
+
+
+def interruptible(command: Callable[[Sequence[str], Interrupts], int], standing: str | None = None) -> Main:
+    """Return the `main` of a command that runs a job. If SIGINT or SIGTERM comes, it says how the job stands and
+    returns 130 or 143.
 
     Args:
         standing: the message for an interrupted command, unless the command sets `Interrupts.standing`.
     """
-    from flexengine.job.interrupt import Interrupted, Interrupts
 
-    with Interrupts() as interrupts:
-        if standing is not None:
-            interrupts.standing = lambda: standing
+    def main(argv: Sequence[str] | None = None) -> int:
+        with Interrupts() as interrupts:
+            if standing is not None:
+                interrupts.standing = lambda: standing
 
-        def finish() -> int:
-            try:
-                return command(interrupts)
-            except KeyboardInterrupt as stop:
-                say_error(interrupts.standing())
-                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+            def finish(words: Sequence[str]) -> int:
+                try:
+                    return command(words, interrupts)
+                except KeyboardInterrupt as stop:
+                    say_error(interrupts.standing())
+                    return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
 
-        return exit_code(finish)
+            return program(finish)(argv)
+
+    return main
 
 
-def raised_in(package: str, error: Exception) -> bool:
-    """Return whether a package's own code raised an error, not a library that it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
+@contextmanager
+def foreign_errors(package: str, program: str) -> Iterator[None]:
+    """Raise InvalidInput, which names the program, for a ValueError that a package's own code raises in the block, not
+    a library that it calls."""
+    try:
+        yield
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        own = str(frame.f_globals.get("__name__")).startswith(f"{package}.")
+        if isinstance(error, FlexError) or not own:
+            raise
+        raise InvalidInput(f"{program}: {error}") from error
 
 
 def _occupy_closed_streams() -> None:
@@ -104,16 +117,3 @@ def _occupy_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_WRONLY), True)
         if getattr(sys, name) is None and name != "stdin":
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _discard_output() -> None:
-    """Send what is left in the buffer of stdout to /dev/null, else Python's flush at exit fails again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _of_memory(error: Exception) -> bool:
-    """Return whether Python or torch raised this error because memory could not be allocated."""
-    text = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.commands.messages import VERBOSE, verbosity
 from flexengine.commands.open_engine import engine_options
-from flexengine.commands.options import Group, named
+from flexengine.commands.parser import check_least, refuse_given
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests.stages.launch import ranks
@@ -16,50 +16,34 @@ from flexengine.guests.stages.launch import ranks
 if TYPE_CHECKING:
     from flexengine.apps.fleet.job import FleetRunner
 
-_OWN = ("actors", "shard_rows")  # options that need --ray
-_NOT = ("dry_run", "trace", "report")  # options of one engine
-
-
-def add_fleet(group: Group) -> None:
-    """Add the options of a fleet."""
-    group.add_argument("--ray", type=named, metavar="ADDRESS",
-                       help="run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port"
-                            " of its head, or local to start one here; with --stages, each actor is a group of stages"
-                            " (docs/fleet.md)")  # fmt: skip
-    group.add_argument("--actors", type=int, metavar="N",
-                       help="number of engines, or of groups of stages (default: one for each GPU, or for each machine"
-                            " without GPUs)")  # fmt: skip
-    group.add_argument("--shard-rows", type=int, metavar="N",
-                       help="rows that an actor gets at a time (default: a quarter of its share, at most"
-                            " 2048)")  # fmt: skip
+FLEET = """
+--ray ADDRESS   run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port of its head,
+                or local to start one here; with --stages, each actor is a group of stages (docs/fleet.md)
+--actors N      number of engines, or of groups of stages (default: one for each GPU, or for each machine without GPUs)
+--shard-rows N  rows that an actor gets at a time (default: a quarter of its share, at most 2048)
+"""
 
 
 def check_fleet(args: argparse.Namespace) -> None:
     """Raise InvalidInput if the options of a fleet contradict others."""
     if args.ray is None:
-        if given := next((name for name in _OWN if getattr(args, name) is not None), None):
-            raise InvalidInput(
-                f"--{given.replace('_', '-')} is {getattr(args, given)}, but it is an option of"
-                " fleets; give --ray ADDRESS, too, or leave it out"
-            )
+        for name in ("actors", "shard_rows"):
+            why = f"is {getattr(args, name)}, but it is an option of fleets; give --ray ADDRESS, too, or leave it out"
+            refuse_given(args, [name], why)
         return
-    for name in _OWN:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise InvalidInput(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    if given := next((name for name in _NOT if getattr(args, name)), None):
-        raise InvalidInput(
-            f"--{given.replace('_', '-')} shows one engine, and has no effect with --ray; remove one of them"
-        )
+    check_least(args, actors=1, shard_rows=1)
+    one = ("dry_run", "trace", "report")
+    refuse_given(args, one, "shows one engine, and has no effect with --ray; remove one of them")
     if (size := ranks()[1]) > 1:
         raise InvalidInput(
-            f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of"
-            " several; start one process, whose actors Ray starts"
+            f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of several; start one"
+            " process, whose actors Ray starts"
         )
-    workers = getattr(args, "attention_workers", 0)
+    workers = args.attention_workers
     if workers and isinstance(workers, int):
         raise InvalidInput(
-            f"--attention-workers is {workers}, but the engines of --ray are on several machines; start"
-            " workers with flexengine serve-attention, and give their addresses"
+            f"--attention-workers is {workers}, but the engines of --ray are on several machines; start workers with"
+            " flexengine serve-attention, and give their addresses"
         )
     if args.interface is not None and (args.stages or 1) == 1:
         raise InvalidInput(

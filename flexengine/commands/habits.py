@@ -106,6 +106,7 @@ completion: completions install-completion
 SCORE = ("score", "loglikelihood", "logprobs")  # commands whose work `run --score` does
 _NAMES = {other: name for name, others in RENAMED.items() for other in others}
 _PROMPT = ("--prompt", "-p")  # a prompt on the command line
+_FORMATS = {(name,) for name in ("bf16", *_INT8, *_INT4, "int3")}
 _LISTS = ("--weights", "--compute", "--cache", "--sparse-attention", "--sparsify")  # of quality: values with commas
 
 
@@ -117,21 +118,27 @@ class Argument(NamedTuple):
 
 
 class CommandLine:
-    """A command line in this project's words.
-
-    Attributes:
-        arguments: options and positionals.
-        reasons: one text per replaced habit.
-        before: command whose output is the input; "" if there is none.
-    """
+    """A command line in this project's words. known: the parser's actions by option."""
 
     def __init__(self, words: Sequence[str], known: Known) -> None:
-        """Translate a command line. known: the parser's actions by option."""
-        self.arguments: list[Argument] = []
-        self.reasons: list[str] = []
-        self.before = ""
-        for argument in _arguments(words, known):
-            self._translate(argument, known)
+        self.arguments: list[Argument] = []  # options and positionals
+        self.reasons: list[str] = []  # one text per replaced habit
+        self.before = ""  # command whose output is the input; "" if there is none
+        for option, name, values in _arguments(words, known):
+            if name in known or not name:
+                self._add(option, name, values)
+            elif name in FLAGS:
+                ours, *ours_values = FLAGS[name]
+                self.arguments.append(Argument(ours, tuple(ours_values)))
+                self.reasons.append(f"{option} is called {' '.join(FLAGS[name])} here")
+            elif name in DROPPED:
+                self.reasons.append(f"leave {option} out, {DROPPED[name][1]}")
+            elif name in _PROMPT and values:
+                self.before = f"echo {shlex.quote(values[0])} | "
+                self.arguments += [Argument("", ("-",)), Argument("--input-format", ("txt",))]
+                self.reasons.append("prompts come from a file or a pipe")
+            else:
+                self._add(option, _NAMES.get(name, name), values)
 
     def words(self) -> list[str]:
         """Return the words after the name of the command."""
@@ -145,26 +152,8 @@ class CommandLine:
         """Replace an argument."""
         self.arguments[self.arguments.index(old)] = new
 
-    def _translate(self, argument: Argument, known: Known) -> None:
-        """Add an argument in this project's words."""
-        option, values = argument
-        name = _dashed(option, known)
-        if name in known or not name:
-            pass
-        elif name in FLAGS:
-            self.arguments.append(Argument(FLAGS[name][0], FLAGS[name][1:]))
-            self.reasons.append(f"{option} is called {' '.join(FLAGS[name])} here")
-            return
-        elif name in DROPPED:
-            self.reasons.append(f"leave {option} out, {DROPPED[name][1]}")
-            return
-        elif name in _PROMPT and values:
-            self.before = f"echo {shlex.quote(values[0])} | "
-            self.arguments += [Argument("", ("-",)), Argument("--input-format", ("txt",))]
-            self.reasons.append("prompts come from a file or a pipe")
-            return
-        else:
-            name = _NAMES.get(name, name)
+    def _add(self, option: str, name: str, values: tuple[str, ...]) -> None:
+        """Add an option by its name here, with its value in this project's words."""
         if name == "--top-k" and values and 0 < (_as_float(values[0]) or 0) < 1:
             name = "--sparse-attention"
         if name != option:
@@ -182,9 +171,7 @@ def correct(command: str, known: Known, words: Sequence[str], accepts: Callable[
     or if replacing the habits does not give a valid command line.
 
     Args:
-        command: name of the command.
         known: actions of the command's parser by option.
-        words: the command line.
         accepts: return whether words are a valid command line.
     """
     line = CommandLine(words, known)
@@ -201,13 +188,7 @@ def correct(command: str, known: Known, words: Sequence[str], accepts: Callable[
 
 
 def correct_command(word: str, words: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return a line with the right command for a first word that is no command; None if there is none.
-
-    Args:
-        word: the first word of the command line.
-        words: the words after it.
-        known: names of all commands.
-    """
+    """Return a line with the right command for a first word that is no command; None if there is none."""
     for name, others in COMMANDS.items():
         if word in others and name in known:
             return f"{word} is called {name} here: {command_text(name, words)}"
@@ -223,36 +204,29 @@ def command_text(command: str, words: Sequence[str]) -> str:
     return shlex.join(["flexengine", command, *words])
 
 
-def _arguments(words: Sequence[str], known: Known) -> Iterator[Argument]:
+def _arguments(words: Sequence[str], known: Known) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield each option as it is given, with dashes instead of underscores, and its values; "" for positionals."""
     rest = deque(words)
     while rest:
         word = rest.popleft()
         if not word.startswith("-") or word == "-" or _as_float(word) is not None:
-            yield Argument("", (word,))
+            yield "", "", (word,)
             continue
-        name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
-        if equals:
-            yield Argument(name, (value,))
-            continue
-        if name == "-q" and "--weights" in known and rest and rest[0].lower() in VALUES["--weights"]:
-            name = "--quantization"
-        count = min(_num_values(_dashed(name, known), known), len(rest))
-        if name in ("--gpu", "--cuda") and rest and rest[0].isdecimal():  # the number of a GPU
+        option, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        if option == "-q" and "--weights" in known and rest and rest[0].lower() in VALUES["--weights"]:
+            option = "--quantization"
+        unknown = option not in known and option.startswith("--")
+        name = "--" + option[2:].replace("_", "-") if unknown else option
+        if name in known:
+            count = 0 if known[name].nargs == 0 else 1
+        elif name in DROPPED:
+            count = DROPPED[name][0]
+        else:
+            count = int(name in _NAMES or name in _PROMPT)
+        if option in ("--gpu", "--cuda") and not equals and rest and rest[0].isdecimal():  # the number of a GPU
             rest.popleft()
-        yield Argument(name, tuple(rest.popleft() for _ in range(count)))
-
-
-def _num_values(option: str, known: Known) -> int:
-    if option in known:
-        return 0 if known[option].nargs == 0 else 1
-    if option in DROPPED:
-        return DROPPED[option][0]
-    return int(option in _NAMES or option in _PROMPT)
-
-
-def _dashed(option: str, known: Known) -> str:
-    """Return the option with dashes instead of underscores."""
-    return option if option in known or not option.startswith("--") else "--" + option[2:].replace("_", "-")
+        values = (value,) if equals else tuple(rest.popleft() for _ in range(min(count, len(rest))))
+        yield option, name, values
 
 
 def _count_rows(line: CommandLine) -> None:
@@ -271,7 +245,9 @@ def _join_lists(line: CommandLine) -> None:
     arguments: list[Argument] = []
     for option, values in line.arguments:
         last = arguments[-1] if arguments else Argument("", ())
-        if not option and last.option in _LISTS and _is_value(last.option, values[0]):
+        numbers = last.option.startswith("--spars")
+        joined = _as_float(values[0]) is not None if not option and numbers else values in _FORMATS
+        if not option and last.option in _LISTS and joined:
             arguments[-1] = Argument(last.option, (f"{last.values[0]},{values[0]}",))
             line.reasons = ["several values are joined by commas"]
         else:
@@ -279,13 +255,14 @@ def _join_lists(line: CommandLine) -> None:
     line.arguments = arguments
 
 
-def _is_value(option: str, text: str) -> bool:
-    return _as_float(text) is not None if option.startswith("--spars") else text in ("bf16", *_INT8, *_INT4, "int3")
-
-
 def _name_model(line: CommandLine) -> None:
-    """Give a model that is a positional as --model."""
-    models = [argument for argument in line.of("") if is_model(argument.values[0])]
+    """Give a model that is a positional, a directory, a GGUF file or a hub id, as --model."""
+    models = []
+    for argument in line.of(""):
+        text, path = argument.values[0], Path(argument.values[0])
+        hub = text.count("/") == 1 and not path.exists() and not path.suffix[1:].isalpha()
+        if path.is_dir() or path.suffix == ".gguf" or hub:
+            models.append(argument)
     if models and not line.of("-m", "--model") and len(line.of("", "-i", "--input")) == 2:
         line.replace(models[0], Argument("--model", models[0].values))
         line.reasons.append("the model is given by --model")
@@ -301,13 +278,6 @@ def _pipe_inputs(line: CommandLine) -> None:
     text = [Argument("--input-format", ("txt",))] if formats == {".txt"} else []
     line.arguments = [Argument("", ("-",)), *(argument for argument in line.arguments if argument.option), *text]
     line.reasons.append("a job has one input")
-
-
-def is_model(text: str) -> bool:
-    """Return whether a positional of `run` names a model: a directory, a GGUF file, or a hub id."""
-    path = Path(text)
-    hub = text.count("/") == 1 and not path.exists() and not path.suffix[1:].isalpha()
-    return path.is_dir() or path.suffix == ".gguf" or hub
 
 
 def _as_float(text: str) -> float | None:

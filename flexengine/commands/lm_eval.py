@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flexengine.commands.exit_codes import DONE, exit_code, raised_in
+from flexengine.commands.exit_codes import DONE, foreign_errors, program
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import MODEL
+from flexengine.commands.options import MODEL, add_options
 from flexengine.commands.parser import Parser
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import InvalidInput
 
 _PROGRAM = "lm-eval"
 _PARTS = ("run", "ls", "validate")  # sub-commands of lm-eval
@@ -28,17 +28,9 @@ The log level of lm-eval is --verbosity LEVEL, as -v is --verbose.
 
 def parser() -> Parser:
     """Return the parser of the options that are not lm-eval's."""
-    p = Parser(
-        _PROGRAM, "Run tasks of lm-evaluation-harness. All requests of a type are one batch.", _END, "--tasks TASK..."
-    )
-    p.add_argument("-m", "-M", "--model", **MODEL)
+    p = Parser(_PROGRAM, "--tasks TASK...", _END, "All requests of a type are one batch.")
+    add_options(p, MODEL.replace("-m,", "-m, -M,"))
     return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed while running, 130 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(words))
 
 
 def run(words: Sequence[str]) -> int:
@@ -60,9 +52,8 @@ def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is wrong; raise InvalidInput if -v has a value."""
     for option, value in pairwise(words):
         if option == "-v" and value.upper() in _LEVELS:
-            raise InvalidInput(
-                f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's log level"
-            )
+            remedy = f"write --verbosity {value} for lm-eval's log level"
+            raise InvalidInput(f"-v is --verbose here, which takes no value; {remedy}")
     made = parser()
     own, rest = made.parse_known(words)
     mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
@@ -75,12 +66,7 @@ def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run_harness(model: str | None, words: Sequence[str]) -> None:
-    """Run lm-eval with the model `flexengine`.
-
-    Args:
-        model: a directory, a .gguf file or a hub id; None is the model of lm-eval's --config file, or the demo model.
-        words: command line of lm-eval, without --model.
-    """
+    """Run lm-eval with the model `flexengine`. model: None is that of lm-eval's --config file, or the demo model."""
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -90,22 +76,18 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
     harness = HarnessCLI()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        args = _parsed(harness, words)
-        if getattr(args, "command", None) == "run":
-            _make_folders(args, _fill(args, model))
-        elif model is not None:
-            raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
-        harness.execute(args)
-    except FlexError:
-        raise
+        with foreign_errors("lm_eval", "lm-eval"):
+            args = _parsed(harness, words)
+            if getattr(args, "command", None) == "run":
+                _make_folders(args, _fill(args, model))
+            elif model is not None:
+                raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
+            harness.execute(args)
     except ValueError as error:
-        if "Sample larger than population" in str(error):  # of Python's random
-            raise InvalidInput(
-                "lm-eval: a task has fewer documents than examples are to be drawn; lower --num_fewshot"
-            ) from error
-        if not raised_in("lm_eval", error):
+        if "Sample larger than population" not in str(error):  # of Python's random
             raise
-        raise InvalidInput(f"lm-eval: {error}") from error
+        fault = "a task has fewer documents than examples are to be drawn; lower --num_fewshot"
+        raise InvalidInput(f"lm-eval: {fault}") from error
 
 
 def _parsed(harness: Any, words: Sequence[str]) -> argparse.Namespace:
@@ -137,11 +119,8 @@ def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
     given = (simple_parse_args_string(named) if isinstance(named, str) else named) | (args.model_args or {})
     chosen = model if model is not None else file.get("model")
     if chosen is not None and chosen in model_registry and not Path(chosen).exists():
-        name = given.get("pretrained", "MODEL")
-        raise InvalidInput(
-            f"--model is {chosen!r}, which names another engine of lm-eval; here this engine computes,"
-            f" and --model names the model: --model {name}"
-        )
+        remedy = f"here this engine computes, and --model names the model: --model {given.get('pretrained', 'MODEL')}"
+        raise InvalidInput(f"--model is {chosen!r}, which names another engine of lm-eval; {remedy}")
     if chosen is not None and (other := given.get("model", given.get("pretrained"))) not in (None, chosen):
         raise InvalidInput(f"--model is {chosen!r}, but model_args names {other!r}; leave one out")
     args.model = "flexengine"
@@ -155,21 +134,21 @@ def _fill(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
 
 def _make_folders(args: argparse.Namespace, file: dict[str, Any]) -> None:
     """Make the folders of --output_path and --use_cache before anything is computed: lm-eval only logs that results
-    cannot be written. Raise InvalidInput if a folder cannot be used.
-
-    Args:
-        file: options of a --config file.
-    """
+    cannot be written. file: options of a --config file."""
     for option in ("output_path", "use_cache"):
         if (given := getattr(args, option, None) or file.get(option)) is None:
             continue
         path = Path(str(given))
         folder = path if option == "output_path" and path.suffix != ".json" else path.parent
+        fault = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidInput(
-                f"--{option} is {path}, but {folder} cannot be made: {error.strerror}; name another place"
-            ) from error
-        if not os.access(folder, os.W_OK):
-            raise InvalidInput(f"--{option} is {path}, but {folder} is not writable; name another place")
+            fault = f"cannot be made: {error.strerror}"
+        if not fault and not os.access(folder, os.W_OK):
+            fault = "is not writable"
+        if fault:
+            raise InvalidInput(f"--{option} is {path}, but {folder} {fault}; name another place")
+
+
+main = program(run)

@@ -45,7 +45,7 @@ example: flexengine run prompts.jsonl -m MODEL -o results.jsonl"""
 
 
 def module_of(command: str) -> Any:
-    """Return the module of a command."""
+    """Return the module of a command. Its `parser` returns the argument parser, its `main` runs a command line."""
     return import_module(f"flexengine.commands.{command.replace('-', '_')}")
 
 

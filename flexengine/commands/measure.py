@@ -2,15 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 
-from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.exit_codes import DONE, program
 from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
-from flexengine.commands.option_text import add_options
-from flexengine.commands.options import MODEL, add_machine
-from flexengine.commands.parser import Parser
+from flexengine.commands.options import MACHINE
+from flexengine.commands.parser import Parser, refuse_given
 from flexengine.commands.written import check_written, write
-from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT
 from flexengine.plan.hardware_text import hardware_text
 
@@ -22,31 +19,19 @@ _OUTPUT = """
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    p = Parser("measure", "Measure this machine's rates, and those of a model's layers on it.", positionals="[MODEL]")
-    machine = p.add_argument_group("model and machine")
-    p.add_twin(machine, "-m", "--model", **(MODEL | {"help": "measure this model's layers, too (default: none)"}))
-    add_machine(machine)
-    add_options(p.add_argument_group("output"), _OUTPUT)
+    p = Parser("measure", "[MODEL]")
+    p.group("model and machine", "-m, --model MODEL  measure this model's layers, too (default: none)", MACHINE)
+    p.add_twin("model")
+    p.group("output", _OUTPUT)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
-
-    def command() -> int:
-        measure(parser().parse_args(argv))
-        return DONE
-
-    return exit_code(command)
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
+def run(args: argparse.Namespace) -> int:
+    """Measure this machine, and print and save its rates. Return the exit code. Raise FlexError if an option is
+    wrong."""
     check_written({"--save": args.save}, {"--config": args.config}, args.model)
-    for option in ("trust_remote_code", "allow_symlinks"):
-        if args.model is None and getattr(args, option):
-            raise InvalidInput(f"--{option.replace('_', '-')} has no effect without a model; remove it")
+    if args.model is None:
+        refuse_given(args, ("trust_remote_code", "allow_symlinks"), "has no effect without a model; remove it")
     load_libraries()
     from flexengine.engine import rates
 
@@ -56,3 +41,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.save:
         write(args.save, text)
     print(text if args.json else hardware_text(hardware))
+    return DONE
+
+
+main = program(lambda words: run(parser().parse_args(words)))

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
@@ -35,7 +36,9 @@ def load_libraries() -> "type[Engine]":
     """
     if verbosity() < NORMAL or not is_terminal():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    collecting, hook = gc.isenabled(), _Ticking()
+    collecting = gc.isenabled()
+    # An import hook that imports nothing. It reports at every import that importing goes on.
+    hook: Any = SimpleNamespace(find_spec=lambda *_: tick())
     gc.disable()
     sys.meta_path.insert(0, hook)
     try:
@@ -47,14 +50,6 @@ def load_libraries() -> "type[Engine]":
             gc.enable()
     gc.freeze()
     return Engine
-
-
-class _Ticking:
-    """Import hook that imports nothing. It reports at every import that importing goes on."""
-
-    def find_spec(self, *_: object) -> None:
-        """Return None, so that Python's own hooks find the module."""
-        tick()
 
 
 def open_engine(
@@ -86,11 +81,9 @@ def open_engine(
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the engine of `flexengine run`, without the model. args: as for `open_engine`."""
-    options = bare_options(args) | {
-        name: getattr(args, name) for name in ("policy", "trace", "lossy", "allow", "verify")
-    }
-    some = ("strategy", "attention_workers", "worker_mem", "prefix_sharing")  # not all commands have these options
-    return options | {name: getattr(args, name) for name in some if hasattr(args, name)}
+    names = ["policy", "trace", "lossy", "allow", "verify", "strategy", "attention_workers", "worker_mem"]
+    some = {name: getattr(args, name) for name in (*names, "prefix_sharing") if hasattr(args, name)}
+    return bare_options(args) | some
 
 
 def bare_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,8 +112,13 @@ def machine_kind(args: argparse.Namespace) -> str:
 
 
 def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "OpenModel":
-    """Open the model without its weights, as a machine of this kind would open it."""
+    """Open the model, or the shipped shape of this name, without weights, as a machine of this kind would open it."""
     from flexengine.worker.open_model import open_model
 
+    if args.model is not None:
+        args.model = shipped.find("models", args.model)
     remote, links = args.trust_remote_code, args.allow_symlinks
-    return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)
+    try:
+        return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error

@@ -1,13 +1,21 @@
-"""Command line options that several commands share, each written once, and what they stand for."""
+"""Options that several commands share, each written once, and what they stand for.
+
+Options are described as --help shows them, one paragraph each:
+
+-o, --output OUTPUT  file for results; lines that are indented
+    continue the description
+--stop TEXT ...      the dots after the value's name: may be repeated
+--json               an option without a value is a switch
+"""
 
 import argparse
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from textwrap import dedent
+from typing import Any, NamedTuple
 
 from flexengine import shipped
-from flexengine.commands.option_text import add_options
-from flexengine.commands.option_text import file_name as file_name
-from flexengine.commands.option_text import named as named
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.source import FORMATS
@@ -18,28 +26,91 @@ AUTO = "auto"  # --policy: the planner chooses
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "sim")
 SAMPLING = {f.name: f.default for f in fields(SamplingParams)}  # names and defaults of the sampling options
-Group = argparse._ArgumentGroup
 
 
-INPUT: dict[str, Any] = {
-    "metavar": "FILE",
-    "type": named,
-    "help": ".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines; .txt, .csv, .tsv, .parquet or"
-    " .arrow; text may be compressed (.gz, .zst); - is standard input",
+def named(text: str) -> str:
+    """Return the text. Raise ArgumentTypeError if it is empty or has a null character."""
+    if not text or "\0" in text:
+        fault = "has a null character" if text else "is empty"
+        raise argparse.ArgumentTypeError(f"the name {fault}; give a name or leave the option out")
+    return text
+
+
+def file_name(text: str) -> str:
+    """Return the name of a file to write. Raise ArgumentTypeError if it is empty, or is "-"."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("- stands for a stream, but this option takes a file; name one")
+    return named(text)
+
+
+# Types by the name of the value. Values of other names, such as SIZE, are text.
+TYPES: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("N", "K", "ID"), int),
+    **dict.fromkeys(("X", "SHARE", "SECONDS"), float),
+    **dict.fromkeys(("FILE", "DIR", "NAME", "MODEL", "ADDRESS", "OUT.jsonl", "ROWS.jsonl"), named),
+    **dict.fromkeys(("FILE.json", "FILE.html", "FILE.lp", "FILE.png", "OUTPUT"), file_name),
 }
-MODEL: dict[str, Any] = {
-    "metavar": "MODEL",
-    "type": named,
-    "help": "directory, .gguf file or hub id (default: the demo model)",
-}
-POLICY: dict[str, Any] = {
-    "metavar": "FILE.json",
-    "type": named,
-    "default": AUTO,
-    "help": "block shape and placement: a file, or a shipped policy (default: auto, the policy with the shortest"
-    " predicted time)",
-}
-_ROWS = """
+
+
+class OptionTable(NamedTuple):
+    """Options as a text, with what the text does not say, by attribute."""
+
+    text: str  # as at the top of this file
+    defaults: Mapping[str, object] = {}  # such as those of a dataclass; None for the other options
+    more: Mapping[str, Mapping[str, Any]] = {}  # further arguments of `add_argument`
+
+
+def add_options(group: argparse._ActionsContainer, table: OptionTable | str) -> None:
+    """Add options to a parser or a group."""
+    text, defaults, more = OptionTable(table) if isinstance(table, str) else table
+    for paragraph in re.split(r"\n(?=\S)", dedent(text).strip()):
+        words, about = re.split(r"\s{2,}", paragraph, maxsplit=1)
+        names = [word.rstrip(",") for word in words.split() if word.startswith("-")]
+        values = [word for word in words.split() if not word.startswith("-")]
+        attribute = names[-1].lstrip("-").replace("-", "_")
+        given: dict[str, Any] = {"help": " ".join(about.split())}
+        if values or "choices" in more.get(attribute, {}):
+            given["default"] = defaults.get(attribute)
+        else:
+            given["action"] = "store_true"
+        if values:
+            given |= {"metavar": values[0], "type": TYPES.get(values[0], str)}
+        if values[1:] == ["..."]:
+            given["action"] = "append"
+        group.add_argument(*names, **(given | more.get(attribute, {})))
+
+
+def _workers(text: str) -> int | list[str]:
+    """Return a number of attention workers, or their addresses."""
+    return int(text) if text.lstrip("-").isdecimal() else text.split(",")
+
+
+# Tables of several commands.
+
+INPUT = """\
+-i, --input FILE  .jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines; .txt, .csv, .tsv, .parquet or
+    .arrow; text may be compressed (.gz, .zst); - is standard input
+"""
+MODEL = "-m, --model MODEL  directory, .gguf file or hub id (default: the demo model)"
+VERIFY = "--verify  first compare all files of the model with their checksums"
+POLICY = OptionTable(
+    """\
+--policy FILE.json  block shape and placement: a file, or a shipped policy (default: auto, the policy with the shortest
+    predicted time)
+""",
+    {"policy": AUTO},
+)
+BITS = """
+--budget SIZE           with --weights mixed: most bytes of all weights, e.g. 6G
+--layer-bits FILE.json  store the matrices of every layer in the format that this file of quality --save-bits names
+"""
+CALIBRATION = """
+--calibrate              first run the exact model over a text, once per model, to measure which errors of encoded
+                         weights matter
+--calibration-text FILE  calibrate, and find the thresholds of --sparsify, on this UTF-8 text instead of the bundled one
+"""
+ROWS = OptionTable(
+    """
 --input-format        format of the input (default: by its suffix; jsonl for a stream without one)
 --prompt-column NAME  column or field that holds the prompt
 --chat                run each prompt as a user's message, through the model's chat template
@@ -47,12 +118,21 @@ _ROWS = """
                       is given (docs/scoring.md)
 --no-prefix-sharing   compute a prefix that several prompts have in common once for each of them
 --limit N             only the first N rows
-"""
-_LENGTHS = """
+""",
+    more={
+        "input_format": {"choices": FORMATS},
+        "no_prefix_sharing": {"dest": "prefix_sharing", "action": "store_false"},
+    },
+)
+LENGTHS = OptionTable(
+    """
 --max-tokens N  most tokens per prompt (default: %(default)s)
 --n N           samples per prompt (default: %(default)s)
-"""
-_SAMPLING = """
+""",
+    SAMPLING,
+)
+SAMPLED = OptionTable(
+    """
 --temperature X         0 is greedy (default: %(default)s)
 --seed N                seed of all sampling noise (default: %(default)s)
 --top-k K               sample from the K likeliest tokens; 0: from all (default: %(default)s)
@@ -65,8 +145,12 @@ _SAMPLING = """
 --stop TEXT ...         text that ends a row, taken literally; may be repeated
 --stop-token-id ID ...  token that ends a row; may be repeated
 --ignore-eos            continue after an end-of-sequence token
-"""
-_MACHINE = f"""
+""",
+    SAMPLING | {"stop": []},
+    {"stop_token_id": {"dest": "stop_token_ids", "default": []}},
+)
+MACHINE = OptionTable(
+    f"""
 --trust-remote-code    run Python code that comes with the checkpoint
 --allow-symlinks       read files of the model's directory that are links to files outside of it
 --dtype DTYPE          {", ".join(DTYPES[:-1])} or {DTYPES[-1]} (default: %(default)s: float32 on a CPU, the
@@ -76,93 +160,44 @@ _MACHINE = f"""
 --host-mem SIZE        host memory to use beside a GPU
 --offload-dir DIR ...  where KV cache and activations spill to disk; give it once more for each further disk, which may
                        also hold a copy of some weights
-"""
-_WORKERS = """
+""",
+    {"dtype": "auto", "device": "auto"},
+    {"dtype": {"choices": DTYPES}, "device": {"choices": DEVICES}},
+)
+WORKERS = OptionTable(
+    """
 --attention-workers N|HOST:PORT,...  start N processes that hold KV cache and compute attention over it, or use those
     that flexengine serve-attention runs at these addresses, if the plan is faster with them (docs/attention-workers.md)
 --worker-mem SIZE  memory for KV cache of each worker that is started
-"""
-_WEIGHTS = """
+""",
+    more={"attention_workers": {"type": _workers, "default": 0}},
+)
+LOSSY = OptionTable(
+    f"""
 --weights  store matrices in this format; mixed chooses a format for every layer, by --budget
-"""
-_LOSSY = """
+{BITS}
 --compute                 multiply matrices in this format; int8 stores weights in int8, too, unless --weights is given
 --cache                   store keys and values in this format
 --sparse-attention SHARE  when decoding, read only this share of the past values, e.g. 0.1
 --sparsify SHARE          set this share of the activations of SiLU or GELU to 0, those of the smallest magnitude, e.g.
                           0.7, by thresholds that the exact model finds on a text, once per model (docs/flash.md)
-"""
-_CHOSEN = f"""
+{CALIBRATION}
 --flash           of a model with ReLU, or with --sparsify, read only the neurons that become active: those that
                   predictors of flexengine flash train name, or an oracle, which is exact (docs/flash.md); of a mixture
                   of experts, oracle keeps the experts used last in memory, and is exact
 --quality         let the planner choose among 8-bit formats (near), or also 4-bit formats (small) (default:
                   %(default)s)
 --allow NAME,...  let the planner choose from these: {", ".join(ALLOW)}
-"""
-_BITS = """
---budget SIZE           with --weights mixed: most bytes of all weights, e.g. 6G
---layer-bits FILE.json  store the matrices of every layer in the format that this file of quality --save-bits names
-"""
-_CALIBRATION = """
---calibrate              first run the exact model over a text, once per model, to measure which errors of encoded
-                         weights matter
---calibration-text FILE  calibrate, and find the thresholds of --sparsify, on this UTF-8 text instead of the bundled one
-"""
-
-
-def add_rows(group: Group) -> None:
-    """Add the options that say which rows of the input are read, and how."""
-    sharing = {"dest": "prefix_sharing", "action": "store_false"}
-    add_options(group, _ROWS, input_format={"choices": FORMATS}, no_prefix_sharing=sharing)
-
-
-def add_lengths(group: Group) -> None:
-    """Add the sampling options that decide the size of a job."""
-    add_options(group, _LENGTHS, SAMPLING)
-
-
-def add_sampling(group: Group) -> None:
-    """Add all sampling options."""
-    add_lengths(group)
-    add_options(
-        group, _SAMPLING, SAMPLING, stop={"default": []}, stop_token_id={"default": [], "dest": "stop_token_ids"}
-    )
-
-
-def add_machine(group: Group) -> None:
-    """Add the options of the machine, and those of dtype and remote code."""
-    auto = {"dtype": "auto", "device": "auto"}
-    add_options(group, _MACHINE, auto, dtype={"choices": DTYPES}, device={"choices": DEVICES})
-
-
-def add_workers(group: Group) -> None:
-    """Add the options of attention workers."""
-    add_options(group, _WORKERS, attention_workers={"type": _workers, "default": 0})
-
-
-def _workers(text: str) -> int | list[str]:
-    """Return a number of attention workers, or their addresses."""
-    return int(text) if text.lstrip("-").isdecimal() else text.split(",")
-
-
-def add_lossy(group: Group) -> None:
-    """Add the lossy switches, and the options that let the planner choose them."""
-    add_options(group, _WEIGHTS, weights={"choices": (*WEIGHTS, MIXED)})
-    add_bits(group)
-    add_options(group, _LOSSY, compute={"choices": COMPUTE}, cache={"choices": tuple(CACHE)})
-    add_calibration(group)
-    add_options(group, _CHOSEN, {"quality": "exact"}, flash={"choices": FLASH}, quality={"choices": tuple(QUALITY)})
-
-
-def add_bits(group: Group) -> None:
-    """Add the options of formats that differ between layers."""
-    add_options(group, _BITS)
-
-
-def add_calibration(group: Group) -> None:
-    """Add the options of calibration."""
-    add_options(group, _CALIBRATION)
+""",
+    {"quality": "exact"},
+    {
+        "weights": {"choices": (*WEIGHTS, MIXED)},
+        "compute": {"choices": COMPUTE},
+        "cache": {"choices": tuple(CACHE)},
+        "flash": {"choices": FLASH},
+        "quality": {"choices": tuple(QUALITY)},
+    },
+)
 
 
 def calibration_of(args: argparse.Namespace) -> str | None:
@@ -171,9 +206,11 @@ def calibration_of(args: argparse.Namespace) -> str | None:
     return text if text is not None else BUNDLED if args.calibrate else None
 
 
-def policy_file(args: argparse.Namespace) -> str | None:
-    """Return the file that --policy names; None if the planner chooses."""
-    return None if args.policy == AUTO else shipped.find("policies", args.policy)
+def files_read(args: argparse.Namespace) -> dict[str, str | None]:
+    """Return the files that options of all jobs name, by option; None for those that are not given."""
+    policy = None if getattr(args, "policy", AUTO) == AUTO else shipped.find("policies", args.policy)
+    given = {"--config": args.config, "--calibration-text": args.calibration_text, "--layer-bits": args.layer_bits}
+    return given | {"--policy": policy}
 
 
 def policy_of(args: argparse.Namespace) -> Policy | None:

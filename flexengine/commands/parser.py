@@ -4,15 +4,16 @@ import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flexengine import __version__
 from flexengine.commands.exit_codes import REFUSED
 from flexengine.commands.habits import correct
+from flexengine.commands.main import COMMANDS
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
-from flexengine.commands.option_text import add_options
+from flexengine.commands.options import OptionTable, add_options
 from flexengine.config import meant
 from flexengine.errors import InvalidInput
 
@@ -35,33 +36,48 @@ _WORDS = (
 )
 
 
-def refuse_given(args: argparse.Namespace, defaults: Mapping[str, object], why: str) -> None:
-    """Raise InvalidInput if an option has another value than its default.
+class ParsedOptions(argparse.Namespace):
+    """The options of a command line."""
+
+    __slots__ = ("changed", "words")
+    words: Sequence[str]  # the command line
+    changed: dict[str, str]  # names of the options that have another value than their default, by attribute
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise InvalidInput if one of these options has another value than its default.
 
     Args:
-        defaults: default of each option, by attribute.
+        names: attributes of the options.
         why: rest of the message, after the name of the option.
     """
-    for name, default in defaults.items():
-        if getattr(args, name) != default:
-            option = ("no-" if default is True else "") + name.replace("_", "-")
-            raise InvalidInput(f"--{option} {why}")
+    if name := next((name for name in names if name in args.changed), None):
+        raise InvalidInput(f"{args.changed[name]} {why}")
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """Raise InvalidInput if an option is given and less than `least`, by attribute."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value < float("inf"):
+            raise InvalidInput(f"--{name.replace('_', '-')} is {value}; it must be at least {low:g}")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of one command. Options must be written in full.
+    """Parser of one command. ParsedOptions must be written in full.
 
     Every command has -h, --version, -q, -v and --config. An error is one line; for an option of another program, the
     line is the right command (see `habits`).
 
     Args:
         command: name of the command, such as "run".
-        about: description, the first text of --help.
-        end: text at the end of --help.
         positionals: the positionals as the usage line shows them, such as "INPUT" or "[MODEL]".
+        end: text at the end of --help.
+        more: text after what `flexengine --help` says about the command, which is the first text of its own --help.
     """
 
-    def __init__(self, command: str, about: str, end: str | None = None, positionals: str = "") -> None:
+    def __init__(self, command: str, positionals: str = "", end: str | None = None, more: str = "") -> None:
+        about = f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}. {more}"
         usage = " ".join(filter(None, ("flexengine", command, positionals, "[options]")))
         super().__init__(prog=f"flexengine {command}", usage=usage, description=about, epilog=end, allow_abbrev=False)
         self.command = command
@@ -69,16 +85,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-V", "--version", action="version", version=f"flexengine {__version__}")
         add_options(self, _GENERAL)
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: None = None
-    ) -> argparse.Namespace:
+    def parse_args(self, words: Sequence[str]) -> ParsedOptions:  # type: ignore[override]
         """Return the options, those of --config included, and set the verbosity. Exit with code 2 if an option is
         wrong."""
-        words = _without_end(list(sys.argv[1:] if args is None else args))
         try:
-            return self._parse(words)
+            options = self._parse(_without_end(list(words)))
         except _Invalid as error:
             self._refuse(str(error), words)
+        options.words = words
+        return options
 
     def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options, without those of --config, and the words of other options. Exit with code 2 if an option
@@ -88,28 +103,33 @@ class Parser(argparse.ArgumentParser):
         except _Invalid as error:
             self._refuse(str(error), words)
 
-    def _parse(self, words: list[str]) -> argparse.Namespace:
+    def _parse(self, words: list[str]) -> ParsedOptions:
         given = super().parse_intermixed_args(words, self._unset())
         if given.config is not _UNSET:
             words = self._configured(given, words) + words
-        options = super().parse_intermixed_args(words)
+        options = super().parse_intermixed_args(words, ParsedOptions())
         if options.quiet and options.verbose:
             self.error("-q and -v are both given; leave one out")
         set_verbosity(QUIET if options.quiet else VERBOSE if options.verbose else NORMAL)
+        values = vars(options)
+        options.changed = {
+            action.dest: _long(action)
+            for action in self._actions
+            if action.option_strings and values.get(action.dest, action.default) != action.default
+        }
         return options
 
-    def add_twin(self, group: argparse._ArgumentGroup, *names: str, **options: Any) -> None:
-        """Add an option that may also be given as a positional. Both set the attribute of the option's long name.
+    def group(self, title: str, *tables: OptionTable | str, about: str | None = None) -> None:
+        """Add a group of options, with a title and a description in --help."""
+        group = self.add_argument_group(title, about)
+        for table in tables:
+            add_options(group, table)
 
-        Args:
-            group: group of the option in --help.
-            names: names of the option, the long one last.
-            options: as for `add_argument`.
-        """
-        dest, about = names[-1].removeprefix("--"), f"the same as {names[-1]}"
-        kind = options.get("type", str)
-        self.add_argument(dest, nargs="?", action=_Twin, metavar=dest.upper(), type=kind, help=about)
-        group.add_argument(*names, **options)
+    def add_twin(self, dest: str) -> None:
+        """Let an option be given as a positional, too. Both set the attribute `dest`."""
+        option = next(action for action in self._actions if action.dest == dest)
+        about = f"the same as {_long(option)}"
+        self.add_argument(dest, nargs="?", action=_Twin, metavar=dest.upper(), type=option.type or str, help=about)
 
     def accepts(self, words: Sequence[str]) -> bool:
         """Return whether the words are a valid command line."""
@@ -132,8 +152,14 @@ class Parser(argparse.ArgumentParser):
         if self._file is not None:
             say_error(f"{self._file}: {_plain(message)}")
         else:
-            known = {name: action for action in self._actions for name in action.option_strings}
-            hint = f"{self._near(_plain(message))}; {self.prog} --help lists the options"
+            known, unknown = self._option_string_actions, "unrecognized arguments: "
+            hint = _plain(message)
+            if message.startswith(unknown):
+                word = message.removeprefix(unknown).split()[0]
+                hint = f"{word!r} is one argument too many"
+                if word.startswith("-"):
+                    hint = f"there is no option {word}{_nearest(word.partition('=')[0], list(known))}"
+            hint += f"; {self.prog} --help lists the options"
             say_error(correct(self.command, known, words, self.accepts) or hint)
         raise SystemExit(REFUSED)
 
@@ -143,17 +169,12 @@ class Parser(argparse.ArgumentParser):
         return argparse.Namespace(**{a.dest: None if isinstance(a, lists) else _UNSET for a in self._actions})
 
     def _configured(self, given: argparse.Namespace, words: list[str]) -> list[str]:
-        """Return the options of the --config file that are not on the command line, as words.
-
-        Args:
-            given: options of the command line.
-            words: the command line.
-        """
+        """Return the options of the --config file that are not on the command line, as words."""
         self._file = given.config
-        actions = {_name(a): a for a in self._actions if a.option_strings}
+        actions = {_long(a).removeprefix("--"): a for a in self._actions if a.option_strings}
         actions = {name: a for name, a in actions.items() if name not in ("config", "help", "version")}
         more, keys = list[str](), dict[str, str]()
-        for key, value in _read(given.config, self.error).items():
+        for key, value in self._read(given.config).items():
             action = actions.get(key.replace("_", "-"))
             if action is None:
                 self.error(f"there is no option {key}{_nearest(key, list(actions))}")
@@ -169,8 +190,17 @@ class Parser(argparse.ArgumentParser):
         self._file = None
         return more
 
+    def _read(self, path: str) -> dict[str, Any]:
+        """Return the keys and values of a TOML file."""
+        try:
+            return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            self.error(f"cannot be read: {error.strerror}")
+        except (ValueError, RecursionError) as error:  # the first also for numbers of thousands of digits
+            self.error(f"is no TOML file: {error}")
+
     def _option(self, action: argparse.Action, key: str, value: Any) -> list[str]:
-        name = max(action.option_strings, key=len)
+        name = _long(action)
         if action.nargs == 0:
             if not isinstance(value, bool):
                 self.error(f"{key} is {value!r}; it must be true or false")
@@ -181,17 +211,6 @@ class Parser(argparse.ArgumentParser):
         if any(isinstance(one, (bool, dict, list)) for one in values):
             self.error(f"{key} is {value!r}; it must be text or a number")
         return [f"{name}={one}" for one in values]
-
-    def _near(self, message: str) -> str:
-        """Return the message. For an unknown option, name it and the nearest known one."""
-        head = "unrecognized arguments: "
-        if not message.startswith(head):
-            return message
-        word = message.removeprefix(head).split()[0]
-        if not word.startswith("-"):
-            return f"{word!r} is one argument too many"
-        known = [name for action in self._actions for name in action.option_strings]
-        return f"there is no option {word}{_nearest(word.partition('=')[0], known)}"
 
 
 class _Twin(argparse.Action):
@@ -228,20 +247,11 @@ def _plain(message: str) -> str:
     return message
 
 
-def _name(action: argparse.Action) -> str:
-    return max(action.option_strings, key=len).removeprefix("--")
+def _long(action: argparse.Action) -> str:
+    """Return the long name of an option."""
+    return max(action.option_strings, key=len)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
     name = meant(word, known)
     return f"; did you mean {name}?" if name else ""
-
-
-def _read(path: str, fail: Callable[[str], NoReturn]) -> dict[str, Any]:
-    """Return the keys and values of a TOML file. Call `fail` if it cannot be read."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        fail(f"cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:  # the first also for numbers of thousands of digits
-        fail(f"is no TOML file: {error}")

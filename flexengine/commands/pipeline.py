@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flexengine.commands.options import AUTO, named
-from flexengine.commands.options import Group as Options
+from flexengine.commands.open_engine import load_libraries, open_engine
+from flexengine.commands.parser import refuse_given
 from flexengine.errors import InvalidInput
 from flexengine.guests.stages.launch import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
@@ -24,23 +24,19 @@ MOST_STAGES = 1000
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def add_pipeline(group: Options) -> None:
-    """Add the options of a pipeline."""
-    group.add_argument("--stages", type=int, metavar="N",
-                       help="compute in N processes on this machine, each with a part of the layers; on several"
-                            " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
-    group.add_argument("--strategy", type=named, metavar="FILE.json",
-                       help="layers, formats and batches of the stages, from flexengine plan --cluster; starts as"
-                            " many processes as it has stages")  # fmt: skip
-    group.add_argument("--interface", type=named, metavar="NAME",
-                       help="network interface that joins the machines, such as eth0 (default: loopback, so one"
-                            " machine)")  # fmt: skip
+PIPELINE = """
+--stages N            compute in N processes on this machine, each with a part of the layers; on several machines, start
+                      this command by torchrun instead (docs/pipeline.md)
+--strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster; starts as many
+                      processes as it has stages
+--interface NAME      network interface that joins the machines, such as eth0 (default: loopback, so one machine)
+"""
 
 
 def rank_of(args: argparse.Namespace) -> int:
     """Return the number of this process's stage; 0 for the process that drives the job. Raise InvalidInput if the
     options contradict each other or the environment."""
-    stages = args.stages
+    stages, launched = args.stages, LAUNCHED in os.environ
     if stages is not None and not 1 <= stages <= MOST_STAGES:
         raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
     rank, size = ranks()
@@ -49,24 +45,27 @@ def rank_of(args: argparse.Namespace) -> int:
         count = len(args.strategy.stages)
         if stages not in (None, count):
             raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
-        if args.policy != AUTO:
-            raise InvalidInput(f"--policy is {args.policy}, but --strategy has a block of its own; leave out one of"
-                               " them")  # fmt: skip
-        if getattr(args, "attention_workers", 0):
-            raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
-                               " leave out one of them")  # fmt: skip
-        stages = args.stages = count if size == 1 or LAUNCHED in os.environ else None
-    if stages is not None and size > 1 and LAUNCHED not in os.environ:
-        raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
-                           " of its own; leave out --stages")  # fmt: skip
+        why = f"is {args.policy}, but --strategy has a block of its own; leave out one of them"
+        refuse_given(args, ["policy"], why)
+        why = "cannot be combined with --strategy, whose stages keep the KV cache; leave out one of them"
+        refuse_given(args, ["attention_workers"], why)
+        stages = args.stages = count if size == 1 or launched else None
+    if stages is not None and size > 1 and not launched:
+        raise InvalidInput(
+            f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage of its own;"
+            " leave out --stages"
+        )
     if args.interface is not None and size == 1 and args.ray is None:
-        raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
-                           " leave it out, or start this command by torchrun")  # fmt: skip
+        raise InvalidInput(
+            f"--interface is {args.interface}, but one process, or --stages on one machine, needs none; leave it out,"
+            " or start this command by torchrun"
+        )
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
-        raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
-                           " unless another one is named; name the interface that joins the machines by --interface,"
-                           " such as eth0")  # fmt: skip
+        raise InvalidInput(
+            f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface unless another one"
+            " is named; name the interface that joins the machines by --interface, such as eth0"
+        )
     return rank
 
 
@@ -74,7 +73,7 @@ def rank_of(args: argparse.Namespace) -> int:
 def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
     the other processes, and end them at the end."""
-    stages = getattr(args, "stages", None) or 1
+    stages = args.stages or 1
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
@@ -91,8 +90,6 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
         if ranks()[1] == 1:
             yield None
             return
-        from flexengine.commands.open_engine import load_libraries
-
         load_libraries()
         from flexengine.guests.stages.group import PipelineGroup
 
@@ -103,8 +100,6 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
 
 def serve(args: argparse.Namespace) -> None:
     """Carry out the orders of the driver, as one stage of a pipeline, until the driver ends the job."""
-    from flexengine.commands.open_engine import open_engine
-
     with pipeline(args) as group:
         assert group is not None
         from flexengine.guests.stages.server import StageServer
@@ -113,15 +108,11 @@ def serve(args: argparse.Namespace) -> None:
             StageServer(engine, group).run()
 
 
-def stage_lines(
-    layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool
-) -> str:  # fmt: skip
+def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool) -> str:
     """Return a line for each stage of a pipeline, and one for the slowest of them.
 
     Args:
         layers: first layer, and last layer + 1, of the first stage.
-        first: prediction for the first stage.
-        others: plans of the other stages.
         ram: whether device and host are one memory.
     """
     plans = [(layers, first.layout.policy, first.total_seconds), *((p.layers, p.policy, p.seconds) for p in others)]

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,17 +9,16 @@ from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries, open_bare
-from flexengine.commands.options import AUTO, Group
-from flexengine.commands.parser import refuse_given
+from flexengine.commands.options import OptionTable
+from flexengine.commands.parser import check_least, refuse_given
 from flexengine.commands.written import check_written, write
-from flexengine.errors import InvalidInput, ModelNotFound
+from flexengine.errors import InvalidInput
 from flexengine.lossy import ALLOW, QUALITY, Lossy
 from flexengine.plan.cluster import file, harm, model, report, whatif
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.job import ClusterJob
 from flexengine.plan.cluster.model import Format, Model
-from flexengine.plan.cluster.search import AUTO as AUTO_METHOD
 from flexengine.plan.cluster.search import METHODS, Limits, search
 from flexengine.plan.workload import Workload
 from flexengine.strategy import FORMATS
@@ -28,50 +26,33 @@ from flexengine.strategy import FORMATS
 if TYPE_CHECKING:
     from flexengine.worker.open_model import OpenModel
 
-THETA, GROUP, SECONDS = 1.0, 1, 60.0
-# Options of plan that a cluster plan does not use, and their defaults.
-_UNUSED = {"hardware": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None, "plot": None,
-           "save_lp": None, "device": "auto", "device_mem": None, "host_mem": None, "offload_dir": None,
-           "compute": None, "cache": None, "sparse_attention": None, "flash": None, "sparsify": None,
-           "calibrate": False, "calibration_text": None, "slices": False}  # fmt: skip
-_DEFAULTS = {"theta": None, "harm": None, "group": None, "method": None, "batch": None, "search_seconds": None}
-
-
-def add_cluster(group: Group) -> None:
-    """Add the options of a cluster plan. None is the default of each, so that one without --cluster is refused."""
-    group.add_argument("--cluster", metavar="CLUSTER.json",
-                       help="plan a pipeline over the devices of this file, or of a shipped cluster"
-                            " (docs/cluster.md); --save then writes a strategy, for run --strategy")  # fmt: skip
-    group.add_argument("--theta", type=float, metavar="SECONDS",
-                       help=f"seconds that a unit of harm to quality is worth (default: {THETA:g})")  # fmt: skip
-    group.add_argument("--harm", metavar="FILE.json",
-                       help="harm of each format to quality, by layer (default: assumed from parameters and"
-                            " bits)")  # fmt: skip
-    group.add_argument(
-        "--group", type=int, metavar="N", help=f"decide about N neighbouring layers together (default: {GROUP})"
-    )
-    group.add_argument("--method", choices=METHODS,
-                       help=f"mixed-integer programs, or the bit-transfer heuristic (default: {AUTO_METHOD}, by"
-                            " size)")  # fmt: skip
-    group.add_argument("--batch", type=int, metavar="N", help="sequences alive at once (default: the fastest number)")
-    group.add_argument(
-        "--search-seconds", type=float, metavar="SECONDS", help=f"most seconds of the search (default: {SECONDS:g})"
-    )
-
-
-def check_without(args: argparse.Namespace) -> None:
-    """Raise InvalidInput if an option of a cluster plan is given without --cluster."""
-    refuse_given(args, _DEFAULTS, "is for a plan with --cluster; give --cluster, or leave it out")
+# Options of plan that a cluster plan does not use.
+_UNUSED = (
+    *("hardware", "policy", "compare", "frontier", "latency", "plot", "save_lp", "slices"),
+    *("device", "device_mem", "host_mem", "offload_dir", "compute", "cache", "sparse_attention", "flash", "sparsify"),
+    *("calibrate", "calibration_text"),
+)
+CLUSTER_ONLY = ("theta", "harm", "group", "method", "batch", "search_seconds")
+CLUSTER = OptionTable(
+    """
+--cluster CLUSTER.json    plan a pipeline over the devices of this file, or of a shipped cluster (docs/cluster.md);
+                          --save then writes a strategy, for run --strategy
+--theta SECONDS           seconds that a unit of harm to quality is worth (default: %(default)g)
+--harm FILE.json          harm of each format to quality, by layer (default: assumed from parameters and bits)
+--group N                 decide about N neighbouring layers together (default: %(default)s)
+--method                  mixed-integer programs, or the bit-transfer heuristic (default: %(default)s, by size)
+--batch N                 sequences alive at once (default: the fastest number)
+--search-seconds SECONDS  most seconds of the search (default: %(default)g)
+""",
+    {"theta": ClusterTask.theta, "group": ClusterTask.group, "method": Limits.method, "search_seconds": Limits.seconds},
+    {"method": {"choices": METHODS}},
+)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options do not go with --cluster, a value is not allowed, or a file cannot be written."""
     refuse_given(args, _UNUSED, "has no effect with --cluster, whose file describes the devices; leave one out")
-    limits = {"theta": 0.0, "group": 1, "batch": 1, "search_seconds": 1e-3}
-    for name, least in limits.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value < math.inf:
-            raise InvalidInput(f"--{name.replace('_', '-')} is {value}; it must be at least {least:g}")
+    check_least(args, theta=0, group=1, batch=1, search_seconds=1e-3)
     cluster = shipped.find("clusters", args.cluster)
     read = {"--input": args.input, "--cluster": cluster, "--harm": args.harm, "--config": args.config}
     check_written({"--save": args.save}, read, args.model)
@@ -87,8 +68,6 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     formats = _formats(args)
     cluster = file.load(shipped.find_file("clusters", args.cluster), lambda name: shipped.find_file("hardware", name))
     load_libraries()
-    if args.model is not None:
-        args.model = shipped.find("models", args.model)
     models, opened = _models(args, cluster, formats)
     first = next(iter(models.values()))
     if args.harm:
@@ -96,12 +75,11 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     else:
         table = harm.assumed(first, formats)
         if len(formats) > 1:
-            say("harm of formats is assumed: proportional to parameters and 4^-bits, all layers in int4 = 1; --harm"
-                " gives measured numbers")  # fmt: skip
+            rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
+            say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")
     job = ClusterJob.of(workload(args, opened))
-    theta = THETA if args.theta is None else args.theta
-    task = ClusterTask(cluster, models, job, formats, table, theta, args.group or GROUP)
-    limits = Limits(seconds=args.search_seconds or SECONDS, method=args.method or AUTO_METHOD, batch=args.batch)
+    task = ClusterTask(cluster, models, job, formats, table, args.theta, args.group)
+    limits = Limits(seconds=args.search_seconds, method=args.method, batch=args.batch)
     with activity("planning", "searching the stages with the shortest predicted time"):
         found = search(task, limits)
         helps = whatif.helps(found, limits)
@@ -117,21 +95,18 @@ def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
     """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer."""
     if args.weights is not None:
         if args.weights not in FORMATS:
-            raise InvalidInput(
-                f"--weights is {args.weights}; layers of a pipeline may be in {', '.join(filter(None, FORMATS))}"
-            )
-        if args.allow is not None or args.quality != "exact":
-            raise InvalidInput(
-                "--weights fixes the format, but --quality and --allow let the planner choose; leave out one of them"
-            )
+            known = ", ".join(filter(None, FORMATS))
+            raise InvalidInput(f"--weights is {args.weights}; layers of a pipeline may be in {known}")
+        why = "lets the planner choose, but --weights fixes the format; leave out one of them"
+        refuse_given(args, ("allow", "quality"), why)
         return (args.weights,)
-    known = {f"{form}-weights": form for form in FORMATS if form}
+    by_name = {f"{form}-weights": form for form in FORMATS if form}
     given = args.allow.split(",") if args.allow is not None else []
-    if wrong := [name for name in given if name not in known]:
-        fault = "has no effect with --cluster" if wrong[0] in ALLOW else "is unknown"
-        raise InvalidInput(f"--allow {wrong[0]} {fault}; with --cluster it takes {', '.join(known)}")
+    if wrong := next((name for name in given if name not in by_name), None):
+        fault = "has no effect with --cluster" if wrong in ALLOW else "is unknown"
+        raise InvalidInput(f"--allow {wrong} {fault}; with --cluster it takes {', '.join(by_name)}")
     names = [*QUALITY[args.quality], *given]
-    return (None, *(form for name, form in known.items() if name in names))
+    return (None, *(form for name, form in by_name.items() if name in names))
 
 
 def _models(
@@ -140,10 +115,7 @@ def _models(
     """Return the model as each kind of device holds it, and the opened model. No weights are loaded."""
     models: dict[str, Model] = {}
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
-        try:
-            opened = open_bare(args, kind, Lossy())
-        except ModelNotFound as error:
-            raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error
+        opened = open_bare(args, kind, Lossy())
         facts = {}
         for form in dict.fromkeys((None, *formats, *FORMATS)):
             opened.use(Lossy(weights=form))

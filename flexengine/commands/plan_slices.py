@@ -6,27 +6,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.options import AUTO, SAMPLING
 from flexengine.commands.parser import refuse_given
+from flexengine.commands.plan_cluster import CLUSTER_ONLY
 
 if TYPE_CHECKING:
     from flexengine.model.slices import Cut, SlicedTensor, Slices
     from flexengine.worker.open_model import OpenModel
 
-# Options of plan that do not change the slices, and their defaults.
-_UNUSED = {"input": None, "input_format": None, "prompt_column": None, "chat": False, "score": False,
-           "prefix_sharing": True, "limit": None, "prompt_tokens": None, "rows": None,
-           "max_tokens": SAMPLING["max_tokens"], "n": SAMPLING["n"], "device_mem": None, "host_mem": None,
-           "offload_dir": None, "weights": None, "budget": None, "layer_bits": None, "compute": None, "cache": None,
-           "sparse_attention": None, "flash": None, "sparsify": None, "calibrate": False, "calibration_text": None,
-           "quality": "exact", "allow": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None,
-           "plot": None, "save": None, "save_lp": None}  # fmt: skip
+# Options of plan that go with --slices; those of a cluster plan are refused for themselves.
+_USED = {"model", "dtype", "device", "trust_remote_code", "allow_symlinks", "hardware", "slices", "json", "config"}
+_ALLOWED = {*_USED, "quiet", "verbose", *CLUSTER_ONLY}
 _ROW = "    {:<18}{:<24}{:<12}{:>12}"  # where to, name, shape, bytes
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if an option is given that does not go with --slices."""
-    refuse_given(args, _UNUSED, "has no effect with --slices, which depends on the model and its dtype; leave one out")
+    names = [name for name in args.changed if name not in _ALLOWED]
+    refuse_given(args, names, "has no effect with --slices, which depends on the model and its dtype; leave one out")
 
 
 def print_slices(args: argparse.Namespace, opened: "OpenModel") -> None:
@@ -50,19 +46,29 @@ def grouped(cuts: "Sequence[Cut]") -> "dict[Cut, list[int]]":
 
 def as_json(found: "Slices", opened: "OpenModel") -> dict[str, Any]:
     """Return the slices as a JSON object. All bytes are those of one token."""
-    cuts = [{"layers": layers, "window": cut.window, "sent": [_part_json(part) for part in cut.sent],
-             "fetched": _part_json(cut.fetched), "kept": [_part_json(part) for part in cut.kept]}
-            for cut, layers in grouped(found.cuts).items()]  # fmt: skip
+
+    def parts(tensors: "Sequence[SlicedTensor]") -> list[dict[str, Any]]:
+        return [{"name": part.name, "shape": part.shape, "bytes": part.nbytes} for part in tensors]
+
+    cuts = [
+        {
+            "layers": layers,
+            "window": cut.window,
+            "sent": parts(cut.sent),
+            "fetched": parts([cut.fetched])[0],
+            "kept": parts(cut.kept),
+        }
+        for cut, layers in grouped(found.cuts).items()
+    ]
     return {
-        "model": opened.source.name, "dtype": str(opened.dtype).removeprefix("torch."),
-        "slices": len(found.cuts) + 1, "cuts": cuts, "tables": [_part_json(part) for part in found.tables],
+        "model": opened.source.name,
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "slices": len(found.cuts) + 1,
+        "cuts": cuts,
+        "tables": parts(found.tables),
         "sent_bytes": sum(cut.sent_bytes for cut in found.cuts),
         "fetched_bytes": sum(cut.fetched.nbytes for cut in found.cuts),
-    }  # fmt: skip
-
-
-def _part_json(part: "SlicedTensor") -> dict[str, Any]:
-    return {"name": part.name, "shape": part.shape, "bytes": part.nbytes}
+    }
 
 
 def text(found: "Slices", opened: "OpenModel") -> Iterator[str]:
@@ -87,16 +93,10 @@ def text(found: "Slices", opened: "OpenModel") -> Iterator[str]:
 
 def _layers(numbers: list[int]) -> str:
     """Return layer numbers as text, such as layers 0-29."""
-    if len(numbers) == 1:
-        return f"layer {numbers[0]}"
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return f"layers {', '.join(shown)}"
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    runs = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True)]
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
 
 
 def _rows(way: str, parts: "Sequence[SlicedTensor]") -> Iterator[str]:

@@ -34,23 +34,18 @@ class CommandDisplay(Display):
             super().__call__(replace(record, text=plain(record.text)))  # names of files may hold any character
 
 
-class _Handler(logging.Handler):
-    """Shows messages of the logger "flexengine", which come from threads that have no listener, in a display."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(logging.WARNING)
-        self.display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with reporting(self.display):
-            message(record.getMessage(), record.levelno)
-
-
 @contextmanager
 def displayed() -> Iterator[None]:
-    """Show all reports and messages of the block on standard error, as far as -q allows."""
+    """Show all reports and messages of the block on standard error, as far as -q allows. Messages of the logger
+    "flexengine", which come from threads that have no listener, are among them."""
     display, log = CommandDisplay(), logging.getLogger("flexengine")
-    handler = _Handler(display)
+
+    def emit(record: logging.LogRecord) -> None:
+        with reporting(display):
+            message(record.getMessage(), record.levelno)
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
         with reporting(display):
@@ -59,14 +54,16 @@ def displayed() -> Iterator[None]:
         log.removeHandler(handler)
 
 
-class RowErrors:
-    """Prints the first errors of rows while a job runs."""
+class RowNotes:
+    """Prints the first errors of rows while a job runs, and counts the rows and those whose text is empty."""
 
     def __init__(self) -> None:
-        self._failed = 0
+        self._rows = self._failed = self._empty = 0
 
-    def note(self, result: Result) -> None:
-        """Print the error of a result, if it has one, up to SHOWN_ERRORS errors."""
+    def take(self, result: Result) -> None:
+        """Count a row. Print its error, if it has one, up to SHOWN_ERRORS errors."""
+        self._rows += 1
+        self._empty += result.error is None and result.generated_text == ""
         if not result.error:
             return
         self._failed += 1
@@ -74,18 +71,6 @@ class RowErrors:
             message(f"row {result.index}: {result.error}"[:SHOWN_CHARACTERS], logging.ERROR)
         elif self._failed == SHOWN_ERRORS + 1:
             message("more rows failed; their errors are in the output", logging.ERROR)
-
-
-class EmptyTexts:
-    """Counts the rows of a run, and those among them whose text is empty."""
-
-    def __init__(self) -> None:
-        self._rows = self._empty = 0
-
-    def note(self, result: Result) -> None:
-        """Count a row."""
-        self._rows += 1
-        self._empty += result.error is None and result.generated_text == ""
 
     def hint(self, rows: "InputRows", tokenizer: Any) -> str:
         """Return a line that names --chat; "" unless at least half of the texts are empty, all prompts of the input
@@ -140,14 +125,16 @@ def detail_lines(s: dict[str, Any]) -> list[str]:
     busy = ", ".join(f"{_lane(lane, shared)} {percent(share)}" for lane, share in shares)
     moved = ", ".join(f"{_lane(lane, shared)} {size(n)}" for lane, n in s["bytes"].items() if n)
     peak = ", ".join(f"{place_name(place, shared)} {size(n)}" for place, n in s["peak_bytes"].items() if n)
+    decode = f"{clock(s['decode_seconds'])} in {'the other sweeps' if s['prefill_seconds'] else 'sweeps'}"
+    prefill = f"{clock(s['prefill_seconds'])} in sweeps with prompts"
     lines = [
-        f"time: {clock(s['load_seconds'])} before the first sweep, {clock(s['prefill_seconds'])} in sweeps with"
-        f" prompts, {clock(s['decode_seconds'])} in {'the other sweeps' if s['prefill_seconds'] else 'sweeps'}",
+        f"time: {clock(s['load_seconds'])} before the first sweep, {prefill}, {decode}",
         f"lanes were busy: {busy or 'none'}",
         f"moved: {moved or 'nothing'}",
         f"most memory: {peak}",
+        prediction_words(s),
     ]
-    return lines + ([words] if (words := prediction_words(s)) else [])
+    return list(filter(None, lines))
 
 
 def prediction_words(s: dict[str, Any]) -> str:
@@ -174,9 +161,7 @@ def _lane(lane: str, shared: bool) -> str:
     return "reading weights into memory" if lane == "loading" else lane_name(lane, shared)
 
 
-def verified_line(checked: dict[str, Any] | None) -> str:
-    """Return the files, bytes and seconds of checksum comparisons as text; "" if there were none."""
-    if not checked:
-        return ""
+def verified_line(checked: dict[str, Any]) -> str:
+    """Return the files, bytes and seconds of checksum comparisons as text."""
     files, nbytes = count(checked["files"], "file", "files"), size(checked["bytes"])
     return f"verified {files}, {nbytes}, in {clock(checked['seconds'])}"

@@ -16,23 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
+from flexengine.commands import options as common
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, program
 from flexengine.commands.habits import command_text
-from flexengine.commands.messages import say
+from flexengine.commands.messages import say, table
 from flexengine.commands.open_engine import bare_options, load_libraries
-from flexengine.commands.option_text import add_options
-from flexengine.commands.options import (
-    MODEL,
-    add_bits,
-    add_calibration,
-    add_machine,
-    bits_file,
-    calibration_of,
-)
 from flexengine.commands.parser import Parser
-from flexengine.commands.quality_choices import ALL, asked, run_words
-from flexengine.commands.quality_cost import LossyCost, Scored, cost
-from flexengine.commands.text import table
+from flexengine.commands.quality_choices import ALL, LossyCost, Scored, asked, cost, run_words
 from flexengine.commands.written import check_written, write
 from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
@@ -43,10 +33,15 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
 
 PROMPT, MIN_TOKENS = 32, 16  # most prompt tokens of a stretch, which are not scored; fewest tokens of a stretch
-_SHARES = """
+_CHOICES = f"""
+--weights NAME,...            from {", ".join((*WEIGHTS, MIXED))}
+--compute NAME,...            from {", ".join(COMPUTE)}
+--cache NAME,...              from {", ".join(CACHE)}
+--flash NAME,...              from {", ".join(FLASH)}
 --sparse-attention SHARE,...  read only the values of this share when decoding
 --sparsify SHARE,...          set these shares of the activations of SiLU or GELU to 0 (docs/flash.md)
 """
+_TOGETHER = "--all-together  measure combinations of the given choices, too"
 _TEXT = f"""
 --text FILE  UTF-8 text (default: {", ".join(texts.SAMPLE)})
 --rows N     stretches of the text (default: %(default)s)
@@ -61,23 +56,16 @@ _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weight
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    end = "If no choice is given, all choices are measured, one at a time."
-    p = Parser("quality", "Measure what lossy choices cost a model on real text.", end, "[MODEL]")
-    choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
+    p = Parser("quality", "[MODEL]", "If no choice is given, all choices are measured, one at a time.")
     known = {"weights": (*WEIGHTS, MIXED), "compute": COMPUTE, "cache": tuple(CACHE), "flash": FLASH}
-    for name, values in known.items():
-        choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
-    shares = {"type": _several_shares}
-    add_options(choices, _SHARES, sparse_attention=shares, sparsify=shares)
-    add_bits(choices)
-    add_calibration(choices)
-    add_options(choices, "--all-together  measure combinations of the given choices, too")
-    add_options(p.add_argument_group("text"), _TEXT, {"rows": 8, "tokens": 512}, text={"type": str})
-    machine = p.add_argument_group("machine")
-    p.add_twin(machine, "-m", "--model", **MODEL)
-    add_machine(machine)
-    add_options(p.add_argument_group("output"), _OUTPUT)
+    types = {name: {"type": _several(values)} for name, values in known.items()}
+    types |= {name: {"type": _several_shares} for name in ("sparse_attention", "sparsify")}
+    tables = (common.OptionTable(_CHOICES, more=types), common.BITS, common.CALIBRATION, _TOGETHER)
+    p.group("choices", *tables, about="as for run; each may have several values, with commas")
+    p.group("text", common.OptionTable(_TEXT, {"rows": 8, "tokens": 512}, {"text": {"type": str}}))
+    p.group("machine", common.MODEL, common.MACHINE)
+    p.add_twin("model")
+    p.group("output", _OUTPUT)
     return p
 
 
@@ -99,30 +87,17 @@ def _several_shares(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas, such as 0.1,0.25") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
-    130 interrupted."""
-    return exit_code(lambda: SOME_FAILED if run(parser().parse_args(argv)) else DONE)
-
-
 # Text.
 
 
 @dataclass(frozen=True)
 class SampleText:
-    """The text on which choices are measured.
+    """The text on which choices are measured."""
 
-    Attributes:
-        name: name of the text, for messages.
-        content: the text itself.
-        rows: number of stretches.
-        tokens: tokens of each stretch.
-    """
-
-    name: str
+    name: str  # for messages
     content: str
-    rows: int
-    tokens: int
+    rows: int  # number of stretches
+    tokens: int  # of each stretch
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -193,10 +168,9 @@ def measure(
             try:
                 with make(lossy):
                     pass
-            except BudgetTooSmall:
-                raise
-            except FlexError:  # the choice is yielded as refused below
-                pass
+            except FlexError as error:
+                if isinstance(error, BudgetTooSmall):  # other choices are yielded as refused below
+                    raise
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)
@@ -207,21 +181,13 @@ def measure(
             with make(lossy) as engine:
                 scored, about = score(engine, rows, text.prompt), facts(engine)
         except FlexError as error:
-            yield LossyCost(lossy, refused=_line(error)), about
+            yield LossyCost(lossy, refused=" ".join(str(error).split())), about
         else:
             yield cost(lossy, exact, scored), about
 
 
 def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Scored:
-    """Return the scores of the stretches with an engine.
-
-    Args:
-        rows: token ids, one row per stretch.
-        prompt: tokens at the beginning of each stretch that are not scored.
-
-    Raises:
-        FlexError: the job or one of its rows cannot be run.
-    """
+    """Return the scores of the stretches with an engine. The first `prompt` tokens of each stretch are not scored."""
     engine.load_first = True
     results = engine.score([row[:prompt] for row in rows], [row[prompt:] for row in rows])
     seconds = engine.summary.total_seconds
@@ -296,29 +262,36 @@ def as_json(about: Mapping[str, Any], text: SampleText, costs: Sequence[LossyCos
     """Return the table as a JSON object. NaN and infinity become None."""
     digest = hashlib.sha256(text.content.encode()).hexdigest()
     cut = {"text": text.name, "text_sha256": digest, "rows": text.rows, "tokens": text.tokens, "prompt": text.prompt}
-    records = [_finite(asdict(each)) | {"lossy": each.lossy.enabled} for each in costs]
+    records = []
+    for each in costs:
+        values = asdict(each) | {"lossy": each.lossy.enabled}
+        infinite = {name for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
+        records.append(values | dict.fromkeys(infinite))
     versions = {"python": platform.python_version(), "flexengine": __version__}
     return {**about, **cut, "versions": versions, "choices": records}
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
-
-
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write the costs of all choices. Return how many choices could not be measured. Raise FlexError
-    if an option is wrong or the exact model cannot be measured."""
-    calibrate = calibration_of(args)
-    given = vars(args) | ({"weights": [*(args.weights or ()), bits_file(args.layer_bits)]} if args.layer_bits else {})
+    """Measure, print and write the costs of all choices. Return the exit code: 1 if some could not be measured. Raise
+    FlexError if an option is wrong or the exact model cannot be measured."""
+    calibrate = common.calibration_of(args)
+    given = dict(vars(args))
+    if args.layer_bits:
+        given["weights"] = [*(args.weights or ()), common.bits_file(args.layer_bits)]
     choices = asked(given, args.all_together, calibrate, args.budget)
     text = read(args.text, args.rows, args.tokens)
     if args.save_bits and not any(each.weights == MIXED for each in choices):
         why = f"--save-bits {args.save_bits} is for weights whose bits are chosen"
         raise InvalidInput(f"{why}; give --weights mixed, too, or leave it out")
-    names = ("--text", "--calibration-text", "--config", "--layer-bits")
-    read_files = {name: getattr(args, name[2:].replace("-", "_")) for name in names}
+    read_files = {"--text": args.text} | common.files_read(args)
     check_written({"--save": args.save, "--save-bits": args.save_bits}, read_files, args.model)
-    _check_texts(calibrate, args.text)
+    if calibrate is not None:
+        from flexengine.guests.calibration import read as read_calibration  # imported here, as it imports torch
+
+        read_calibration(calibrate)
+        if args.text is not None and Path(calibrate).resolve() == Path(args.text).resolve():
+            fault = f"--calibration-text and --text are one file, {args.text}"
+            raise InvalidInput(f"{fault}, but quality on the calibration text looks better than it is; give two files")
     engine_class = load_libraries()
 
     def make(lossy: Lossy) -> "Engine":
@@ -338,29 +311,11 @@ def run(args: argparse.Namespace) -> int:
     if args.save:
         write(args.save, numbers)
     if args.save_bits:
-        _save_bits(args.save_bits, about["model"], costs)
-    return sum(c.refused is not None for c in costs)
+        if bits := next((c.bits for c in costs if c.lossy.weights == MIXED and c.bits is not None), None):
+            write(args.save_bits, layer_formats.as_json(about["model"], bits))
+        else:
+            say(f"{args.save_bits} is not written: weights are exact, or were not measured")
+    return SOME_FAILED if any(c.refused is not None for c in costs) else DONE
 
 
-def _save_bits(file: str, model: str, costs: Sequence[LossyCost]) -> None:
-    """Write the formats that the first choice of weights `mixed` got; report if there are none."""
-    if bits := next((c.bits for c in costs if c.lossy.weights == MIXED and c.bits is not None), None):
-        write(file, layer_formats.as_json(model, bits))
-    else:
-        say(f"{file} is not written: weights are exact, or were not measured")
-
-
-def _check_texts(calibrate: str | None, text: str | None) -> None:
-    """Raise InvalidInput if the calibration text cannot be read, or if choices are also measured on it."""
-    if calibrate is None:
-        return
-    from flexengine.guests.calibration import read as read_calibration  # imported here, as it imports torch
-
-    read_calibration(calibrate)
-    if text is not None and Path(calibrate).resolve() == Path(text).resolve():
-        fault = f"--calibration-text and --text are one file, {text}"
-        raise InvalidInput(f"{fault}, but quality on the calibration text looks better than it is; give two files")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+main = program(lambda words: run(parser().parse_args(words)))

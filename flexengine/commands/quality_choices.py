@@ -1,12 +1,15 @@
-"""The lossy choices that `flexengine quality` measures, by the options of its command line."""
+"""The lossy choices that `flexengine quality` measures, and their cost: negative log-likelihood against the exact
+model's, paired over stretches of text."""
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Lossy
+from flexengine.lossy import BUNDLED, CACHE, COMPUTE, FITTED, MIXED, WEIGHTS, Formats, Lossy, weights_text
 
 SHARES = (0.1, 0.25)
 # Values of each switch that are measured if none is given. Flash mode needs a sparse model with predictors, and
@@ -67,14 +70,69 @@ def asked(
 
 def run_words(lossy: Lossy) -> list[str]:
     """Return the options of `run` that set these switches."""
-    return [word for name, value in lossy.enabled.items() for word in _words(name, value, lossy)]
+    words = []
+    for name, value in lossy.enabled.items():
+        if name == "calibrate" and value != BUNDLED:
+            words += ["--calibration-text", value]
+        elif name == "calibrate":
+            words += [] if lossy.weights == MIXED else ["--calibrate"]
+        elif name == "weights" and lossy.file:
+            words += ["--layer-bits", lossy.file]
+        else:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
 
 
-def _words(switch: str, value: Any, lossy: Lossy) -> list[str]:
-    if switch == "calibrate":
-        if value == BUNDLED:
-            return [] if lossy.weights == MIXED else ["--calibrate"]
-        return ["--calibration-text", str(value)]
-    if switch == "weights" and lossy.file:
-        return ["--layer-bits", lossy.file]
-    return [f"--{switch.replace('_', '-')}", str(value)]
+@dataclass(frozen=True)
+class Scored:
+    """Scores of the stretches under one choice."""
+
+    logprobs: tuple[tuple[float, ...], ...]  # log probabilities of the forced tokens, one tuple per stretch
+    likeliest: tuple[tuple[int, ...], ...]  # the model's most likely tokens at the same positions
+    weights: int  # bytes of all weights
+    cache: int  # KV cache bytes of a token, summed over layers
+    # Seconds of prefill and decoding. Weights that stay in memory are read before, so that the formats of a model
+    # differ only by the time to compute and to stream.
+    seconds: float
+    bits: Formats | None = None  # format of each layer, None if all layers have one
+
+
+@dataclass(frozen=True)
+class LossyCost:
+    """The cost of a choice. weights, cache, seconds and bits are those of `Scored`."""
+
+    lossy: Lossy
+    nll: float = math.nan  # mean negative log-likelihood of a token, in nats
+    more: float = math.nan  # increase of `nll` over the exact model
+    error: float | None = None  # standard error of `more`, paired over stretches; None for a single stretch
+    perplexity: float = math.nan  # exp(nll)
+    same: float = math.nan  # share of the positions at which the likeliest token equals the exact model's
+    weights: int = 0
+    cache: int = 0
+    seconds: float = 0.0
+    bits: Formats | None = None
+    refused: str | None = None  # why the choice could not be measured; None if it was
+
+    @property
+    def name(self) -> str:
+        """Return the choice as text, with the formats that weights `mixed` got."""
+        return f"{self.lossy} ({weights_text(self.bits)})" if self.bits and not self.lossy.decided else str(self.lossy)
+
+
+def cost(lossy: Lossy, exact: Scored, scored: Scored) -> LossyCost:
+    """Return the cost of a choice, by the scores with the exact model and with the choice."""
+    nll = -statistics.fmean(value for row in scored.logprobs for value in row)
+    more, error = increase(exact.logprobs, scored.logprobs)
+    perplexity = math.exp(nll) if nll < 700 else math.inf
+    pairs = zip(exact.likeliest, scored.likeliest, strict=True)
+    same = statistics.fmean(a == b for rows in pairs for a, b in zip(*rows, strict=True))
+    of_run = (scored.weights, scored.cache, scored.seconds, scored.bits)
+    return LossyCost(lossy, nll, more, error, perplexity, same, *of_run)
+
+
+def increase(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Return the mean of nll(other) - nll(exact) over stretches of equal length, and its standard error, which is None
+    for a single stretch. Stretches, not tokens, are assumed to be independent."""
+    apart = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(exact, other, strict=True)]
+    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
+    return statistics.fmean(apart), error

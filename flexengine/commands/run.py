@@ -3,113 +3,82 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
-from flexengine.commands.fleet import add_fleet, check_fleet
+from flexengine.commands import options as common
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, interruptible
+from flexengine.commands.fleet import FLEET, check_fleet, fleet_runner
 from flexengine.commands.habits import command_text
-from flexengine.commands.messages import say
+from flexengine.commands.messages import NORMAL, detail, say, verbosity
 from flexengine.commands.open_engine import open_engine, open_rows
-from flexengine.commands.options import (
-    INPUT,
-    MODEL,
-    POLICY,
-    SAMPLING,
-    Group,
-    add_lossy,
-    add_machine,
-    add_rows,
-    add_sampling,
-    add_workers,
-    allowed,
-    file_name,
-    lossy_of,
-    named,
-    policy_file,
-    policy_of,
-)
-from flexengine.commands.parser import Parser
-from flexengine.commands.pipeline import add_pipeline, pipeline, rank_of, serve, stage_lines
-from flexengine.commands.run_job import run_job
+from flexengine.commands.parser import Parser, check_least, refuse_given
+from flexengine.commands.pipeline import PIPELINE, pipeline, rank_of, serve, stage_lines
+from flexengine.commands.progress import RowNotes, detail_lines, last_line, verified_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.interrupt import Interrupts
+from flexengine.job.overwrite import check_model_kept, check_not_overwritten
+from flexengine.job.results import check_output, files_beside
+from flexengine.job.streams import STDIN, output_name
+from flexengine.job.whole_file import part_path
+from flexengine.report.base import NoReport
 
 if TYPE_CHECKING:
-    from flexengine.job.interrupt import Interrupts
+    from flexengine.engine.state import Progress
+    from flexengine.job.resume import JobStore
+
+_END = """\
+With --output the job can be stopped or killed at any time; the same command then continues it.
+"""
+_OUTPUT = """
+-o, --output OUT.jsonl  file for results in input order; finished rows are stored in OUT.jsonl.journal, from which the
+                        same command continues; without --output, results go to stdout and an interrupted job starts
+                        over
+--restart               delete the journal of earlier runs, and start over
+--retry-errors          run rows again that ended with an error
+--json                  print the summary as JSON, as the last line of stdout
+--trace FILE.json       write a Chrome trace of all lanes, for Perfetto
+--report FILE.html      write a page about the job: placement, time line of a sweep, rates, errors; renewed while the
+                        job runs (needs matplotlib)
+"""
+_VERIFY = """
+--verify  first compare all files of the model with their checksums (in SHA256SUMS beside them, or in the hub cache's
+          file names), and prepared weights with their own
+"""
+_DRY_RUN = """
+--dry-run  print the plan and its predictions, without loading weights; flexengine plan also plans for other machines
+"""
+_LOSSY = """\
+switches that save time and memory; results then differ from those of the checkpoint's own numbers; flexengine quality
+shows by how much"""
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    p = Parser("run", "Generate results for a file of prompts.",
-               "With --output the job can be stopped or killed at any time; the same command then continues"
-               " it.", positionals="INPUT")  # fmt: skip
-    rows = p.add_argument_group("input")
-    p.add_twin(rows, "-i", "--input", **INPUT)
-    add_rows(rows)
-    _add_output(p.add_argument_group("output"))
-    add_sampling(p.add_argument_group("sampling", "defaults for rows without fields of these names"))
-    _add_machine(p.add_argument_group("model and machine"))
-    add_workers(p.add_argument_group("attention workers"))
-    add_pipeline(p.add_argument_group("pipeline"))
-    add_fleet(p.add_argument_group("fleet"))
-    add_lossy(p.add_argument_group("lossy", "switches that save time and memory; results then differ from those of the"
-                                             " checkpoint's own numbers; flexengine quality shows by how"
-                                             " much"))  # fmt: skip
+    p = Parser("run", "INPUT", _END)
+    p.group("input", common.INPUT, common.ROWS)
+    p.add_twin("input")
+    p.group("output", _OUTPUT)
+    p.group("sampling", common.LENGTHS, common.SAMPLED, about="defaults for rows without fields of these names")
+    p.group("model and machine", common.MODEL, _VERIFY, common.POLICY, _DRY_RUN, common.MACHINE)
+    p.group("attention workers", common.WORKERS)
+    p.group("pipeline", PIPELINE)
+    p.group("fleet", FLEET)
+    p.group("lossy", common.LOSSY, about=_LOSSY)
     return p
 
 
-def _add_output(group: Group) -> None:
-    group.add_argument("-o", "--output", type=named, metavar="OUT.jsonl",
-                       help="file for results in input order; finished rows are stored in OUT.jsonl.journal, from which"
-                            " the same command continues; without --output, results go to stdout and an interrupted"
-                            " job starts over")  # fmt: skip
-    group.add_argument("--restart", action="store_true", help="delete the journal of earlier runs, and start over")
-    group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
-    group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
-    group.add_argument(
-        "--trace", type=file_name, metavar="FILE.json", help="write a Chrome trace of all lanes, for Perfetto"
-    )
-    group.add_argument("--report", type=file_name, metavar="FILE.html",
-                       help="write a page about the job: placement, time line of a sweep, rates, errors; renewed while"
-                            " the job runs (needs matplotlib)")  # fmt: skip
-
-
-def _add_machine(group: Group) -> None:
-    group.add_argument("-m", "--model", **MODEL)
-    group.add_argument("--verify", action="store_true",
-                       help="first compare all files of the model with their checksums (in SHA256SUMS beside them, or"
-                            " in the hub cache's file names), and prepared weights with their own")  # fmt: skip
-    group.add_argument("--policy", **POLICY)
-    group.add_argument("--dry-run", action="store_true",
-                       help="print the plan and its predictions, without loading weights; flexengine plan also plans"
-                            " for other machines")  # fmt: skip
-    add_machine(group)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
-    130 or 143 interrupted by SIGINT or SIGTERM."""
-
-    def command(interrupts: "Interrupts") -> int:
-        args = parser().parse_args(argv)
-        args.argv = sys.argv[1:] if argv is None else list(argv)
-        return run(args, interrupts)
-
-    return run_interruptible(command)
-
-
-def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.results import check_output
     from flexengine.job.resume import open_job
-    from flexengine.job.streams import STDIN, output_name
 
     if args.input is None:
         raise InvalidInput("no input is given; name a file of prompts, as in flexengine run prompts.jsonl")
-    _check_no_model(args)
+    if (args.model is None and (Path(args.input) / "config.json").is_file()) or args.input.endswith(".gguf"):
+        right = command_text("run", ["INPUT", "--model", args.input])
+        raise InvalidInput(f"{args.input} is a model, which is given by --model; write {right}")
     args.input = STDIN if args.input == "-" else args.input
     args.output = output_name(args.output)
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
@@ -124,34 +93,75 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         from flexengine.report.recorder import check
 
         check(args.report)
-    if args.limit is not None and args.limit < 1:
-        raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
-    params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
-    args.policy = policy_of(args)
-    args.lossy = lossy_of(args)
-    args.allow = allowed(args, args.lossy, args.policy)
+    check_least(args, limit=1)
+    params = SamplingParams(**{name: getattr(args, name) for name in common.SAMPLING})
+    args.policy = common.policy_of(args)
+    args.lossy = common.lossy_of(args)
+    args.allow = common.allowed(args, args.lossy, args.policy)
     if args.lossy:
         say(f"lossy: {args.lossy.described}")
     if args.dry_run:
-        for option in ("json", "trace", "report", "restart", "retry_errors"):
-            if getattr(args, option):
-                raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
-    args.command = ["run", *args.argv]
+        names = ("json", "trace", "report", "restart", "retry_errors")
+        refuse_given(args, names, "has no effect with --dry-run; remove one of them")
+    args.command = ["run", *args.words]
     if rank > 0:
         serve(args)
         return DONE
     if args.dry_run:
         return _dry_run(args, params)
-    with (
-        open_rows(args) as rows,
-        open_job(rows, args.output, args.restart, args.retry_errors) as job,
-    ):
+    with open_rows(args) as rows, open_job(rows, args.output, args.restart, args.retry_errors) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
     if args.json:
         print(json.dumps(summary), flush=True)
     return SOME_FAILED if failed else DONE
+
+
+def run_job(
+    args: argparse.Namespace, store: "JobStore", params: SamplingParams, interrupts: Interrupts
+) -> dict[str, Any]:
+    """Run the rows that remain, write the output file, and return the summary as JSON values, of which only `job` is
+    returned if no row remained."""
+    from flexengine.engine.engine_runner import EngineRunner  # imported here, as they import numpy and --help must not
+    from flexengine.engine.file_job import FileJob
+
+    if note := store.take_note():
+        say(note)
+    notes, report = RowNotes(), NoReport()
+    if args.report:
+        from flexengine.report.recorder import ReportRecorder
+
+        report = ReportRecorder(args.report, ["flexengine", *args.command], store, say)
+
+    def sweep_ended(progress: "Progress") -> None:
+        interrupts.check()
+        report.sweep(progress)
+
+    with report:
+        with ExitStack() as stack:
+            if args.ray is None:
+                engine = stack.enter_context(open_engine(args, sweep_ended, stack.enter_context(pipeline(args))))
+                report.attach(engine)
+                job = FileJob(EngineRunner(engine, params), store)
+            else:
+                fleet = stack.enter_context(fleet_runner(args, params, interrupts.check))
+                job = FileJob(fleet, store)
+            job.begin()
+            if args.ray is not None and fleet.about is not None and fleet.about.verified:
+                say(verified_line(dict(fleet.about.verified)))
+            for result in job.results():
+                notes.take(result)
+                report.take(result)
+        summary = job.end()  # with the engine's memory free, and before the page says how the job ended
+    numbers: dict[str, Any] = summary if args.ray is not None else summary.to_json()
+    say(last_line(store, args.output, numbers if job.ran else {}))
+    if args.ray is None:
+        if verbosity() >= NORMAL and (hint := notes.hint(store.rows, engine.tokenizer)):
+            say(hint)
+        for line in detail_lines(numbers) if job.ran else ():
+            detail(line)
+    return numbers if job.ran else {"job": numbers["job"]}
 
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
@@ -187,27 +197,16 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     return DONE
 
 
-def _check_no_model(args: argparse.Namespace) -> None:
-    """Raise InvalidInput if INPUT is a model."""
-    if (args.model is None and (Path(args.input) / "config.json").is_file()) or args.input.endswith(".gguf"):
-        raise InvalidInput(
-            f"{args.input} is a model, which is given by --model; write"
-            f" {command_text('run', ['INPUT', '--model', args.input])}"
-        )
-
-
 def _check_files(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
-    from flexengine.job.overwrite import check_model_kept, check_not_overwritten
-    from flexengine.job.results import files_beside
-    from flexengine.job.whole_file import part_path
 
-    read = {"INPUT": args.input, "--policy": policy_file(args), "--calibration-text": args.calibration_text,
-            "--layer-bits": args.layer_bits, "--config": args.config}  # fmt: skip
     written = {"--output": args.output, "--trace": args.trace, "--report": args.report}
     if args.output:
         written |= files_beside(args.output, "--output")
     if args.report:
         written |= {"the unfinished part of --report": part_path(args.report)}
-    check_not_overwritten(read, written)
+    check_not_overwritten({"INPUT": args.input} | common.files_read(args), written)
     check_model_kept(args.model, {"--trace": args.trace, "--report": args.report})
+
+
+main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts))

@@ -3,26 +3,26 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
-from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
+from flexengine.cachedir.items import PREPARED, CacheItem, contents
+from flexengine.commands.exit_codes import DONE, REFUSED, program
 from flexengine.commands.messages import say, say_error
-from flexengine.commands.option_text import add_options
-from flexengine.commands.options import MODEL
+from flexengine.commands.options import MODEL, add_options
 from flexengine.commands.parser import Parser
+from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.files import regular_file
+from flexengine.model.source import check_directory, located
+from flexengine.model.verify import SUMS, NoSums, Verifier, has_sums, sums_of
 from flexengine.plan.formatting import clock, count, plain, size
 
-if TYPE_CHECKING:
-    from flexengine.cachedir.items import CacheItem
-
-_ABOUT = """\
-Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file names of the hub's cache),
-and weights that were prepared from it with their own. Nothing is downloaded.
+_MORE = """\
+Checksums are in SHA256SUMS beside them, or in the file names of the hub's cache. Weights that were prepared from the
+model are compared with their own. Nothing is downloaded.
 """
 _OPTIONS = """
 --write  write checksums beside a model that is known to be good: SHA256SUMS, for FILE.gguf FILE.gguf.sha256
@@ -32,22 +32,15 @@ INTACT, DAMAGED, NO_SUMS = "intact", "damaged", "no checksums"
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    p = Parser("verify", _ABOUT, "Exit code 0: intact; 2: damaged, or there are no checksums.", "[MODEL]")
-    p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
+    p = Parser("verify", "[MODEL]", "Exit code 0: intact; 2: damaged, or there are no checksums.", _MORE)
+    p.group("model", MODEL)
+    p.add_twin("model")
     add_options(p, _OPTIONS)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 intact, 2 damaged, without checksums or refused, 3 failed."""
-    return exit_code(lambda: run(parser().parse_args(argv)))
-
-
 def run(args: argparse.Namespace) -> int:
     """Verify the model, or write its checksums. Return the exit code. Raise FlexError if there is no such model."""
-    from flexengine.model.source import located
-
     model, name = located(args.model, download=False)
     if args.write:
         return _write(model, args.json)
@@ -64,35 +57,21 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Comparison:
-    """A model, and all that the cache has of it, compared with their checksums.
+    """A model, and all that the cache has of it, compared with their checksums."""
 
-    Attributes:
-        model: path of the model.
-        name: name of the model.
-        result: INTACT, DAMAGED or NO_SUMS (of the model; what was prepared from it is then intact).
-        files: number of files compared.
-        bytes: bytes of these files.
-        seconds: time that comparing took.
-        damaged: path and reason of each file that is missing, differs or is not listed.
-        prepared: kind, format and path of each prepared directory that was compared.
-        problem: why the model, or a prepared directory, could not be compared; "" if all were.
-    """
-
-    model: str
+    model: str  # path
     name: str
-    result: str = INTACT
-    files: int = 0
+    result: str = INTACT  # or DAMAGED, or NO_SUMS of the model; what was prepared from it is then intact
+    files: int = 0  # number of files compared
     bytes: int = 0
     seconds: float = 0.0
-    damaged: list[dict[str, str]] = field(default_factory=list)
-    prepared: list[dict[str, str | None]] = field(default_factory=list)
-    problem: str = ""
+    damaged: list[dict[str, str]] = field(default_factory=list)  # file and reason: missing, differs, not listed
+    prepared: list[dict[str, str | None]] = field(default_factory=list)  # kind, format, path of directories
+    problem: str = ""  # why the model, or a prepared directory, could not be compared; "" if all were
 
 
 def verified(model: Path, name: str) -> Comparison:
     """Return the comparison of a model, and of all that the cache has of it, with their checksums."""
-    from flexengine.model.verify import NoSums, Verifier
-
     comparison = Comparison(str(model), name)
 
     def note(file: Path, reason: str) -> None:
@@ -108,7 +87,13 @@ def verified(model: Path, name: str) -> Comparison:
         comparison.problem = f"there are no checksums to verify {model} with; {remedy}"
     except BadCheckpoint as error:
         note(model, str(error))
-    for item, directory in _prepared(model):
+    items: list[CacheItem] = []
+    with suppress(OSError, InvalidInput):  # a cache that cannot be read holds nothing that jobs use
+        items = contents(cache_root()).items
+    for item in items:
+        if item.kind not in PREPARED or item.source != str(model.resolve()):
+            continue
+        directory = cache_root() / item.folder / item.file
         comparison.prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
         try:
             verifier.prepared(directory)
@@ -120,23 +105,13 @@ def verified(model: Path, name: str) -> Comparison:
     return comparison
 
 
-def _prepared(model: Path) -> list[tuple["CacheItem", Path]]:
-    """Return the finished directories in the cache that were made from a model."""
-    from flexengine.cachedir.items import PREPARED, contents
-    from flexengine.config import cache_root
-
-    try:
-        cached = contents(cache_root())
-    except (OSError, InvalidInput):
-        return []
-    ours = (item for item in cached.items if item.kind in PREPARED and item.source == str(model.resolve()))
-    return [(item, cached.root / item.folder / item.file) for item in ours]
-
-
 def _print(comparison: Comparison) -> None:
     for entry in comparison.damaged:
         print(f"damaged: {plain(entry['file'])}: {plain(entry['reason'])}")
-    names = [comparison.name, *(_title(each) for each in comparison.prepared)]
+    names = [comparison.name]
+    for each in comparison.prepared:
+        label = f" ({each['format']})" if each["format"] else ""
+        names.append(f"prepared {each['kind']}{label}")
     files, nbytes = count(comparison.files, "file", "files"), size(comparison.bytes)
     compared = f"{files}, {nbytes}, compared in {clock(comparison.seconds)}"
     damaged = f", {len(comparison.damaged)} damaged" if comparison.damaged else ""
@@ -151,23 +126,25 @@ def _print(comparison: Comparison) -> None:
         say("get the damaged files again, or write the checksums again if the model was changed on purpose")
 
 
-def _title(prepared: Mapping[str, str | None]) -> str:
-    label = f" ({prepared['format']})" if prepared["format"] else ""
-    return f"prepared {prepared['kind']}{label}"
-
-
 # Writing.
 
 
 def _write(model: Path, as_json: bool) -> int:
-    """Write the checksums of a model. Raise InvalidInput if it has some, or if they cannot be written."""
-    from flexengine.model.verify import SUMS, sums_of
-
+    """Write the checksums of a model. Raise InvalidInput if it has some, or if they cannot be written, and
+    ModelNotFound if it is a directory without a model."""
     target = model.with_name(f"{model.name}.sha256") if model.is_file() else model / SUMS
-    _check_needed(model, target)
+    exists = f"{target} exists; compare with it (leave out --write), or remove it if the model was changed on purpose"
+    unwritable, remedy = f"{target} cannot be written", "copy the model to a directory that can be written"
+    if model.is_dir():
+        check_directory(model)
+    if os.path.lexists(target):
+        raise InvalidInput(exists)
+    if has_sums(model):
+        sources = "the names of its files in the hub's cache, a list beside it, or those of the installed package"
+        raise InvalidInput(f"{model} has checksums: {sources}; leave out --write")
     files = [model] if model.is_file() else _listed(model)
     if not os.access(target.parent, os.W_OK):
-        raise InvalidInput(_unwritable(target, "no permission"))
+        raise InvalidInput(f"{unwritable}: no permission; {remedy}")
     content = sums_of(target.parent, files)
     try:
         with target.open("xb") as sums:
@@ -178,9 +155,9 @@ def _write(model: Path, as_json: bool) -> int:
                 target.unlink()
                 raise
     except FileExistsError as error:
-        raise InvalidInput(_exists(target)) from error
+        raise InvalidInput(exists) from error
     except OSError as error:
-        raise InvalidInput(_unwritable(target, str(error.strerror))) from error
+        raise InvalidInput(f"{unwritable}: {error.strerror}; {remedy}") from error
     nbytes = sum(file.stat().st_size for file in files)
     if as_json:
         print(json.dumps({"written": str(target), "files": len(files), "bytes": nbytes}))
@@ -189,35 +166,14 @@ def _write(model: Path, as_json: bool) -> int:
     return DONE
 
 
-def _check_needed(model: Path, target: Path) -> None:
-    """Raise InvalidInput if the model has checksums, and ModelNotFound if it is a directory without a model."""
-    from flexengine.model.source import check_directory
-    from flexengine.model.verify import has_sums
-
-    if model.is_dir():
-        check_directory(model)
-    if os.path.lexists(target):
-        raise InvalidInput(_exists(target))
-    if has_sums(model):
-        sources = "the names of its files in the hub's cache, a list beside it, or those of the installed package"
-        raise InvalidInput(f"{model} has checksums: {sources}; leave out --write")
-
-
-def _unwritable(target: Path, reason: str) -> str:
-    return f"{target} cannot be written: {reason}; copy the model to a directory that can be written"
-
-
-def _exists(target: Path) -> str:
-    return f"{target} exists; compare with it (leave out --write), or remove it if the model was changed on purpose"
-
-
 def _listed(directory: Path) -> list[Path]:
     """Return all files below a directory, except those in hidden directories. Raise BadCheckpoint if one is not
     regular or leads out of the directory."""
-    from flexengine.model.files import regular_file
-
     regular = []
     for folder, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         regular += [regular_file(Path(folder, name), directory) for name in sorted(files)]
     return regular
+
+
+main = program(lambda words: run(parser().parse_args(words)))

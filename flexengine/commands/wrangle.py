@@ -2,44 +2,24 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.apps.wrangle.spec import (
-    DEFAULT_SHOTS,
-    MAX_TOKENS,
-    PICKS,
-    SIMILARITIES,
-    TASKS,
-    Spec,
-    make_spec,
-)
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
+from flexengine.apps.wrangle.spec import DEFAULT_SHOTS, MAX_TOKENS, PICKS, SIMILARITIES, TASKS, Spec, make_spec
+from flexengine.commands import options as common
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, interruptible
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine
-from flexengine.commands.option_text import add_options, named
-from flexengine.commands.options import (
-    MODEL,
-    POLICY,
-    add_lossy,
-    add_machine,
-    allowed,
-    lossy_of,
-    policy_file,
-    policy_of,
-)
 from flexengine.commands.parser import Parser
 from flexengine.commands.progress import summary_line
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
+from flexengine.job.interrupt import Interrupts
 from flexengine.plan.formatting import count
 
 if TYPE_CHECKING:
     from flexengine.apps.wrangle.plan import WranglePlan
-    from flexengine.engine.state import Progress
-    from flexengine.job.interrupt import Interrupts
 
 _OPTIONS = [f.name for f in fields(Spec) if f.name not in ("task", "tables")]
 _DEFAULTS = {f.name: f.default for f in fields(Spec)}
@@ -100,34 +80,22 @@ RESTARTED = "interrupted: the same command without --restart continues; with --r
 
 
 def parser() -> Parser:
-    """Return the argument parser."""
-    about = "Clean a table: match entities, impute a column, detect errors, match schemas, transform by example."
-    p = Parser("wrangle", about, _END, f"{'|'.join(TASKS)} TABLE [TABLE]")
+    p = Parser("wrangle", f"{'|'.join(TASKS)} TABLE [TABLE]", _END)
     p.add_argument("task", nargs="?", choices=TASKS, help="the task")
     formats = ".csv, .tsv, .parquet, .arrow or .feather; .csv and .tsv may be compressed (.gz, .zst)"
-    p.add_argument("tables", nargs="*", type=named, metavar="FILE", help=formats)
-    add_options(p.add_argument_group("columns"), _COLUMNS)
-    add_options(p.add_argument_group("questions and answers"), _ANSWERS)
-    shots = p.add_argument_group("examples", "rows with answers that stand before each question")
-    add_options(shots, _SHOTS, pick={"choices": PICKS})
-    add_options(p.add_argument_group("two tables"), _PAIRS, similarity={"choices": SIMILARITIES})
-    add_options(p.add_argument_group("output"), _OUTPUT)
-    machine = p.add_argument_group("model and machine")
-    machine.add_argument("-m", "--model", **MODEL)
-    add_options(machine, "--verify  first compare all files of the model with their checksums")
-    machine.add_argument("--policy", **POLICY)
-    add_machine(machine)
-    add_lossy(p.add_argument_group("lossy", "as for run"))
+    p.add_argument("tables", nargs="*", type=common.named, metavar="FILE", help=formats)
+    p.group("columns", _COLUMNS)
+    p.group("questions and answers", _ANSWERS)
+    shots = common.OptionTable(_SHOTS, more={"pick": {"choices": PICKS}})
+    p.group("examples", shots, about="rows with answers that stand before each question")
+    p.group("two tables", common.OptionTable(_PAIRS, more={"similarity": {"choices": SIMILARITIES}}))
+    p.group("output", _OUTPUT)
+    p.group("model and machine", common.MODEL, common.VERIFY, common.POLICY, common.MACHINE)
+    p.group("lossy", common.LOSSY, about="as for run")
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
-    130 or 143 interrupted by SIGINT or SIGTERM."""
-    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts))
-
-
-def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the task and return the exit code. Raise FlexError if an option, a table or the model is refused, before
     weights are read."""
     from flexengine.apps.wrangle.plan import make_plan
@@ -136,8 +104,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     interrupts.standing = lambda: STANDING
     spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
     _check_files(args, spec)
-    args.policy, args.lossy, args.trace = policy_of(args), lossy_of(args), None
-    args.allow = allowed(args, args.lossy, args.policy)
+    args.policy, args.lossy, args.trace = common.policy_of(args), common.lossy_of(args), None
+    args.allow = common.allowed(args, args.lossy, args.policy)
     plan = make_plan(spec)
     if args.metrics and not plan.labelled:
         fault = f"--metrics {args.metrics} needs labels, and no predicted row has one"
@@ -154,13 +122,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     return SOME_FAILED if report.failed else DONE
 
 
-def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: "Interrupts") -> None:
+def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrupts) -> None:
     from flexengine.apps.wrangle.run import job_of, prepare
 
-    def sweep_ended(progress: "Progress") -> None:
-        interrupts.check()
-
-    with open_engine(args, sweep_ended) as engine:
+    with open_engine(args, lambda _: interrupts.check()) as engine:
         if args.restart:
             interrupts.standing = lambda: RESTARTED
         prepare(plan, args.output, args.restart, args.retry_errors)
@@ -196,20 +161,13 @@ def _check_files(args: argparse.Namespace, spec: Spec) -> None:
     from flexengine.apps.wrangle.run import work_files
 
     if args.output is None:
-        remedy = f"name a file for the table with predictions, as in --output {_example_output(spec)}"
-        raise InvalidInput(f"no output is given; {remedy}")
-    read = {
-        **{f"table {name}": name for name in spec.tables},
-        "--examples": spec.examples,
-        "--config": args.config,
-        "--policy": policy_file(args),
-        "--calibration-text": args.calibration_text,
-        "--layer-bits": args.layer_bits,
-    }
+        path = Path(spec.tables[0])
+        suffix = "csv" if path.suffix in (".gz", ".zst") else path.suffix[1:]
+        example = f"{path.name.partition('.')[0]}-{spec.task}.{suffix}"
+        raise InvalidInput(f"no output is given; name a file for the table with predictions, as in --output {example}")
+    read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples} | common.files_read(args)
     beside = {name: str(path) for name, path in work_files(args.output).items()}
     check_written({"--output": args.output, "--metrics": args.metrics, **beside}, read, args.model)
 
 
-def _example_output(spec: Spec) -> str:
-    path = Path(spec.tables[0])
-    return f"{path.name.partition('.')[0]}-{spec.task}.{'csv' if path.suffix in ('.gz', '.zst') else path.suffix[1:]}"
+main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts))

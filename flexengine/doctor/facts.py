@@ -8,18 +8,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flexengine import __version__
-from flexengine.cachedir.hub import hub_cache, hub_directory
-from flexengine.cachedir.items import contents
+from flexengine.cachedir.items import contents, hub_cache, hub_directory
 from flexengine.config import cache_root
-from flexengine.doctor.attempt import Failed, attempt
-from flexengine.doctor.disks import Disk, disk
-from flexengine.doctor.machine import Cpu, MemoryFacts, cpu, memory
+from flexengine.doctor import Failed, attempt
+from flexengine.doctor.machine import Cpu, Disk, MemoryFacts, cpu, disk, memory
 from flexengine.doctor.software import Compiler, Software, compilers, software
 from flexengine.places import MOST_DISKS
 
@@ -28,34 +26,20 @@ _TORCH_SECONDS, _MEASURE_SECONDS = 120, 900  # limits of the process that import
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The cache directory.
-
-    Attributes:
-        path: path of the directory.
-        bytes: bytes of its items.
-        by_kind: bytes of each kind of item.
-        leftovers: bytes of killed jobs' files that can be removed.
-        hub_path: directory of downloads from the hub.
-        hub_bytes: bytes of the downloads.
-        problem: why jobs cannot write to the cache; "" if they can.
-    """
+    """The cache directory."""
 
     path: str
-    bytes: int
-    by_kind: dict[str, int]
-    leftovers: int
-    hub_path: str
-    hub_bytes: int
-    problem: str
+    bytes: int  # of its items
+    by_kind: dict[str, int]  # bytes of each kind of item
+    leftovers: int  # bytes of killed jobs' files that can be removed
+    hub_path: str  # directory of downloads from the hub
+    hub_bytes: int  # of the downloads
+    problem: str  # why jobs cannot write to the cache; "" if they can
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine and installation. Failed stands for facts that could not be found out.
-
-    Attributes:
-        engine: facts that need torch, as `probe` prints them: torch, kernels, gpus, rates, measured.
-    """
+    """Facts about machine and installation. Failed stands for facts that could not be found out."""
 
     cpu: Cpu | Failed
     memory: MemoryFacts | Failed
@@ -63,7 +47,7 @@ class Facts:
     software: Software | Failed
     compilers: tuple[Compiler, ...] | Failed
     cache: CacheFacts | Failed
-    engine: dict[str, Any] | Failed
+    engine: dict[str, Any] | Failed  # facts that need torch, as `probe` prints them
 
     def part(self, name: str) -> dict[str, Any]:
         """Return a part of `engine`; {} if it is missing or failed."""
@@ -77,9 +61,16 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as one JSON-able object."""
-        plain = {name: _plain(getattr(self, name)) for name in ("cpu", "memory", "software", "compilers", "cache")}
-        engine = {"engine": asdict(self.engine)} if isinstance(self.engine, Failed) else self.engine
-        return {"flexengine": __version__, **plain, "disks": [_plain(each) for each in self.disks], **engine}
+        values: dict[str, Any] = {"flexengine": __version__}
+        for each in fields(self):
+            part = getattr(self, each.name)
+            if isinstance(part, tuple):
+                values[each.name] = list(map(asdict, part))
+            elif each.name == "engine" and isinstance(part, dict):
+                values |= part
+            else:
+                values[each.name] = asdict(part)
+        return values
 
 
 def collect(offload: Sequence[Path] = (), measure: bool = False) -> Facts:
@@ -108,15 +99,16 @@ def _disk(use: str, path: Path) -> Disk:
 def _cache() -> CacheFacts:
     root, (hub, downloads) = cache_root(), hub_cache()
     problem = _unwritable(root)
-    try:
-        cached = contents(root)
-    except OSError as error:
-        return CacheFacts(str(root), 0, {}, 0, str(hub), downloads, problem or f"cannot be read: {error.strerror}")
     by_kind: Counter[str] = Counter()
-    for item in cached.items:
+    garbage = 0
+    try:
+        items = contents(root).items
+    except OSError as error:
+        items, problem = [], problem or f"cannot be read: {error.strerror}"
+    for item in items:
         by_kind[item.kind] += item.bytes
-    garbage = sum(item.bytes for item in cached.items if item.kind == "leftovers" and not item.busy)
-    return CacheFacts(str(root), cached.bytes, dict(by_kind), garbage, str(hub), downloads, problem)
+        garbage += item.bytes if item.kind == "leftovers" and not item.busy else 0
+    return CacheFacts(str(root), by_kind.total(), dict(by_kind), garbage, str(hub), downloads, problem)
 
 
 def _unwritable(root: Path) -> str:
@@ -152,8 +144,7 @@ def _engine(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bo
         lines = (ran.stderr or "").strip().splitlines() or ["see above"]
         how = f"signal {signal.Signals(-ran.returncode).name}" if ran.returncode < 0 else lines[-1]
         raise RuntimeError(f"torch and the kernels cannot be loaded: {how}")
-    values = json.loads(ran.stdout.strip().splitlines()[-1])
-    assert isinstance(values, dict)
+    values: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
     return values
 
 
@@ -167,9 +158,3 @@ def _apart(disks: Sequence[Disk | Failed]) -> list[str]:
         if each.use == "offload" or not each.in_ram:
             by_device.setdefault(each.device, each.path)
     return list(by_device.values())[:MOST_DISKS]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -1,14 +1,14 @@
 """Findings: what stops or slows jobs here, each with its remedy, the gravest first."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from flexengine.doctor.attempt import Failed
-from flexengine.doctor.disks import Disk
-from flexengine.doctor.facts import Facts
-from flexengine.doctor.machine import Cpu, MemoryFacts
-from flexengine.doctor.software import EXTRAS, NEWEST_TESTED, Software
+from flexengine.doctor import Failed
+from flexengine.doctor.facts import CacheFacts, Facts
+from flexengine.doctor.machine import Cpu, Disk, MemoryFacts
+from flexengine.doctor.software import EXTRAS, NEWEST_TESTED, Compiler, Software
 from flexengine.plan.formatting import percent, size
 
 STOPS, SLOWS, NOTE = "stops", "slows", "note"
@@ -21,19 +21,12 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """One finding."""
 
-    Attributes:
-        level: STOPS jobs, SLOWS them, or NOTE.
-        effect: order within a level; the largest comes first. For SLOWS it is about the factor that jobs may gain.
-        text: the finding, one sentence.
-        remedy: what to do; "" for nothing.
-    """
-
-    level: str
-    effect: float
-    text: str
-    remedy: str = ""
+    level: str  # STOPS jobs, SLOWS them, or NOTE
+    effect: float  # order within a level, the largest first. For SLOWS it is about the factor that jobs may gain
+    text: str  # one sentence
+    remedy: str = ""  # what to do; "" for nothing
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
@@ -45,40 +38,51 @@ def stops_jobs(findings: Iterable[Finding]) -> bool:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return all findings, the gravest first. A check that fails is a finding, too."""
+    """Return all findings, the gravest first. Facts that could not be found out, and a check that fails, are findings,
+    too."""
     problems: list[Finding] = []
-    for check in (_failures, _libraries, _cache, _kernels, _gpu, _cpu, _threads, _memory, _disks, _environment, _rest):
-        try:
-            problems += check(facts)
-        except Exception as error:  # facts of a kind that the check does not expect
-            problems.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}"))
+    for name, checks in _CHECKS.items():
+        part = getattr(facts, name)
+        if isinstance(part, Failed):
+            problems.append(_failed(name, part.error))
+            continue
+        for check in checks:
+            try:
+                problems += check(part, facts)
+            except Exception as error:  # facts of a kind that the check does not expect
+                problems.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}"))
     return sorted(problems, key=lambda one: (_LEVELS.index(one.level), -one.effect))
 
 
-def _failures(facts: Facts) -> Iterator[Finding]:
-    """Facts that could not be found out."""
-    if isinstance(facts.engine, Failed):
-        yield Finding(STOPS, 90, facts.engine.error, "install torch and flexengine again, in a fresh environment")
-    else:
-        for name, part in facts.engine.items():
-            if isinstance(part, dict) and "error" in part:
-                stops = name in ("torch", "kernels")
-                yield Finding(STOPS if stops else NOTE, 80, f"{name} cannot be examined: {part['error']}")
-    for name in ("cpu", "memory", "software", "compilers", "cache"):
-        if isinstance(part := getattr(facts, name), Failed):
-            stops = name == "cache"
-            yield Finding(STOPS if stops else NOTE, 5, f"{name} cannot be examined: {part.error}")
-    for each in facts.disks:
-        if isinstance(each, Failed):
-            yield Finding(NOTE, 5, each.error)
+def _failed(name: str, error: str) -> Finding:
+    if name == "engine":
+        return Finding(STOPS, 90, error, "install torch and flexengine again, in a fresh environment")
+    text = f"{name} cannot be examined: {error}"
+    if name in ("torch", "kernels"):
+        return Finding(STOPS, 80, text)
+    return Finding(STOPS if name == "cache" else NOTE, 5, text)
 
 
-def _libraries(facts: Facts) -> Iterator[Finding]:
-    if not isinstance(facts.software, Software):
-        return
-    if not facts.software.system.startswith("Linux"):
-        yield Finding(STOPS, 99, f"the system is {facts.software.system}; flexengine runs on Linux")
-    for library in facts.software.libraries:
+# Checks. Each takes a part of the facts, and all facts.
+
+
+def _engine(engine: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
+    for name, part in engine.items():
+        if isinstance(part, dict) and "error" in part:
+            yield _failed(name, part["error"])
+    torch = facts.part("torch")
+    if torch.get("onednn") is False and facts.part("kernels").get("name") == "reference":
+        text = f"torch {torch['version']} was built without oneDNN, which plain torch kernels need"
+        yield Finding(STOPS, 85, text, "apt install g++, or install pip's build of torch for Linux")
+    if torch and engine.get("rates") is None:
+        text = "this machine's rates are not measured yet: the first job predicted to take over a minute does so"
+        yield Finding(NOTE, 12, text, "flexengine measure")
+
+
+def _libraries(software: Software, _: Facts) -> Iterator[Finding]:
+    if not software.system.startswith("Linux"):
+        yield Finding(STOPS, 99, f"the system is {software.system}; flexengine runs on Linux")
+    for library in software.libraries:
         wanted, installed = f"{library.name}{library.allowed}", f"{library.name} {library.version}"
         if library.version is None:
             yield Finding(STOPS, 100, f"{library.name} is missing", f"pip install '{wanted}'")
@@ -90,31 +94,22 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
             yield Finding(NOTE, 20, text)
 
 
-def _cache(facts: Facts) -> Iterator[Finding]:
-    if isinstance(facts.cache, Failed):
-        return
-    if facts.cache.problem:
+def _cache(cache: CacheFacts, _: Facts) -> Iterator[Finding]:
+    if cache.problem:
         remedy = "set FLEXENGINE_CACHE to a directory that can be written"
-        yield Finding(STOPS, 70, f"the cache cannot be used: {facts.cache.problem}", remedy)
-    if facts.cache.leftovers:
-        text = f"killed jobs have left {size(facts.cache.leftovers)} in the cache"
+        yield Finding(STOPS, 70, f"the cache cannot be used: {cache.problem}", remedy)
+    if cache.leftovers:
+        text = f"killed jobs have left {size(cache.leftovers)} in the cache"
         yield Finding(NOTE, 10, text, "flexengine cache clear leftovers")
 
 
-def _kernels(facts: Facts) -> Iterator[Finding]:
-    kernels, torch = facts.part("kernels"), facts.part("torch")
-    if torch.get("onednn") is False and kernels.get("name") == "reference":
-        text = f"torch {torch['version']} was built without oneDNN, which plain torch kernels need"
-        yield Finding(STOPS, 85, text, "apt install g++, or install pip's build of torch for Linux")
-    forced = _variable(facts, "FLEXENGINE_KERNELS") == "reference"
-    if forced:
-        text = "FLEXENGINE_KERNELS=reference: kernels run in plain torch, several times slower"
-        yield Finding(SLOWS, 5, text, "unset it")
-    if isinstance(facts.compilers, Failed) or forced:
+def _compilers(compilers: Sequence[Compiler], facts: Facts) -> Iterator[Finding]:
+    if _variable(facts, "FLEXENGINE_KERNELS") == "reference":
         return
-    working = [compiler for compiler in facts.compilers if compiler.works]
+    kernels = facts.part("kernels")
+    working = [compiler for compiler in compilers if compiler.works]
     if not working:
-        broken = "".join(f" ({c.command} {c.version})" for c in facts.compilers)
+        broken = "".join(f" ({c.command} {c.version})" for c in compilers)
         yield Finding(SLOWS, 5, f"no C++ compiler{broken}: attention runs several times slower", "apt install g++")
     elif kernels and not kernels["compiled"]:
         yield Finding(NOTE, 30, "the kernels are not compiled yet: the first job compiles them (20 to 60 s)")
@@ -124,7 +119,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         yield Finding(SLOWS, 4, text, "install a newer g++, or set CXX to one")
 
 
-def _gpu(facts: Facts) -> Iterator[Finding]:
+def _gpu(_: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
     torch = facts.part("torch")
     if not torch:
         return
@@ -154,10 +149,8 @@ def _nvidia() -> bool:
     return gpus.is_dir() and any(gpus.iterdir())
 
 
-def _cpu(facts: Facts) -> Iterator[Finding]:
-    if not isinstance(facts.cpu, Cpu):
-        return
-    cpu, whole = facts.cpu, facts.cpu.cores
+def _cpu(cpu: Cpu, _: Facts) -> Iterator[Finding]:
+    whole = cpu.cores
     if cpu.machine in ("x86_64", "AMD64") and "AVX2" not in cpu.features:
         text = f"the CPU ({cpu.model}) has no AVX2: kernels use portable code, several times slower"
         yield Finding(SLOWS, 3, text, "if this is a virtual machine, give it the CPU type of its host")
@@ -170,14 +163,13 @@ def _cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(SLOWS, cpu.usable / cpu.quota, text, "raise it (docker run --cpus, systemd CPUQuota)")
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
-    threads = facts.part("torch").get("threads")
-    if threads is None or not isinstance(facts.cpu, Cpu):
+def _threads(cpu: Cpu, facts: Facts) -> Iterator[Finding]:
+    threads, cores = facts.part("torch").get("threads"), cpu.effective
+    if threads is None:
         return
-    cores = facts.cpu.effective
     name = next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if _variable(facts, name) is not None), None)
     setting = f"{name}={_variable(facts, name)}: " if name else ""
-    if threads > max(1.0, cores) and facts.cpu.quota is not None:
+    if threads > max(1.0, cores) and cpu.quota is not None:
         text = f"{setting}torch computes in {threads} threads, but may use {cores:g} cores"
         yield Finding(SLOWS, 1.5, text, f"set OMP_NUM_THREADS={max(1, int(cores))}")
     elif name and threads < int(cores):
@@ -185,10 +177,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         yield Finding(SLOWS, cores / threads, text, f"unset {name}")
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
-    if not isinstance(facts.memory, MemoryFacts):
-        return
-    memory = facts.memory
+def _memory(memory: MemoryFacts, _: Facts) -> Iterator[Finding]:
     if memory.limit is not None:
         below = " and below the free RAM" if memory.limit < memory.free else ""
         share = percent(memory.limit / memory.total)
@@ -206,10 +195,14 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(SLOWS, 1.05, "transparent huge pages are off, so page faults take longer", remedy)
 
 
-def _disks(facts: Facts) -> Iterator[Finding]:
-    disks = [each for each in facts.disks if isinstance(each, Disk)]
-    for each in disks:
-        yield from _directory(each)
+def _disks(examined: Sequence[Disk | Failed], _: Facts) -> Iterator[Finding]:
+    disks = []
+    for each in examined:
+        if isinstance(each, Failed):
+            yield Finding(NOTE, 5, each.error)
+        else:
+            disks.append(each)
+            yield from _directory(each)
     for device in dict.fromkeys(each.device for each in disks):
         together = [each for each in disks if each.device == device]
         yield from _device([each for each in together if each.use in _SETTINGS and (each.exists or each.use != "hub")])
@@ -244,7 +237,10 @@ def _device(disks: Sequence[Disk]) -> Iterator[Finding]:
     yield Finding(SLOWS, 2.5, f"{where}: {disks[0].path} is on {kind}", remedy)
 
 
-def _environment(facts: Facts) -> Iterator[Finding]:
+def _environment(software: Software, facts: Facts) -> Iterator[Finding]:
+    if _variable(facts, "FLEXENGINE_KERNELS") == "reference":
+        text = "FLEXENGINE_KERNELS=reference: kernels run in plain torch, several times slower"
+        yield Finding(SLOWS, 5, text, "unset it")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         value = _variable(facts, name) or ""
         if value.upper() in _TRUE:
@@ -252,18 +248,22 @@ def _environment(facts: Facts) -> Iterator[Finding]:
     chosen = _variable(facts, "ATEN_CPU_CAPABILITY") or _variable(facts, "ONEDNN_MAX_CPU_ISA")
     if chosen:
         yield Finding(SLOWS, 1.1, f"ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA limits torch to {chosen}", "unset it")
-
-
-def _rest(facts: Facts) -> Iterator[Finding]:
-    if facts.part("torch") and isinstance(facts.engine, dict) and facts.engine.get("rates") is None:
-        text = "this machine's rates are not measured yet: the first job predicted to take over a minute does so"
-        yield Finding(NOTE, 12, text, "flexengine measure")
-    if isinstance(facts.software, Software):
-        extras = facts.software.extras.items()
-        missing = [f"{name} ({EXTRAS[name]})" for name, version in extras if version is None and name != "triton"]
-        if missing:
-            yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}")
+    extras = software.extras.items()
+    missing = [f"{name} ({EXTRAS[name]})" for name, version in extras if version is None and name != "triton"]
+    if missing:
+        yield Finding(NOTE, 1, f"optional libraries are missing: {', '.join(missing)}")
 
 
 def _variable(facts: Facts, name: str) -> str | None:
     return facts.software.environment.get(name) if isinstance(facts.software, Software) else None
+
+
+_CHECKS: dict[str, Sequence[Callable[[Any, Facts], Iterator[Finding]]]] = {  # by the part of the facts that they need
+    "engine": (_engine, _gpu),
+    "cpu": (_cpu, _threads),
+    "memory": (_memory,),
+    "software": (_libraries, _environment),
+    "compilers": (_compilers,),
+    "cache": (_cache,),
+    "disks": (_disks,),
+}

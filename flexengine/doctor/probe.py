@@ -7,7 +7,7 @@ damaged GPU driver, can end or stop the process that does it.
 import json
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from flexengine import kernels
 from flexengine.config import cache_root
-from flexengine.doctor.attempt import Failed, attempt
+from flexengine.doctor import Failed, attempt
 from flexengine.doctor.software import compilers
 from flexengine.kernels import build
 from flexengine.kernels.onednn import has_onednn
@@ -57,21 +57,19 @@ def kernel_facts() -> dict[str, Any]:
 
 
 def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
-    """Return the latest rates of this machine in the cache; None if there are none.
-
-    Args:
-        machine: with the offload directory that jobs use.
-        disks: directories where models may lie.
-    """
+    """Return the latest rates of this machine in the cache; None if there are none. disks: directories where models may
+    lie."""
     if not any((cache_root() / "hardware").glob("*.json")):
         return None
     if not kernel_facts()["compiled"] and kernel_facts()["name"] != "reference":
         return None  # rates belong to kernels, and finding their key would compile them
     from flexengine.measure import store  # imported here, as it imports transformers
 
-    keys = {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}
-    files = [file for key in keys if (file := cache_root() / "hardware" / f"{key}.json").is_file()]
-    stored = [(file.stat().st_mtime, hardware) for file in files if (hardware := _loaded(file)) is not None]
+    stored = []
+    for key in {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}:
+        file = cache_root() / "hardware" / f"{key}.json"
+        with suppress(OSError, ValueError):
+            stored.append((file.stat().st_mtime, Hardware.load(file)))
     if not stored:
         return None
     when, hardware = max(stored, key=lambda pair: pair[0])
@@ -103,21 +101,8 @@ def _best(table: Table) -> float:
     return max(rate for _, rate in table)
 
 
-def _loaded(file: Path) -> Hardware | None:
-    try:
-        return Hardware.load(file)
-    except ValueError:
-        return None
-
-
 def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
-    """Return all facts; a failed probe is {"error": text}.
-
-    Args:
-        offload: the offload directory that jobs use.
-        disks: directories on disks of their own.
-        measure: measure the rates of these disks, too.
-    """
+    """Return all facts; a failed probe is {"error": text}. disks: directories on disks of their own."""
     facts: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
     facts["gpus"] = attempt(lambda: list(map(asdict, cuda.gpus())))
     facts["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -29,112 +28,75 @@ TRITON_INTERPRET LD_PRELOAD MALLOC_ARENA_MAX XDG_CACHE_HOME TMPDIR
 """
 _SECONDS = 20  # limit of `compiler --version`
 # Libraries that flexengine needs, if its own metadata is missing, as in a checkout that is not installed.
-_NEEDED = "torch transformers safetensors tokenizers gguf greenlet numpy psutil tqdm jinja2 pulp highspy scipy"
+_NEEDED = "torch transformers safetensors tokenizers gguf greenlet numpy psutil jinja2 pulp highspy scipy"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that flexengine needs.
+    """A library that flexengine needs."""
 
-    Attributes:
-        name: as package indexes spell it.
-        version: installed version; None if it is missing.
-        allowed: versions that flexengine's metadata allows, such as ">=2.9"; "" for all.
-        fits: whether the installed version is allowed.
-        tested: whether the version is not newer than the newest tested one.
-    """
-
-    name: str
-    version: str | None
-    allowed: str
-    fits: bool
-    tested: bool
+    name: str  # as package indexes spell it
+    version: str | None  # installed version; None if it is missing
+    allowed: str  # versions that flexengine's metadata allows, such as ">=2.9"; "" for all
+    fits: bool  # whether the installed version is allowed
+    tested: bool  # whether the version is not newer than the newest tested one
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler.
+    """A C++ compiler."""
 
-    Attributes:
-        command: as in the environment, such as g++.
-        version: first line of its --version, or why it does not work.
-        works: whether --version does.
-    """
-
-    command: str
-    version: str
-    works: bool
+    command: str  # as in the environment, such as g++
+    version: str  # first line of its --version, or why it does not work
+    works: bool  # whether --version does
 
 
 @dataclass(frozen=True)
 class Software:
-    """Installed libraries, compilers and environment variables.
+    """Installed libraries and environment variables."""
 
-    Attributes:
-        system: operating system with its version.
-        python: version of Python.
-        executable: path of Python.
-        libraries: libraries that flexengine needs.
-        extras: by optional library, its version; None if it is missing.
-        environment: variables that change how flexengine works, if they are set.
-    """
-
-    system: str
-    python: str
-    executable: str
-    libraries: tuple[Library, ...]
-    extras: dict[str, str | None]
-    environment: dict[str, str]
+    system: str  # operating system with its version
+    python: str  # version of Python
+    executable: str  # path of Python
+    libraries: tuple[Library, ...]  # that flexengine needs
+    extras: dict[str, str | None]  # by optional library, its version; None if it is missing
+    environment: dict[str, str]  # variables that change how flexengine works, if they are set
 
 
 def software() -> Software:
     """Return what is installed and set. No library is imported."""
-    environment = {name: os.environ[name] for name in VARIABLES.split() if name in os.environ}
+    try:
+        needed = [text for text in metadata.requires("flexengine") or [] if "extra ==" not in text]
+    except metadata.PackageNotFoundError:
+        needed = []
     return Software(
         platform.platform(),
         platform.python_version(),
         sys.executable,
-        tuple(map(_library, _requirements())),
+        tuple(map(_library, needed or _NEEDED.split())),
         {name: _version(name) for name in EXTRAS},
-        environment,
+        {name: os.environ[name] for name in VARIABLES.split() if name in os.environ},
     )
 
 
-def compilers(candidates: Sequence[str] = ()) -> tuple[Compiler, ...]:
-    """Return the C++ compilers in the order in which the kernels' build tries them; missing ones are left out.
-
-    Args:
-        candidates: commands; default: $CXX and COMPILERS.
-    """
-    names = candidates or (os.environ.get("CXX", ""), *COMPILERS)
+def compilers() -> tuple[Compiler, ...]:
+    """Return the C++ compilers in the order in which the kernels' build tries them: $CXX and COMPILERS. Missing ones
+    are left out."""
     known = []
-    for name in filter(None, dict.fromkeys(names)):
+    for name in filter(None, dict.fromkeys((os.environ.get("CXX", ""), *COMPILERS))):
         try:
             command = shlex.split(name)
+            if not command or not shutil.which(command[0]):
+                continue
+            ran = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_SECONDS)
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+            known.append(Compiler(name, f"does not run: {error}", False))
         except ValueError as error:
             known.append(Compiler(name, f"no command: {error}", False))
-            continue
-        if command and shutil.which(command[0]):
-            known.append(_compiler(name, command))
+        else:
+            lines = (ran.stdout or ran.stderr).strip().splitlines() or [""]
+            known.append(Compiler(name, lines[0], ran.returncode == 0))
     return tuple(known)
-
-
-def _compiler(name: str, command: list[str]) -> Compiler:
-    try:
-        ran = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_SECONDS)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
-        return Compiler(name, f"does not run: {error}", False)
-    lines = (ran.stdout or ran.stderr).strip().splitlines() or [""]
-    return Compiler(name, lines[0], ran.returncode == 0)
-
-
-def _requirements() -> list[str]:
-    """Return the requirements in flexengine's metadata, without those of extras."""
-    try:
-        texts = metadata.requires("flexengine") or []
-    except metadata.PackageNotFoundError:
-        texts = []
-    return [text for text in texts if "extra ==" not in text] or _NEEDED.split()
 
 
 def _library(requirement: str) -> Library:

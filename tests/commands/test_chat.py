@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from flexengine import Engine, InvalidInput, SamplingParams
 from flexengine.commands import plan
-from flexengine.commands.progress import EmptyTexts
+from flexengine.commands.progress import RowNotes
 from flexengine.config import Result
 from flexengine.engine.rates import RateStore
 from flexengine.job.inputs import InputRows
@@ -180,9 +180,9 @@ def test_a_plan_counts_the_tokens_of_the_template(asked: Job, speaker: Any, monk
 
 
 def hint_of(path: Path, texts: list[str | None], template: bool = True, **options: Any) -> str:
-    counts = EmptyTexts()
+    counts = RowNotes()
     for i, text in enumerate(texts):
-        counts.note(Result(i, text, error=None if text is not None else "bad"))
+        counts.take(Result(i, text, error=None if text is not None else "bad"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template if template else None
     with InputRows(path, **options) as rows:

@@ -15,8 +15,8 @@ import torch
 
 from flexengine import __version__
 from flexengine.commands import doctor as command
+from flexengine.doctor import Failed
 from flexengine.doctor import facts as collected
-from flexengine.doctor.attempt import Failed
 from flexengine.doctor.facts import Facts, collect
 from flexengine.doctor.findings import findings
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality, quality_choices
 from flexengine.commands.quality import SampleText, asked, stretches
-from flexengine.commands.quality_cost import LossyCost, Scored, agreement, cost, increase, mean_nll
+from flexengine.commands.quality_choices import LossyCost, Scored, cost, increase
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
@@ -32,11 +33,6 @@ POLICY = Policy(gpu_batch_size=4, num_gpu_batches=1)
 # Statistics.
 
 
-def test_mean_nll() -> None:
-    assert mean_nll(EXACT_ROWS) == 2.0
-    assert mean_nll(OTHER_ROWS) == 2.375
-
-
 def test_increase_is_paired_over_stretches() -> None:
     """0.5 and 0.25 more: mean 0.375, deviation 0.125 * sqrt 2, by sqrt 2 stretches."""
     more, error = increase(EXACT_ROWS, OTHER_ROWS)
@@ -44,10 +40,6 @@ def test_increase_is_paired_over_stretches() -> None:
     assert error == pytest.approx(0.125)
     assert increase(EXACT_ROWS[:1], OTHER_ROWS[:1]) == (0.5, None)
     assert increase(EXACT_ROWS, EXACT_ROWS) == (0.0, 0.0)
-
-
-def test_agreement_counts_places() -> None:
-    assert agreement(((1, 2, 3), (4, 5, 6)), ((1, 2, 7), (4, 5, 6))) == pytest.approx(5 / 6)
 
 
 def scored(rows: Any = EXACT_ROWS, likeliest: Any = ((5, 6), (7, 8)), weights: int = 4_000_000) -> Scored:
@@ -58,6 +50,9 @@ def test_cost() -> None:
     found = cost(Lossy(weights="int4"), scored(), scored(OTHER_ROWS, ((5, 6), (7, 9)), 1_000_000))
     assert (found.nll, found.more, found.same, found.weights) == (2.375, 0.375, 0.75, 1_000_000)
     assert found.perplexity == pytest.approx(math.exp(2.375))
+    assert cost(EXACT, scored(), scored()).nll == 2.0
+    likeliest = ((1, 2, 3), (4, 5, 6)), ((1, 2, 7), (4, 5, 6))
+    assert cost(EXACT, *(scored(likeliest=each) for each in likeliest)).same == pytest.approx(5 / 6)
     ruined = ((-1000.0, -1000.0),) * 2
     assert cost(Lossy(weights="int2"), scored(), scored(ruined)).perplexity == math.inf
 
@@ -337,10 +332,10 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
         logprobs = speaker.model(rows).logits.double().log_softmax(2)[:, PROMPT - 1 : -1]
     expected = logprobs.gather(2, rows[:, PROMPT:, None])[..., 0]
     assert (expected - torch.tensor(found.logprobs)).abs().max() < 1e-4
-    assert mean_nll(found.logprobs) == pytest.approx(-expected.mean().item(), abs=1e-4)
-    likeliest = logprobs.argmax(2)
-    assert agreement(likeliest.tolist(), found.likeliest) > 0.99  # but for near ties
-    assert agreement(found.likeliest, scored_by(speaker, EXACT).likeliest) == 1
+    assert cost(EXACT, found, found).nll == pytest.approx(-expected.mean().item(), abs=1e-4)
+    theirs = replace(found, likeliest=tuple(map(tuple, logprobs.argmax(2).tolist())))
+    assert cost(EXACT, theirs, found).same > 0.99  # but for near ties
+    assert cost(EXACT, found, scored_by(speaker, EXACT)).same == 1
 
 
 @pytest.mark.slow

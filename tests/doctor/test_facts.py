@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from flexengine import kernels
-from flexengine.doctor import probe
-from flexengine.doctor.attempt import Failed, attempt
-from flexengine.doctor.disks import disk
-from flexengine.doctor.machine import cpu, memory
+from flexengine.doctor import Failed, attempt, probe
+from flexengine.doctor.machine import cpu, disk, memory
 from flexengine.doctor.software import COMPILERS, NEWEST_TESTED, compilers, software
 from flexengine.kernels import build
 from flexengine.measure import links, store

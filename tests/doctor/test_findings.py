@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from flexengine.doctor import Failed
 from flexengine.doctor import findings as module
-from flexengine.doctor.attempt import Failed
-from flexengine.doctor.disks import Disk
 from flexengine.doctor.facts import CacheFacts, Facts
 from flexengine.doctor.findings import NOTE, SLOWS, STOPS, findings
-from flexengine.doctor.machine import Cpu, MemoryFacts
+from flexengine.doctor.machine import Cpu, Disk, MemoryFacts
 from flexengine.doctor.software import EXTRAS, Compiler, Library, Software
 
 GB = 10**9

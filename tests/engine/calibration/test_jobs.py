@@ -13,7 +13,7 @@ import transformers
 from flexengine import Engine, Lossy, SamplingParams, texts
 from flexengine.commands import quality
 from flexengine.commands.exit_codes import DONE, REFUSED
-from flexengine.commands.quality_cost import LossyCost
+from flexengine.commands.quality_choices import LossyCost
 from flexengine.commands.run import main
 from flexengine.engine.rates import RateStore
 from flexengine.errors import InvalidInput
