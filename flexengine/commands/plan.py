@@ -276,18 +276,14 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
     params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:
         most = opened.skeleton.context_length
+        context = f"the {most} tokens of {opened.source.name}'s context"
         room = most - params.max_tokens if most else PROMPT_TOKENS
         if room < 1:
-            raise InvalidInput(
-                f"--max-tokens {params.max_tokens} leaves no room for a prompt in the {most} tokens of"
-                f" {opened.source.name}'s context; lower it"
-            )
+            raise InvalidInput(f"--max-tokens {params.max_tokens} leaves no room for a prompt in {context}; lower it")
         prompt = args.prompt_tokens or min(PROMPT_TOKENS, room)
         if most and prompt + params.max_tokens > most:
-            raise InvalidInput(
-                f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the {most} tokens of"
-                f" {opened.source.name}'s context; lower one"
-            )
+            both = f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens}"
+            raise InvalidInput(f"{both} make more than {context}; lower one")
         return Workload({(prompt, params.max_tokens): args.rows * params.n})
     from flexengine.engine import planner as planners
     from flexengine.engine.survey import Refused

@@ -214,7 +214,8 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
     layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
     core = SimpleNamespace(
         tokenizer=byte_tokenizer(), skeleton=SimpleNamespace(context_length=None), source=SimpleNamespace(name="s"),
-        machine=SimpleNamespace(kind="cpu", compute=torch.device("cpu")), options=SimpleNamespace(policy=None),
+        machine=SimpleNamespace(kind="cpu", gpu=False, compute=torch.device("cpu")),
+        options=SimpleNamespace(policy=None),
         dtype=torch.float32, cache_form="", opened=SimpleNamespace(refusal=lambda each: None),
     )  # fmt: skip
     summary = SimpleNamespace(total_seconds=2.5)
