@@ -83,7 +83,6 @@ def test_names_of_our_own_lists_are_read_again(tmp_path: Path, cache: Path) -> N
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=directory, check=True)
 
 
-
 def test_the_recipe_lists_all_that_is_wanted(model: Path) -> None:
     """Templates in a folder, and hidden files, which globs find and `sha256sum *` does not."""
     (model / "additional_chat_templates").mkdir()
