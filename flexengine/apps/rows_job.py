@@ -1,7 +1,7 @@
 """Rows that an app makes, as the input of one resumable job, and the rows of its output."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -50,10 +50,10 @@ class RowsJob(NamedTuple):
         if not self.rows.exists() or self.has_other(rows):
             write_whole(self.rows, _encoded(rows))
 
-    def joined(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with the fields of the output."""
+    def outputs(self) -> list[dict[str, Any]]:
+        """Return the rows of the output."""
         with self.results.open(encoding="utf-8") as file:
-            return [{**row, **json.loads(line)} for row, line in zip(rows, file, strict=True)]
+            return [json.loads(line) for line in file]
 
 
 def _encoded(rows: Iterable[Mapping[str, Any]]) -> bytes:

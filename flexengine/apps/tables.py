@@ -1,12 +1,62 @@
-"""Reading of whole tables by apps."""
+"""Tables in memory that apps read."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from flexengine.errors import InvalidInput
 from flexengine.job.read_arrow import arrow_table
 from flexengine.job.read_csv import csv_table
-from flexengine.job.reading import DELIMITERS, TableRow
+from flexengine.job.reading import DELIMITERS, TableRow, other_separator
 from flexengine.job.source import InputFile
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """A table in memory.
+
+    Attributes:
+        name: name of the file, for messages.
+        form: its format, one of `source.FORMATS`.
+        records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
+            Line 0 is a row whose fault names file and line.
+        arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
+    """
+
+    name: str
+    form: str
+    columns: tuple[str, ...]
+    records: tuple[TableRow, ...]
+    arrow: Any = None
+
+    def place(self, row: int) -> str:
+        """Return file and line of a row, for messages."""
+        return f"{self.name}, {'row' if self.form in ('parquet', 'arrow') else 'line'} {self.records[row].line}"
+
+    def readable(self) -> Iterator[tuple[int, TableRow]]:
+        """Yield the number and the record of each row that can be read."""
+        return ((row, record) for row, record in enumerate(self.records) if not record.fault)
+
+    def check_has(self, columns: Sequence[str], option: str) -> None:
+        """Raise InvalidInput if a column does not exist. option: the option that names the columns."""
+        for column in columns:
+            if column not in self.columns:
+                seems = other_separator(self.columns, self.form)
+                raise InvalidInput(
+                    f"{option} {column!r} is no column of {self.name}; its columns are"
+                    f" {', '.join(self.columns)}{seems and f': {seems}'}"
+                )
+
+    def as_arrow(self) -> Any:
+        """Return the table as a pyarrow.Table. Cells that were not read by pyarrow become strings or floats."""
+        if self.arrow is not None:
+            return self.arrow
+        import pyarrow as pa
+
+        cells = {c: [record.fields.get(c) for record in self.records] for c in self.columns}
+        numbers = {c for c, values in cells.items() if values and isinstance(values[0], float)}
+        return pa.table({c: pa.array(v, pa.float64() if c in numbers else pa.string()) for c, v in cells.items()})
 
 
 def read_records(

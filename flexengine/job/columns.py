@@ -35,7 +35,7 @@ from flexengine.job.chat import TOOLS
 from flexengine.job.prompts import OVERRIDES
 from flexengine.job.read_arrow import record_of, records_of
 from flexengine.job.reading import whole_number
-from flexengine.job.results import present_fields
+from flexengine.job.results import finite
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 INDEX = "index"
@@ -45,9 +45,7 @@ Generate = Callable[[list[Row]], list[Result]]
 
 def answered(batch: Any, params: SamplingParams, generate: Generate) -> Any:
     """Return the batch, in its own type, with the columns of `result_columns`, which replace columns of the same names.
-
-    Args:
-        generate: return the results of rows with different indices, in any order.
+    generate: return the results of rows with different indices, in any order.
 
     Raises:
         InvalidInput: the batch is not columns of one length. A row that cannot be run has `error` instead.
@@ -141,7 +139,10 @@ def result_columns(results: list[Result], as_json: list[str]) -> dict[str, Any]:
     types = dict(generated_text=text, token_ids=pa.list_(number), finish_reason=text, prompt_tokens=number,
                  completion_tokens=number, error=text)  # fmt: skip
     columns = {name: pa.array([_utf8(getattr(r, name)) for r in results], kind) for name, kind in types.items()}
-    return columns | {name: pa.array([_json(getattr(r, name)) for r in results], text) for name in as_json}
+    for name in as_json:
+        values = [getattr(result, name) for result in results]
+        columns[name] = pa.array([None if value is None else json.dumps(finite(value)) for value in values], text)
+    return columns
 
 
 def _arrow() -> Any:
@@ -199,10 +200,3 @@ def _python(value: Any) -> Any:
 def _utf8(value: Any) -> Any:
     """Return text with halves of surrogate pairs escaped, as UTF-8 cannot encode them. Other values stay unchanged."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _json(value: Any) -> str | None:
-    """Return JSON text. Infinity (the logarithm of 0) becomes null."""
-    if value is None:
-        return None
-    return json.dumps(json.loads(json.dumps(value, default=present_fields), parse_constant=lambda _: None))

@@ -5,6 +5,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -34,7 +35,7 @@ class InputScan(NamedTuple):
     only_texts: bool
 
 
-class InputRows:
+class InputRows(AbstractContextManager["InputRows"]):
     """The rows of an input file. Every `iter()` reads the file again from its beginning. Memory does not grow with the
     file. Use as a context manager, or call `close`.
 
@@ -91,9 +92,6 @@ class InputRows:
 
     def __iter__(self) -> Iterator[Row]:
         return self.hashed(None)
-
-    def __enter__(self) -> "InputRows":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,6 +18,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def result_of(value: dict[str, Any]) -> Result:
     return Result(value["index"], **fields)
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The journal at `path`, locked for this process, and created if the file does not exist. Use as a context manager.
 
     Memory holds nine bytes per row (offset of its last record, and its state), no results. A record is passed to the
@@ -101,9 +102,6 @@ class Journal:
         except BaseException:
             os.close(self._file)
             raise
-
-    def __enter__(self) -> "Journal":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

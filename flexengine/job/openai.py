@@ -98,9 +98,14 @@ def _completion(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    messages = body.pop("messages", None)
-    if isinstance(messages, list):
-        messages = [_message(i, message) for i, message in enumerate(messages)]
+    messages, own = body.pop("messages", None), list[Any]()
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):  # unknown fields are refused unless they are empty
+            message = {n: value for n, value in message.items() if n in _MESSAGE or value not in (None, [], {})}
+            if unknown := sorted(set(message) - _MESSAGE):
+                known = ", ".join(sorted(_MESSAGE))
+                raise InvalidInput(f"messages[{number}] has {unknown}; a message may have {known}")
+        own.append(chat.with_parsed_arguments(message))
     tools = chat.tools_of(body)
     for name in (chat.TOOLS, "tool_choice", "parallel_tool_calls"):
         body.pop(name, None)
@@ -110,16 +115,7 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     if top is not None and not logprobs:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
     chosen = ({"logprobs": top or 0} if logprobs else {}) | ({chat.TOOLS: tools} if tools else {})
-    return {"messages": chat.messages_of(messages), **chosen}
-
-
-def _message(number: int, message: Any) -> Any:
-    """Return a message with parsed tool arguments. Raise InvalidInput if it has unknown fields that are not empty."""
-    if isinstance(message, dict):
-        message = {name: value for name, value in message.items() if name in _MESSAGE or value not in (None, [], {})}
-        if unknown := sorted(set(message) - _MESSAGE):
-            raise InvalidInput(f"messages[{number}] has {unknown}; a message may have {', '.join(sorted(_MESSAGE))}")
-    return chat.with_parsed_arguments(message)
+    return {"messages": chat.messages_of(own or messages), **chosen}
 
 
 def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
@@ -136,22 +132,19 @@ def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> 
     ordered = np.frombuffer(hashes, dtype=np.int64) if hashes else np.empty(0, np.int64)
     ordered.sort()
     suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
-        if repeated := _confirmed(rows, set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), most):
-            return repeated
-    return []
-
-
-def _confirmed(rows: Iterable[Row], suspects: set[int], most: int) -> list[tuple[str, int, int]]:
-    first: dict[str, int] = {}
     repeated: list[tuple[str, int, int]] = []
-    for row in rows:
-        if row.custom_id and hash(row.custom_id) in suspects:
+    for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
+        chosen, first = set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), dict[str, int]()
+        for row in rows:
+            if not row.custom_id or hash(row.custom_id) not in chosen:
+                continue
             if row.custom_id in first:
                 repeated.append((row.custom_id, first[row.custom_id], row.line))
-                if len(repeated) == most:
-                    break
             first.setdefault(row.custom_id, row.line)
+            if len(repeated) == most:
+                break
+        if repeated:
+            break
     return repeated
 
 
@@ -195,39 +188,31 @@ def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:
 
 
 def _choice(sample: Completion | Result, chat: bool) -> dict[str, Any]:
-    text, logprobs = sample.generated_text or "", None
-    if sample.logprobs is not None:
-        logprobs = (_chat_logprobs if chat else _text_logprobs)(sample.logprobs)
+    text, tokens, logprobs = sample.generated_text or "", sample.logprobs, None
+    if tokens is not None and chat:
+        tops = [[_chat_token(other) for other in token["top_logprobs"]] for token in tokens]
+        own = [{**_chat_token(token), "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+        logprobs = {"content": own, "refusal": None}
+    elif tokens is not None:
+        logprobs = _text_logprobs(tokens)
     content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
     ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}  # there is no tokenizer, so no text
     return {**content, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
 
 
-def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
-    tops = [[_chat_token(other) for other in token["top_logprobs"]] for token in tokens]
-    content = [{**_chat_token(token), "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
-    return {"content": content, "refusal": None}
-
-
 def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
     """Return logprobs in the format of completions. text_offset counts the characters of the generated tokens before,
     without the prompt."""
-    names = [_token(t) for t in tokens]
+    names, tops = [_token(t) for t in tokens], [dict[str, float]() for _ in tokens]
+    for token, top in zip(tokens, tops, strict=True):
+        for other in (*token["top_logprobs"], token):  # of tokens with equal text, the first and likeliest counts
+            top.setdefault(_token(other), _finite(other["logprob"]))
     return {
         "tokens": names,
         "token_logprobs": [_finite(t["logprob"]) for t in tokens],
-        "top_logprobs": [_by_name([*t["top_logprobs"], t]) for t in tokens],
+        "top_logprobs": tops,
         "text_offset": list(accumulate(map(len, names[:-1]), initial=0)) if names else [],
     }
-
-
-def _by_name(tokens: list[dict[str, Any]]) -> dict[str, float]:
-    """Return log probabilities by token text. Of several tokens with equal text (parts of characters) the first, and
-    likeliest, counts."""
-    named: dict[str, float] = {}
-    for token in tokens:
-        named.setdefault(_token(token), _finite(token["logprob"]))
-    return named
 
 
 def _chat_token(token: dict[str, Any]) -> dict[str, Any]:

@@ -13,18 +13,6 @@ from typing import Any, BinaryIO
 from flexengine.config import json_fault, shown
 from flexengine.errors import InvalidInput
 from flexengine.job import reading
-from flexengine.job.reading import (
-    DELIMITERS,
-    SAMPLING_TYPES,
-    ReadOptions,
-    ReadRows,
-    TableRow,
-    check_columns,
-    read_lines,
-    row_of,
-    too_long,
-    utf8_fault,
-)
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile
 
@@ -33,7 +21,7 @@ _Cells = tuple[int, list[str], str | None]  # line on which a record starts, its
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
 
 
-def open_csv(options: ReadOptions) -> ReadRows:
+def open_csv(options: reading.ReadOptions) -> reading.ReadRows:
     """Return the reader of a CSV or TSV file."""
     source, column = options.source, options.column or "prompt"
     if column in PROMPT_KINDS[1:]:
@@ -42,13 +30,13 @@ def open_csv(options: ReadOptions) -> ReadRows:
         )
     with source.open() as file:
         columns, _ = csv_table(file, source)
-    check_columns(options, columns, options.accepted(("prompt",)))
+    reading.check_columns(options, columns, options.accepted(("prompt",)))
     convert = _scored_cell if options.score else parsed_cell
 
     def rows(file: BinaryIO) -> Iterator[Row]:
         _, records = csv_table(file, source)
         for index, record in enumerate(records):
-            yield row_of(index, record, column, convert, options.score)
+            yield reading.row_of(index, record, column, convert, options.score)
 
     return rows
 
@@ -71,7 +59,7 @@ class _Feed(Iterator[str]):
         self.taken.append((number, raw))
         self._size += len(raw or b"")
         if raw is None or self._size > self._most + 2:  # 2 bytes for the record's line end
-            raise csv.Error(too_long(self._most))
+            raise csv.Error(reading.too_long(self._most))
         if len(self.taken) > _MOST_LINES:
             raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
         return raw.decode("utf-8", "surrogateescape")
@@ -86,10 +74,10 @@ class _Feed(Iterator[str]):
         del self.taken[1:]
 
 
-def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
+def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[reading.TableRow]]:
     """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
     InvalidInput if the file has no header."""
-    records = _csv_records(file, DELIMITERS[source.form], reading.MAX_LINE_BYTES)
+    records = _csv_records(file, reading.DELIMITERS[source.form], reading.MAX_LINE_BYTES)
     line, columns, fault = next(records, (0, [], "it is empty"))
     if fault:
         fault = f"line {line} {fault}" if line else fault
@@ -104,7 +92,7 @@ def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
     A stray quote therefore does not consume the rest of the file.
     """
     csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
-    feed = _Feed(read_lines(file, most), most)
+    feed = _Feed(reading.read_lines(file, most), most)
     while True:
         feed.begin()
         cells, fault = list[str](), None
@@ -122,13 +110,13 @@ def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
         raw = b"".join(raw for _, raw in feed.taken if raw is not None)
         if fault is None and not raw.strip(b" \r\n"):
             continue
-        yield feed.taken[0][0], cells, utf8_fault(raw) or fault
+        yield feed.taken[0][0], cells, reading.utf8_fault(raw) or fault
 
 
-def _named(line: int, cells: list[str], fault: str | None, columns: list[str]) -> TableRow:
+def _named(line: int, cells: list[str], fault: str | None, columns: list[str]) -> reading.TableRow:
     if fault is None and len(cells) != len(columns):
         fault = f"has {len(cells)} cells, but the header has {len(columns)}"
-    return TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
+    return reading.TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
 
 
 def _scored_cell(name: str, cell: str) -> Any:
@@ -154,13 +142,17 @@ def parsed_cell(name: str, cell: str) -> Any:
     Raises:
         InvalidInput: the text is no value of this sampling field.
     """
-    kinds = SAMPLING_TYPES.get(name)
+    kinds = reading.SAMPLING_TYPES.get(name)
     if kinds is None:
         return cell
     if not cell:
         return None
     try:
-        return _parse(kinds, cell)
+        if tuple in kinds:
+            return json.loads(cell) if cell.startswith("[") else [cell if str in kinds else _whole(cell)]
+        if bool in kinds:
+            return {"true": True, "false": False}[cell.strip().lower()]
+        return float(cell) if float in kinds else _whole(cell)
     except (ValueError, KeyError, RecursionError) as error:
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
         if tuple in kinds:
@@ -169,16 +161,6 @@ def parsed_cell(name: str, cell: str) -> Any:
             f"column {name} is {cell[:50]!r}; as a sampling field it must be {wanted} (rename the column if it holds"
             " data)"
         ) from error
-
-
-def _parse(kinds: frozenset[Any], cell: str) -> Any:
-    if tuple in kinds:
-        if cell.startswith("["):
-            return json.loads(cell)
-        return [cell] if str in kinds else [_whole(cell)]
-    if bool in kinds:
-        return {"true": True, "false": False}[cell.strip().lower()]
-    return float(cell) if float in kinds else _whole(cell)
 
 
 def _whole(cell: str) -> int:

@@ -128,10 +128,7 @@ def is_document(file: BinaryIO) -> bool:
 
 
 def elements(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the line on which each element starts, from 1, and its bytes.
-
-    Args:
-        most: most bytes of an element.
+    """Yield the line on which each element starts, from 1, and its bytes. most: most bytes of an element.
 
     Raises:
         InvalidJson: the file is no valid JSON from some line on, or an element is longer than `most`.

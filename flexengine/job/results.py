@@ -102,7 +102,7 @@ def encode_fields(fields: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(fields, ensure_ascii=False, default=present_fields, allow_nan=False)
     except ValueError:
-        fields = _finite(json.loads(json.dumps(fields, default=present_fields)))
+        fields = finite(fields)
         text = json.dumps(fields, ensure_ascii=False)
     try:
         return (text + "\n").encode("utf-8")
@@ -135,12 +135,9 @@ def line_encoder(model: str, created: int) -> Encode:
     return encode
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any) -> Any:
+    """Return the value as JSON has it, with None for infinity (the logarithm of 0) and NaN."""
+    return json.loads(json.dumps(value, default=present_fields), parse_constant=lambda _: None)
 
 
 class ResultWriter:

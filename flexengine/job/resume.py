@@ -4,9 +4,9 @@ import errno
 import hashlib
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class PendingRows:
         return (row for row in self._rows if row.index >= len(self._finished) or not self._finished[row.index])
 
 
-class JobStore(ABC):
+class JobStore(AbstractContextManager["JobStore"]):
     """A job of a file: its rows, and where their results are stored or printed. Use as a context manager.
 
     Attributes:
@@ -62,19 +62,10 @@ class JobStore(ABC):
     def failed(self) -> int:
         """Rows that have a result with an error."""
 
-    def __enter__(self) -> "JobStore":
-        return self
-
-    @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-
     @abstractmethod
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
-        """Return the rows to run.
-
-        Args:
-            describe: return the job's manifest, given the manifest of the run that began the job, which is empty if
-                there was none.
+        """Return the rows to run. describe: return the job's manifest, given the manifest of the run that began the
+        job, which is empty if there was none.
 
         Raises:
             InvalidInput: the journal is of a job with another manifest, or the output file has been changed.
@@ -98,15 +89,15 @@ class JobStore(ABC):
         """Settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
         return {}
 
-    def save_settings(self, settings: dict[str, Any]) -> None:  # noqa: B027 - a job without a journal stores nothing
+    def save_settings(self, settings: dict[str, Any]) -> None:
         """Store choices of the engine that all results of the job must share, unless settings are stored already.
         Called before the first result."""
 
-    def save(self, at_once: bool = True) -> None:  # noqa: B027
+    def save(self, at_once: bool = True) -> None:
         """Sync all results so far to the disk. at_once: False syncs only if the last sync was at least SYNC_SECONDS
         ago."""
 
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:
         """Write the output file. Called when every row has a result."""
 
 

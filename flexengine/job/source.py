@@ -62,7 +62,7 @@ _SEEN = 32  # bytes of the beginning that are looked at
 
 
 class InputFile:
-    """An input that is open. Use as a context manager, or call `close`.
+    """An input that is open until `close` is called.
 
     Attributes:
         file: regular file that holds its bytes: the input, or a temporary copy of a stream.

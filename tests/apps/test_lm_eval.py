@@ -23,8 +23,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from flexengine.apps.lm_eval import sampling  # noqa: E402
 from flexengine.apps.lm_eval.arguments import OWN  # noqa: E402
-from flexengine.apps.lm_eval.cache import RECORD  # noqa: E402
-from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
+from flexengine.apps.lm_eval.model import RECORD, FlexLM  # noqa: E402
 from flexengine.commands.lm_eval import split  # noqa: E402
 from flexengine.commands.main import main  # noqa: E402
 from flexengine.engine.options import EngineOptions  # noqa: E402

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.lm_eval.cache import RECORD, check_cache
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+
+from flexengine.apps.lm_eval.model import RECORD, check_cache
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy

@@ -113,10 +113,8 @@ def evaluate(
 
 
 def remove_results(folder: Path, runs: Sequence[Run]) -> None:
-    """Delete all that earlier evaluations wrote to a folder, so that no job continues one of them.
-
-    Args:
-        runs: runs whose files are deleted even if they have no journal.
+    """Delete all that earlier evaluations wrote to a folder, so that no job continues one of them. runs: runs whose
+    files are deleted even if they have no journal.
 
     Raises:
         InvalidInput: another process writes one of the jobs; nothing is deleted then.

@@ -14,29 +14,13 @@ from flexengine.apps.evaluate.metrics import CHOICE, PERPLEXITY
 from flexengine.apps.evaluate.perturb import ORIGINAL
 from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.evaluate.templates import columns_of, filled, text_of
-from flexengine.apps.tables import read_records
+from flexengine.apps.tables import FileTable, read_records
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
 from flexengine.job.reading import TableRow, other_separator
 from flexengine.job.rows import without_place
 from flexengine.job.source import InputFile
-
-
-@dataclass(frozen=True)
-class ScenarioTable:
-    """All rows of a file. Rows that cannot be read have a fault.
-
-    Attributes:
-        form: its format, one of `source.FORMATS`.
-        digest: SHA-256 of the file.
-    """
-
-    path: Path
-    form: str
-    columns: tuple[str, ...]
-    rows: tuple[TableRow, ...]
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -83,19 +67,17 @@ def build(scenario: Scenario) -> Built:
     outside the choices; there are too few rows for the shots, or none is left to evaluate."""
     columns = columns_of(scenario.prompt.template)
     table = _table(scenario, "data.file", scenario.data.file, columns)
-    digests = {scenario.data.file: table.digest}
-    pool = table
-    if scenario.few_shot is not None and (name := scenario.few_shot.file) is not None:
-        pool = _table(scenario, "few_shot.file", name, columns)
-        digests[name] = pool.digest
+    pool, files = table, [scenario.data.file]
+    if scenario.few_shot is not None and scenario.few_shot.file is not None:
+        files.append(scenario.few_shot.file)
+        pool = _table(scenario, "few_shot.file", files[1], columns)
+    digests = {name: hashlib.sha256(scenario.path(name).read_bytes()).hexdigest() for name in files}
     shots = _shots(scenario, pool)
-    used = {row.number for row in shots} if pool.digest == table.digest else set()  # few_shot.file may be data.file
-    rows = [(number, row) for number, row in enumerate(table.rows) if number not in used][: scenario.data.limit]
+    used = {row.number for row in shots} if len({*digests.values()}) == 1 else set()  # few_shot.file may be data.file
+    rows = [(number, row) for number, row in enumerate(table.records) if number not in used][: scenario.data.limit]
     if not rows:
-        text = (
-            f"few_shot takes all {len(used)} rows of {table.path}, so none is evaluated; lower few_shot.count, or name"
-        )
-        raise scenario.origin.fault("few_shot.count", f"{text} another few_shot.file")
+        text = f"few_shot takes all {len(used)} rows of {table.name}, so none is evaluated"
+        raise scenario.origin.fault("few_shot.count", f"{text}; lower few_shot.count, or name another few_shot.file")
     prompt, instances = scenario.prompt, list[Instance]()
     parts = [prompt.instructions] if prompt.instructions else []
     parts += [shot.context + prompt.delimiter + _answer(shot) for shot in shots]
@@ -111,7 +93,7 @@ def build(scenario: Scenario) -> Built:
     return Built(scenario, tuple(instances), tuple(row.number for row in shots), digests)
 
 
-def read_table(path: Path) -> ScenarioTable:
+def read_table(path: Path) -> FileTable:
     """Return the rows of a file. A .txt file has one column, text, with a line in each row. Raise InvalidInput if the
     file cannot be read, has an unknown format, or has no rows."""
     if path.exists() and not path.is_file():
@@ -132,10 +114,10 @@ def read_table(path: Path) -> ScenarioTable:
             columns, rows = read_records(source, str(path))
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
-    return ScenarioTable(path, form, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
+    return FileTable(str(path), form, columns, rows)
 
 
-def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> ScenarioTable:
+def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> FileTable:
     """Return the rows of a file. Raise InvalidInput if it cannot be read or lacks a column."""
     try:
         table = read_table(scenario.path(name))
@@ -149,7 +131,7 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     for place, column in needed:
         if column not in table.columns:
             seems, known = other_separator(table.columns, table.form), ", ".join(table.columns)
-            lacks = f"{place} names the column {shown(column)}, which {table.path} does not have; choose from {known}"
+            lacks = f"{place} names the column {shown(column)}, which {table.name} does not have; choose from {known}"
             raise scenario.origin.fault(place, f"{lacks}{seems and f': {seems}'}")
     place = "perturbations.columns"
     for column in perturbed.columns if perturbed else ():
@@ -159,14 +141,14 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     return table
 
 
-def _shots(scenario: Scenario, pool: ScenarioTable) -> list[Instance]:
+def _shots(scenario: Scenario, pool: FileTable) -> list[Instance]:
     """Return the rows that are shown."""
     if (few := scenario.few_shot) is None:
         return []
-    made = [_instance(scenario, pool, number, row.fields) for number, row in enumerate(pool.rows)]
+    made = [_instance(scenario, pool, number, row.fields) for number, row in enumerate(pool.records)]
     usable = [each for each in made if each.error is None]
     if len(usable) < few.count:
-        text = f"few_shot.count is {few.count}, but {pool.path} has {len(usable)} usable rows"
+        text = f"few_shot.count is {few.count}, but {pool.name} has {len(usable)} usable rows"
         raise scenario.origin.fault("few_shot.count", f"{text}; lower it or name a larger file")
     fixed = scenario.kind != CHOICE or bool(scenario.choices.values)  # else labels are the places of the right choices
     labels = [_answer(each) if fixed else str(each.gold) for each in usable]
@@ -198,15 +180,15 @@ def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[i
     return chosen
 
 
-def _instance(scenario: Scenario, table: ScenarioTable, number: int, fields: dict[str, Any]) -> Instance:
+def _instance(scenario: Scenario, table: FileTable, number: int, fields: dict[str, Any]) -> Instance:
     """Return the instance of a row, without what comes before its prompt; with an error if a value is missing. Raise
     InvalidInput if the label is a list or none of the choices, as the whole column may be read wrongly then.
 
     Args:
         fields: values of the template, possibly perturbed. Choices and labels are those of the row.
     """
-    row, label = table.rows[number], scenario.label
-    empty, place = Instance(number, row.line), f"{table.path}, line {row.line}"
+    row, label = table.records[number], scenario.label
+    empty, place = Instance(number, row.line), table.place(number)
     if row.fault is not None:
         return replace(empty, error=f"line {row.line}: {row.fault}")
     if scenario.kind == CHOICE and label is not None and isinstance(value := row.fields.get(label.column), list):

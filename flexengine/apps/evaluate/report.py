@@ -119,13 +119,10 @@ def _line(built: Built, instance: Instance, answer: InstanceAnswer) -> dict[str,
         return {**place, "metrics": {}, "error": answer.error}
     numbers = {name: METRICS[name].measure(answer) for name in built.scenario.metrics}
     metrics = {name: list(each) if len(each) > 1 else each[0] for name, each in numbers.items()}
-    return {**place, **_answer(built.scenario.kind, answer), "metrics": metrics, "error": None}
-
-
-def _answer(kind: str, answer: InstanceAnswer) -> dict[str, Any]:
-    if kind == GENERATION:
-        return {"text": answer.text, "references": answer.references, "tokens": answer.generated}
-    own: dict[str, Any] = {"choices": answer.choices, "gold": answer.gold} if kind == CHOICE else {}
+    own: dict[str, Any] = {"choices": answer.choices, "gold": answer.gold} if built.scenario.kind == CHOICE else {}
     if answer.unconditional:
         own["unconditional_logprobs"] = answer.unconditional
-    return {**own, "logprobs": answer.logprobs, "tokens": answer.tokens}
+    own |= {"logprobs": answer.logprobs, "tokens": answer.tokens}
+    if built.scenario.kind == GENERATION:
+        own = {"text": answer.text, "references": answer.references, "tokens": answer.generated}
+    return {**place, **own, "metrics": metrics, "error": None}

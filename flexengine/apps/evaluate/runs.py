@@ -144,7 +144,8 @@ def run_job(
     write_rows(job, rows)
     summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
     seconds = summary.load_seconds + summary.total_seconds
-    return job.joined(rows), seconds if summary.job.done_before == 0 else None
+    results = [{**row, **output} for row, output in zip(rows, job.outputs(), strict=True)]
+    return results, seconds if summary.job.done_before == 0 else None
 
 
 def write_rows(job: RowsJob, rows: Sequence[dict[str, Any]]) -> None:

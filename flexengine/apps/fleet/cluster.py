@@ -49,10 +49,8 @@ Address = tuple[str, int]  # host and port
 
 @contextmanager
 def connected(address: str, verbose: bool = False) -> Iterator[None]:
-    """Return a context manager in which this process uses a cluster.
-
-    Args:
-        address: "local" starts a Ray on this machine, "auto" takes the one that runs here; else host:port.
+    """Return a context manager in which this process uses a cluster. address: "local" starts a Ray on this machine,
+    "auto" takes the one that runs here; else host:port.
 
     Raises:
         InvalidInput: there is no cluster at this address.
@@ -129,7 +127,7 @@ class RayFleet:
 
     def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[ShardAnswer | Failure]:
         """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost. shards: see
-        `fleet.shards`."""
+        `member.shards`."""
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -187,7 +185,10 @@ class FleetActor:
         of stages."""
         for _ in range(MOST_GROUPS):
             try:
-                self._member = self._member or self._opened()
+                if self._member is None and self.space.stages > 1:
+                    self._member = StageGroup(self.recipe, self.space)
+                elif self._member is None:
+                    self._member = FleetMember(self.recipe, share=share_here(self.recipe, self.space))
             except MemberFailed as error:
                 return failure_of(error)
             member = self._member
@@ -198,11 +199,6 @@ class FleetActor:
             if not found.lost:
                 return found
         return replace(found, message=f"{MOST_GROUPS} groups of stages were lost: {found.message}")
-
-    def _opened(self) -> "FleetMember | StageGroup":
-        if self.space.stages > 1:
-            return StageGroup(self.recipe, self.space)
-        return FleetMember(self.recipe, share=share_here(self.recipe, self.space))
 
     def _close(self) -> None:
         if self._member is not None:

@@ -219,8 +219,8 @@ class FleetMember:
         if self._engine is None:
             engine = open_engine(self.recipe, self._group, self._share)
             try:
-                if (agreed := self.recipe.agreed) is not None:
-                    _agree(engine, agreed)
+                if self.recipe.agreed is not None:
+                    _agree(engine, self.recipe.agreed)
             except BaseException:
                 engine.close()
                 raise

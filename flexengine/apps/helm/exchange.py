@@ -88,10 +88,7 @@ def read_output(path: Path) -> dict[str, Row]:
 
 
 def read_states(names: Sequence[str]) -> States:
-    """Return scenario states of HELM.
-
-    Args:
-        names: files, and folders in which files named STATE are searched, at any depth.
+    """Return scenario states of HELM. names: files, and folders in which files named STATE are searched, at any depth.
 
     Raises:
         InvalidInput: a file cannot be read or is no scenario state, there is none, or their requests are for several
@@ -143,10 +140,7 @@ def export(states: States, encoding: Encoding, output: Path) -> int:
 
 def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, int]:
     """Write results into the files of the requests. Return how many requests have a result, and how many of these
-    failed.
-
-    Args:
-        results: output of a job with rows that `export` wrote.
+    failed. results: output of a job with rows that `export` wrote.
 
     Raises:
         InvalidInput: a request has no result, one without log probabilities, or that of another row; no file is changed

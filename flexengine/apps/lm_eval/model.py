@@ -5,11 +5,12 @@ every result in the harness's cache (--use_cache) as soon as it is computed. Tok
 `hf`.
 """
 
+import json
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import closing
 from typing import Any, Self
 
@@ -22,12 +23,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
-from flexengine.apps.lm_eval.cache import check_cache
 from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, GenerationWay, generation_of
 from flexengine.config import Result, shown
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput
+from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
 
+RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests
 Ids = Sequence[int]
 Answer = tuple[float, bool]  # log probability in nats, and whether greedy decoding gives the continuation
 
@@ -149,10 +151,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         """Return the last `most` tokens. The first time that tokens are cut off, a message says so."""
         if len(ids) > most and not self._said_truncated:
             self._said_truncated = True
-            text = (
-                f"a request has {len(ids)} tokens where {most} fit into max_length {self.max_length}; its first tokens"
-            )
-            message(f"{text} are cut off, as those of all such requests", logging.WARNING)
+            text = f"a request has {len(ids)} tokens where {most} fit into max_length {self.max_length}"
+            message(f"{text}; its first tokens are cut off, as those of all such requests", logging.WARNING)
         return ids[-most:]
 
     # Requests.
@@ -292,19 +292,16 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             raise InvalidInput(
                 "the model has no chat template; leave out --apply_chat_template, or take an instruction-tuned model"
             )
+        end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            return self._rendered(chat_history, add_generation_prompt)
+            text: str = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **end, **self._thinking)
+            return text
         except jinja2.TemplateError as error:
             rest = [turn for turn in chat_history if turn["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise
             message(f"the chat template refuses system messages ({error}); they are left out", logging.WARNING)
-            return self._rendered(rest, add_generation_prompt)
-
-    def _rendered(self, turns: list[dict[str, str]], begin_answer: bool) -> str:
-        own = {"add_generation_prompt": begin_answer, "continue_final_message": not begin_answer, **self._thinking}
-        text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, **own)
-        return text
+            return self.apply_chat_template(rest, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness adds to its results: version, dtype and lossy switches."""
@@ -319,3 +316,32 @@ def _check(failed: Sequence[Result], total: int) -> None:
         raise FlexError(
             f"{len(failed)} of {total} requests could not be computed; request {failed[0].index}: {failed[0].error}"
         )
+
+
+def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[str, Any]) -> None:
+    """Compare the record of a model in the harness's cache of responses (--use_cache), an SQLite file, with this model,
+    and add it to a cache without one. The harness finds a response by its request alone.
+
+    Args:
+        options: further values that responses depend on, by name.
+
+    Raises:
+        InvalidInput: the cache has responses of another model.
+    """
+    was, allow = stored.get(RECORD) or {}, engine.options.allow
+    model = engine.fingerprint(was.get(MODEL_FILES, {}))
+    if allow:
+        model.pop("cache", None)  # the planner chooses it
+    lossy = {"allow": sorted(allow)} if allow else engine.switches
+    now = json.loads(json.dumps({**options, **model, LOSSY: lossy}))  # tuples become lists
+    if was and (changed := differences(was, now)):
+        raise InvalidInput(
+            f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}; name"
+            " another file, or give the same model and options"
+        )
+    if not was and len(stored):
+        message(
+            "the cache of --use_cache does not say which model gave its responses; they are taken as this model's",
+            logging.WARNING,
+        )
+    stored[RECORD] = now

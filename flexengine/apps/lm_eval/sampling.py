@@ -28,10 +28,8 @@ class GenerationWay(NamedTuple):
 
 
 def generation_of(given: Mapping[str, Any], end_token: int | None) -> GenerationWay:
-    """Return how a request is generated.
-
-    Args:
-        end_token: a token that ends the text; None for the model's own end tokens alone.
+    """Return how a request is generated. end_token: a token that ends the text; None for the model's own end tokens
+    alone.
 
     Raises:
         InvalidInput: an argument is unknown, or a value is not allowed.

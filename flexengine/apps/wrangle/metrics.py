@@ -1,10 +1,8 @@
 """Answers in the results of the job, and their metrics, which show the effect of answers that are none."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
@@ -35,16 +33,8 @@ class TableAnswer(NamedTuple):
     cut: bool = False
 
 
-def read_answers(path: Path, choices: Sequence[str]) -> Iterator[TableAnswer]:
-    """Yield the answers in the results of a job, in the order of its rows. choices: answers that were scored; empty if
-    answers were generated."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield answer_of(json.loads(line), choices)
-
-
 def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> TableAnswer:
-    """Return the answer in an output row of a job."""
+    """Return the answer in an output row of a job. choices: answers that were scored; empty if one was generated."""
     if (error := result.get("error")) is not None:
         return TableAnswer(None, failure=without_place(str(error)))
     if not choices:

@@ -4,9 +4,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from flexengine.apps.tables import FileTable
 from flexengine.apps.wrangle.prompts import serialise, text_of
 from flexengine.apps.wrangle.spec import TOKEN, Spec
-from flexengine.apps.wrangle.tables import WrangleTable
 from flexengine.errors import InvalidInput
 from flexengine.job.reading import TableRow
 
@@ -79,14 +79,14 @@ def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: 
     return list(show) or common
 
 
-def sides(table: WrangleTable) -> tuple[list[str], list[str]]:
+def sides(table: FileTable) -> tuple[list[str], list[str]]:
     """Return the columns of a table of pairs that begin with left_, and those that begin with right_, without these
     beginnings."""
     left, right = ([c.removeprefix(p) for c in table.columns if c.startswith(p) and c != p] for p in (LEFT, RIGHT))
     return left, right
 
 
-def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> WrangleTable:
+def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
     """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second.
 
     Only rows with a similarity above 0 are candidates. Columns are those of the first table with left_, those of the
@@ -97,7 +97,10 @@ def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrang
         InvalidInput: the tables have no common column, or there is no candidate.
     """
     columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
-    mine, other = ([_compared(record, columns) for record in table.records] for table in (left, right))
+    mine, other = (
+        [" ".join(filter(None, (text_of(record.fields.get(c)) for c in columns))) for record in table.records]
+        for table in (left, right)
+    )
     count = spec.top_candidates
     assert count is not None  # match has a default
     pairs = [
@@ -114,11 +117,7 @@ def matching_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrang
     return _joined(left, right, pairs)
 
 
-def _compared(record: TableRow, columns: Sequence[str]) -> str:
-    return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
-
-
-def _joined(left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair]) -> WrangleTable:
+def _joined(left: FileTable, right: FileTable, pairs: Sequence[_Pair]) -> FileTable:
     columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
     faults = [(table, row) for table in (left, right) for row, record in enumerate(table.records) if record.fault]
     records = []
@@ -128,11 +127,11 @@ def _joined(left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair]) -> 
         records.append(TableRow(number, {**cells, SIMILARITY: similarity}))
     records += [TableRow(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
     arrow = _joined_arrow(left, right, pairs, faults)
-    return WrangleTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
+    return FileTable(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
 
 
 def _joined_arrow(
-    left: WrangleTable, right: WrangleTable, pairs: Sequence[_Pair], faults: Sequence[tuple[WrangleTable, int]]
+    left: FileTable, right: FileTable, pairs: Sequence[_Pair], faults: Sequence[tuple[FileTable, int]]
 ) -> Any:
     if left.arrow is None:
         return None
@@ -148,7 +147,7 @@ def _joined_arrow(
     return pa.table({**cells, SIMILARITY: pa.array(similarities, pa.float64())})
 
 
-def schema_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> WrangleTable:
+def schema_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
     """Return the pairs of a column of the first table and one of the second.
 
     The output's columns are left_column, left_values, right_column, right_values and, with --top, similarity.
@@ -166,17 +165,10 @@ def schema_pairs(left: WrangleTable, right: WrangleTable, spec: Spec) -> Wrangle
         for neighbour in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
-    arrow = None
-    if left.arrow is not None:
-        import pyarrow as pa
-
-        cells = {c: [record.fields[c] for record in records] for c in columns}
-        types = {c: pa.float64() if c == SIMILARITY else pa.string() for c in columns}
-        arrow = pa.table({c: pa.array(cells[c], types[c]) for c in columns})
-    return WrangleTable(f"{left.name} x {right.name}", left.form, columns, records, arrow)
+    return FileTable(f"{left.name} x {right.name}", left.form, columns, records)
 
 
-def _descriptions(table: WrangleTable, count: int) -> list[dict[str, str]]:
+def _descriptions(table: FileTable, count: int) -> list[dict[str, str]]:
     """Return name and first different values of each column."""
     made = []
     for column in table.columns:

@@ -184,10 +184,8 @@ def most_of_a_row(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion
 
 
 def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequence[str]) -> list[CellQuestion]:
-    """Return the examples that all questions share: the first ones, or drawn with the seed.
-
-    Args:
-        choices: allowed answers, for BALANCED.
+    """Return the examples that all questions share: the first ones, or drawn with the seed. choices: allowed answers,
+    for BALANCED.
 
     Raises:
         InvalidInput: an answer has too few examples.

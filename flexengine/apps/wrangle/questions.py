@@ -1,15 +1,14 @@
 """Questions of a table, by task: one per row, or one per checked cell."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from flexengine.apps.tables import FileTable
 from flexengine.apps.wrangle import prompts
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text, sides
 from flexengine.apps.wrangle.prompts import NO, YES, serialise, text_of
-from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
-from flexengine.apps.wrangle.tables import WrangleTable
+from flexengine.apps.wrangle.spec import DETECT, MATCH, SCHEMA, TASKS, Spec
 from flexengine.errors import InvalidInput
-from flexengine.job.reading import TableRow
 from flexengine.plan.formatting import count
 
 _LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
@@ -46,28 +45,22 @@ class TableQuestions:
         faults: reason by row for rows that cannot be read.
     """
 
-    table: WrangleTable
+    table: FileTable
     targets: list[str]
     questions: list[CellQuestion] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
 
 
-def questions_of(table: WrangleTable, spec: Spec, examples: bool = False) -> TableQuestions:
-    """Return the questions of a table.
-
-    Args:
-        examples: the table holds examples, so every row must have an answer.
+def questions_of(table: FileTable, spec: Spec, examples: bool = False) -> TableQuestions:
+    """Return the questions of a table. examples: the table holds examples, so every row must have an answer.
 
     Raises:
         InvalidInput: a column is missing, a label is not allowed, or an example has no answer or cannot be read.
     """
-    targets, build = _BUILDERS[spec.task](table, spec, examples)
-    asked = TableQuestions(table, targets)
+    asked = TableQuestions(table, list(targets_of(spec)), list(_BUILDERS[spec.task](table, spec, examples)))
     for row, record in enumerate(table.records):
         if record.fault:
             asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
-            continue
-        asked.questions += build(row, record)
     if examples and asked.faults:
         raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
     if examples and (unknown := next((q for q in asked.questions if q.answer is None), None)) is not None:
@@ -79,10 +72,8 @@ def questions_of(table: WrangleTable, spec: Spec, examples: bool = False) -> Tab
 
 
 def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ...]:
-    """Return the answers that are scored, () if answers are generated.
-
-    Args:
-        all_asked: questions of the table, and of the examples if there are any.
+    """Return the answers that are scored, () if answers are generated. all_asked: questions of the table, and of the
+    examples if there are any.
 
     Raises:
         InvalidInput: the answer of a row is not allowed, or --closed finds too few or too many values.
@@ -109,23 +100,27 @@ def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ..
     return choices
 
 
-# One function per task. Each returns the targets and a function that returns the questions of a row.
+def targets_of(spec: Spec) -> tuple[str, ...]:
+    """Return the names of the answers."""
+    if spec.task == DETECT:
+        return tuple(f"{column}_error" for column in spec.column) or ("error",)
+    return spec.column or (spec.task,)
 
-_Build = Callable[[int, TableRow], list[CellQuestion]]
+
+# One function per task. Each yields the questions of all rows that can be read.
+
+_Builder = Callable[[FileTable, Spec, bool], Iterator[CellQuestion]]
 
 
-def _match(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _match(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
     label = _label(table, spec, spec.label, examples)
-
-    def build(row: int, record: TableRow) -> list[CellQuestion]:
+    for row, record in table.readable():
         left, right = (side_text(record, side, columns, spec.missing) for side in (LEFT, RIGHT))
-        return [CellQuestion(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))]
-
-    return [MATCH], build
+        yield CellQuestion(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))
 
 
-def _schema(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _schema(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     columns = sides(table)
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
@@ -134,86 +129,70 @@ def _schema(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str],
             f" begin with left_ and right_; its columns are {', '.join(table.columns)}"
         )
     label = _label(table, spec, spec.label, examples)
-
-    def build(row: int, record: TableRow) -> list[CellQuestion]:
+    for row, record in table.readable():
         if plain:
             texts = [text_of(record.fields[side]) or spec.missing for side in ("left", "right")]
         else:
             texts = [side_text(record, side, c, spec.missing) for side, c in zip((LEFT, RIGHT), columns, strict=True)]
-        return [CellQuestion(row, SCHEMA, prompts.schema_question(*texts), label(row))]
-
-    return [SCHEMA], build
+        yield CellQuestion(row, SCHEMA, prompts.schema_question(*texts), label(row))
 
 
-def _impute(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _impute(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     (column,) = spec.column
     table.check_has([column], "--column")
     shown = _shown(table, spec, {column, spec.label})
     truth = None if examples else spec.label
     if truth is not None:
         table.check_has([truth], "--label")
-
-    def build(row: int, record: TableRow) -> list[CellQuestion]:
+    for row, record in table.readable():
         text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
         cell = text_of(record.fields[column])
         cell = cell and cell.strip()
         true = None if truth is None else text_of(record.fields[truth])
-        return [CellQuestion(row, column, text, cell if true is None else true.strip(), cell)]
-
-    return [column], build
+        yield CellQuestion(row, column, text, cell if true is None else true.strip(), cell)
 
 
-def _detect(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _detect(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     table.check_has(spec.column, "--column")
     if not spec.column:
         shown = _shown(table, spec, {spec.label})
         label = _label(table, spec, spec.label, examples)
-
-        def whole(row: int, record: TableRow) -> list[CellQuestion]:
-            text = prompts.row_question(serialise(record.fields, shown, spec.missing), spec.error)
-            return [CellQuestion(row, "error", text, label(row))]
-
-        return ["error"], whole
+        for row, record in table.readable():
+            text = serialise(record.fields, shown, spec.missing)
+            yield CellQuestion(row, "error", prompts.row_question(text, spec.error), label(row))
+        return
     names = {c: f"{c}_{spec.label}" if spec.label else None for c in spec.column}
     labels = {c: _label(table, spec, name, examples) for c, name in names.items()}
     shown = [] if spec.alone else _shown(table, spec, set(names.values()))
-
-    def cells(row: int, record: TableRow) -> list[CellQuestion]:
-        text = None if spec.alone else serialise(record.fields, shown, spec.missing)
-        value = {c: text_of(record.fields[c]) or spec.missing for c in spec.column}
-        return [
-            CellQuestion(row, f"{c}_error", prompts.cell_question(text, c, value[c], spec.error), labels[c](row))
-            for c in spec.column
-        ]
-
-    return [f"{c}_error" for c in spec.column], cells
+    for row, record in table.readable():
+        beside = None if spec.alone else serialise(record.fields, shown, spec.missing)
+        for column, target in zip(spec.column, targets_of(spec), strict=True):
+            value = text_of(record.fields[column]) or spec.missing
+            yield CellQuestion(
+                row, target, prompts.cell_question(beside, column, value, spec.error), labels[column](row)
+            )
 
 
-def _transform(table: WrangleTable, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+def _transform(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     (target,) = spec.column
     column, answer = ("input", "output") if examples else (target, spec.label)
     options = {"--column": column, "--label": answer, "--group": spec.group}
     for option, name in options.items():
         if name is not None:
             table.check_has([name], "--examples: column" if examples else option)
-
-    def build(row: int, record: TableRow) -> list[CellQuestion]:
+    for row, record in table.readable():
         cell = text_of(record.fields[column])
         if cell is None and not examples:
-            return []  # an empty cell stays empty
+            continue  # an empty cell stays empty
         group = "" if spec.group is None else text_of(record.fields[spec.group]) or ""
         true = text_of(record.fields[answer]) if answer else None
-        return [CellQuestion(row, target, f"input:{cell or ''}\noutput:", true and true.strip(), group=group)]
-
-    return [target], build
+        yield CellQuestion(row, target, f"input:{cell or ''}\noutput:", true and true.strip(), group=group)
 
 
-_BUILDERS: dict[str, Callable[[WrangleTable, Spec, bool], tuple[list[str], _Build]]] = {
-    MATCH: _match, IMPUTE: _impute, DETECT: _detect, SCHEMA: _schema, TRANSFORM: _transform,
-}  # fmt: skip
+_BUILDERS: dict[str, _Builder] = dict(zip(TASKS, (_match, _impute, _detect, _schema, _transform), strict=True))
 
 
-def _shown(table: WrangleTable, spec: Spec, hidden: set[str | None]) -> list[str]:
+def _shown(table: FileTable, spec: Spec, hidden: set[str | None]) -> list[str]:
     """Return the columns that a prompt shows. Raise InvalidInput if there is none, or --show names a hidden one."""
     table.check_has(spec.show, "--show")
     for column in spec.show:
@@ -226,11 +205,9 @@ def _shown(table: WrangleTable, spec: Spec, hidden: set[str | None]) -> list[str
     )
 
 
-def _label(table: WrangleTable, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
-    """Return a function that returns the label of a row, Yes, No or None.
-
-    Args:
-        name: column of the labels; None if there is none. With a file of examples, only that file needs the column.
+def _label(table: FileTable, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
+    """Return a function that returns the label of a row, Yes, No or None. name: column of the labels; None if there is
+    none. With a file of examples, only that file needs the column.
 
     Raises:
         InvalidInput: the column is missing, or a label is not allowed.

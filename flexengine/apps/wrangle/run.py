@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.rows_job import RowsJob
-from flexengine.apps.wrangle.metrics import (
-    Judged,
-    Metrics,
-    TableAnswer,
-    plain,
-    read_answers,
-    transform_metrics,
-    value_metrics,
-    yes_no_metrics,
-)
+from flexengine.apps.wrangle import metrics
 from flexengine.apps.wrangle.plan import WranglePlan
 from flexengine.apps.wrangle.prompts import NO, YES
 from flexengine.apps.wrangle.spec import TRANSFORM
@@ -46,7 +37,7 @@ class Report:
     empty: int
     cut: int
     answers: dict[str, int]
-    metrics: Metrics | None
+    metrics: dict[str, Any] | None
 
 
 def job_of(output: str) -> RowsJob:
@@ -67,10 +58,8 @@ def work_files(output: str) -> dict[str, Path]:
 
 
 def check(plan: WranglePlan, output: str, restart: bool = False) -> None:
-    """Check that the run can begin, or continue an earlier run. Called before a model is opened.
-
-    Args:
-        restart: the files of an earlier run are replaced.
+    """Check that the run can begin, or continue an earlier run. Called before a model is opened. restart: the files of
+    an earlier run are replaced.
 
     Raises:
         InvalidInput: the output's suffix names another format, the output exists and no run wrote it, an earlier run
@@ -137,13 +126,13 @@ def finish(plan: WranglePlan, output: str) -> Report:
             " same command without --restart writes the output from the results"
         )
     failed = sum(answer.failure is not None for answer in answers)
-    judged, failures = list[Judged](), dict(plan.asked.faults)
+    judged, failures = list[metrics.Judged](), dict(plan.asked.faults)
     for question, answer in zip(plan.questions, answers, strict=True):
         if question.answer is not None:
-            judged.append(Judged(question.answer, answer.text, question.group))
+            judged.append(metrics.Judged(question.answer, answer.text, question.group))
         if answer.failure is not None:
             failures.setdefault(question.row, f"{plan.asked.table.place(question.row)}: {answer.failure}")
-    measure = transform_metrics if plan.spec.task == TRANSFORM else value_metrics
+    measure = metrics.transform_metrics if plan.spec.task == TRANSFORM else metrics.value_metrics
     texts = Counter(answer.text for answer in answers)
     yes_no = {text: texts[text] for text in (NO, YES) if texts[text]}
     return Report(
@@ -153,16 +142,16 @@ def finish(plan: WranglePlan, output: str) -> Report:
         empty=texts[""],
         cut=sum(answer.cut for answer in answers),
         answers=yes_no if plan.spec.yes_no else {},
-        metrics=(yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
+        metrics=(metrics.yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
     )
 
 
-def _answers(plan: WranglePlan, output: str) -> list[TableAnswer]:
-    answers = read_answers(job_of(output).results, plan.choices)
-    return list(plain(answers) if plan.spec.yes_no else answers)
+def _answers(plan: WranglePlan, output: str) -> list[metrics.TableAnswer]:
+    answers = (metrics.answer_of(row, plan.choices) for row in job_of(output).outputs())
+    return list(metrics.plain(answers) if plan.spec.yes_no else answers)
 
 
-def _columns(plan: WranglePlan, answers: Sequence[TableAnswer]) -> list[Added]:
+def _columns(plan: WranglePlan, answers: Sequence[metrics.TableAnswer]) -> list[Added]:
     """Return the columns of predictions, confidences and failures of each target."""
     table, columns = plan.asked.table, list[Added]()
     by_cell = {(q.row, q.target): answer for q, answer in zip(plan.questions, answers, strict=True)}

@@ -1,17 +1,16 @@
-"""Tables in memory, read from CSV, TSV, Parquet and Arrow files, and written with further columns."""
+"""Tables of CSV, TSV, Parquet and Arrow files, read whole, and written with further columns."""
 
 import csv
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexengine.apps.tables import read_records
+from flexengine.apps.tables import FileTable, read_records
 from flexengine.apps.wrangle.prompts import text_of
 from flexengine.errors import InvalidInput
-from flexengine.job.reading import DELIMITERS, TableRow, other_separator
+from flexengine.job.reading import DELIMITERS
 from flexengine.job.results import encode_fields
 from flexengine.job.source import InputFile
 from flexengine.job.whole_file import explained, whole_file
@@ -32,49 +31,7 @@ class Added(NamedTuple):
     number: bool = False
 
 
-@dataclass(frozen=True)
-class WrangleTable:
-    """A table in memory.
-
-    Attributes:
-        name: name of the file, for messages.
-        form: csv, tsv, parquet or arrow.
-        records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
-            Line 0 is a row whose fault names file and line.
-        arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
-    """
-
-    name: str
-    form: str
-    columns: tuple[str, ...]
-    records: tuple[TableRow, ...]
-    arrow: Any = None
-
-    def place(self, row: int) -> str:
-        """Return file and line of a row, for messages."""
-        return f"{self.name}, {'row' if self.arrow is not None else 'line'} {self.records[row].line}"
-
-    def check_has(self, columns: Sequence[str], option: str) -> None:
-        """Raise InvalidInput if a column does not exist. option: the option that names the columns."""
-        for column in columns:
-            if column not in self.columns:
-                seems = other_separator(self.columns, self.form)
-                raise InvalidInput(
-                    f"{option} {column!r} is no column of {self.name}; its columns are"
-                    f" {', '.join(self.columns)}{seems and f': {seems}'}"
-                )
-
-    def as_arrow(self) -> Any:
-        """Return the table as a pyarrow.Table. Cells of text tables become strings."""
-        if self.arrow is not None:
-            return self.arrow
-        import pyarrow as pa
-
-        cells = {c: [record.fields.get(c) for record in self.records] for c in self.columns}
-        return pa.table({c: pa.array(values, pa.string()) for c, values in cells.items()})
-
-
-def read_table(name: str, what: str = "table", limit: int | None = None) -> WrangleTable:
+def read_table(name: str, what: str = "table", limit: int | None = None) -> FileTable:
     """Return the table in a file.
 
     Args:
@@ -95,7 +52,7 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Wran
         if "" in columns:
             raise InvalidInput(f"{what} {name} has a column without a name, number {columns.index('') + 1}; name it")
         arrow = None if form in DELIMITERS else _whole(source).slice(0, limit)
-    return WrangleTable(str(path), form, columns, records, arrow)
+    return FileTable(str(path), form, columns, records, arrow)
 
 
 def _whole(source: InputFile) -> Any:
@@ -124,21 +81,21 @@ def check_output(name: str, form: str) -> None:
         )
 
 
-def write_table(name: str, table: WrangleTable, added: Sequence[Added]) -> None:
+def write_table(name: str, table: FileTable, added: Sequence[Added]) -> None:
     """Write a table with further columns. The file appears complete or not at all. name: output file. `.jsonl` is JSON
     lines; else the format is that of the table."""
     with explained(name), whole_file(name) as file:
         _write(file, name, table, added)
 
 
-def holds_table(name: str, table: WrangleTable, added: Sequence[Added]) -> bool:
+def holds_table(name: str, table: FileTable, added: Sequence[Added]) -> bool:
     """Return whether a file has the contents that `write_table` would write."""
     made = io.BytesIO()
     _write(made, name, table, added)
     return Path(name).read_bytes() == made.getvalue()
 
 
-def _write(file: Any, name: str, table: WrangleTable, added: Sequence[Added]) -> None:
+def _write(file: Any, name: str, table: FileTable, added: Sequence[Added]) -> None:
     if Path(name).suffix.lower() == ".jsonl":
         for i, record in enumerate(table.records):
             file.write(encode_fields(record.fields | {column.name: column.values[i] for column in added}))
@@ -148,7 +105,7 @@ def _write(file: Any, name: str, table: WrangleTable, added: Sequence[Added]) ->
         _write_arrow(file, table, added)
 
 
-def _text_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
+def _text_lines(table: FileTable, added: Sequence[Added]) -> Iterator[bytes]:
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
@@ -160,7 +117,7 @@ def _text_lines(table: WrangleTable, added: Sequence[Added]) -> Iterator[bytes]:
         buffer.truncate()
 
 
-def _write_arrow(file: Any, table: WrangleTable, added: Sequence[Added]) -> None:
+def _write_arrow(file: Any, table: FileTable, added: Sequence[Added]) -> None:
     import pyarrow as pa
 
     made = table.as_arrow()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from flexengine.apps.tables import FileTable
 from flexengine.apps.wrangle.pairs import check_library, common_columns, matching_pairs, nearest, schema_pairs
 from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
-from flexengine.apps.wrangle.tables import WrangleTable, read_table
+from flexengine.apps.wrangle.tables import read_table
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import written
 from tests.helpers.inputs import arrow_file
@@ -67,7 +68,7 @@ def test_no_text_at_all() -> None:
         list(nearest([""], ["", " "], 1, TOKEN))
 
 
-def two(tmp_path: Path) -> tuple[WrangleTable, WrangleTable]:
+def two(tmp_path: Path) -> tuple[FileTable, FileTable]:
     return read_table(written(tmp_path, "a.csv", LEFT)), read_table(written(tmp_path, "b.csv", RIGHT))
 
 
