@@ -27,16 +27,15 @@ ALLOWED = {
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "activity", "read_retries", "places", "kernels"},
-    "kv": {"errors", "kernels"},
     "model": {"errors", "activity", "read_retries", "config", "codec", "kernels"},
     "runtime": {"errors", "activity", "places", "schedule"},
     "worker": {"errors", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "codec", "kernels",
-               "tier", "kv", "model"},
+               "tier", "model"},
     "job": {"errors", "activity", "config"},
     "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
-                "kv", "lossy", "model", "runtime", "worker", "__version__"},
+                "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"errors", "activity", "config", "lossy", "places", "policy", "strategy", "schedule", "plan", "codec",
-               "kernels", "tier", "kv", "model", "runtime", "worker", "job",
+               "kernels", "tier", "model", "runtime", "worker", "job",
                "measure", "__version__"},
     "guests": {"errors", "activity", "read_retries", "config", "lossy", "places", "policy", "strategy", "schedule",
                "plan", "codec", "kernels", "tier", "model", "runtime", "worker", "measure", "engine", "texts",
@@ -184,7 +183,7 @@ def test_what_model_runtime_and_job_must_not_know() -> None:
     for i in ours():
         knows.setdefault(part(i.module), set()).add(i.target.split(".")[1])
     assert not knows["model"] & {"tier", "runtime", "worker", "engine", "schedule", "plan"}
-    assert not knows["runtime"] & {"model", "tier", "kv", "worker", "engine", "plan"}
+    assert not knows["runtime"] & {"model", "tier", "worker", "engine", "plan"}
     assert not knows["job"] & {"engine", "worker", "model", "runtime"}
     users = {part(i.module) for i in all_imports() if part(i.target) == "transformers"}
     assert not users & {"runtime", "tier"}

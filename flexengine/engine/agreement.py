@@ -53,11 +53,7 @@ def manifest(
 
 
 def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
-    """Return the choices of an engine.
-
-    Args:
-        prefill_tokens: most tokens of a prefill chunk under its policy.
-    """
+    """Return the choices of an engine. prefill_tokens: most tokens of a prefill chunk under its policy."""
     importances = engine.calibrator.importances
     fitted = {IMPORTANCES: importances.digest} if importances is not None else {}
     sparse = {THRESHOLDS: thresholds} if (thresholds := engine.calibrator.thresholds) else {}
@@ -67,44 +63,24 @@ def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
 
 def take_over(engine: "Session", settings: Mapping[str, Any]) -> None:
     """Let an engine use the choices with which its job began. `Planner.keep_prefill` takes the size of prefill chunks.
-
-    Args:
-        settings: empty if the job begins now.
+    settings: empty if the job begins now.
 
     Raises:
         InvalidInput: the engine cannot make the same choices.
     """
     if engine.options.allow and (chosen := settings.get(LOSSY)) is not None:
         engine.use(Lossy(**chosen))
-        _check_cache(engine, settings.get(CACHE, ""))
-    _check_importances(engine, settings.get(IMPORTANCES))
-    _check_thresholds(engine, settings.get(THRESHOLDS))
-
-
-def _check_cache(engine: "Session", began: str) -> None:
-    """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that the
-    user gave is compared with the manifest instead."""
-    if began and began != (now := engine.core.cache_form):
-        raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; {_AGAIN}")
-
-
-def _check_importances(engine: "Session", began: str | None) -> None:
-    """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring
-    them again gave other numbers."""
-    if began is None or (current := engine.calibrator.importances) is None or current.digest == began:
-        return
-    raise InvalidInput(
-        f"this job began with weights calibrated to {began}, but the cache no longer has these"
-        f" importances, and calibrating again, with other memory or libraries, gave"
-        f" {current.digest}; {_AGAIN}"
-    )
-
-
-def _check_thresholds(engine: "Session", began: list[float] | None) -> None:
-    """Raise InvalidInput if the job began with other thresholds of sparsified activations, as for importances."""
-    if began is not None and began != engine.calibrator.thresholds:
+        # A format of the cache that the user gave is compared with the manifest instead.
+        if (cache := settings.get(CACHE, "")) and cache != (now := engine.core.cache_form):
+            raise InvalidInput(f"this job chose a cache of {cache}, which is {now} now; {_AGAIN}")
+    began = settings.get(IMPORTANCES)
+    if began is not None and (current := engine.calibrator.importances) is not None and current.digest != began:
         raise InvalidInput(
-            "this job began with other thresholds of sparsified activations than the cache has now: they"
-            " were removed from it, and measuring them again, with other memory or libraries, gave other"
-            f" numbers; {_AGAIN}"
+            f"this job began with weights calibrated to {began}, but the cache no longer has these importances, and"
+            f" calibrating again, with other memory or libraries, gave {current.digest}; {_AGAIN}"
+        )
+    if (thresholds := settings.get(THRESHOLDS)) is not None and thresholds != engine.calibrator.thresholds:
+        raise InvalidInput(
+            "this job began with other thresholds of sparsified activations than the cache has now: they were removed"
+            f" from it, and measuring them again, with other memory or libraries, gave other numbers; {_AGAIN}"
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -24,16 +25,17 @@ from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Spans, Trace
 from flexengine.schedule.program import Program
-from flexengine.worker.attend import Attender, attender_of
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.on_demand import OnDemand
 from flexengine.worker.open_model import Layers, open_model
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
 
-VERIFIER = "flexengine.model.verify:Verifier"  # imported for options with `verify`
+# Imported for options with `verify`, for delegated attention, and for flash.
+VERIFIER = "flexengine.model.verify:Verifier"
+ATTENDER = "flexengine.worker.attend:attender_of"
+ON_DEMAND = "flexengine.worker.on_demand:OnDemand"
 
 
 class Core:
@@ -54,7 +56,6 @@ class Core:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:
-            options: options of the engine.
             layers: see `open_model`. Other cores must hold the other layers.
             driver: the other stages of a pipeline whose first stage is this core; None without a pipeline.
         """
@@ -68,8 +69,8 @@ class Core:
             raise
 
     def _open(self, options: EngineOptions, layers: Layers | None) -> None:
-        """Open the model. Raise the errors of `Engine`."""
-        self._check_disk(options.policy)
+        if self.machine.no_offload and options.policy and options.policy.spills(DISK):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         driven = options.group is not None and options.group.rank > 0
         self.trace = Trace(None if driven else options.trace) if options.trace else None
         self.sample: Spans | None = None
@@ -93,10 +94,6 @@ class Core:
         self.kernels = kernels.load_for(self.machine.compute)
         self._weights: Weights | None = None
         self._resident_read = 0  # bytes read for resident weights that were dropped later
-
-    def _check_disk(self, policy: Policy | None) -> None:
-        if self.machine.no_offload and policy and policy.spills(DISK):
-            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
 
     @property
     def facts(self) -> ModelFacts:
@@ -165,13 +162,17 @@ class Core:
         """
         ports.check(self.skeleton)
         layout, machine = watch.layout, self.machine
-        self._drop_misplaced(layout)
+        if self._weights is not None:
+            old, same = self._weights.layout, ("homes", "slot", "stages", "head_rows")
+            if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
+                self.drop_weights()
         for tier in machine.tiers.values():
             tier.ledger.restart_peak()
         machine.keep_freed(has_room(layout, machine.capacity))
         worker = self._worker(layout, load_first, ports)
         weights = worker.weights
-        moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
+        moving = any(weights.streamed) or bool(weights.arrivals.units or ports.names)
+        moving = moving or layout.cache_buffer > 0 or layout.hidden_buffer > 0
         # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, *self._traces)
@@ -181,14 +182,14 @@ class Core:
     def _program(self, worker: Worker, watch: SweepMonitor) -> Program:
         """Return a program that begins with empty weight slots. Add weights that are not read yet to `watch`."""
         weights, layout = worker.weights, worker.cache.layout
-        if weights.arriving:
-            watch.expect_loading(weights.missing)
+        if weights.arrivals.units:
+            watch.expect_loading(weights.arrivals.missing)
         return Program(
             weights.streamed,
             len(self.skeleton.layers),
             layout.policy.slots,
             self.machine.routes,
-            weights.arriving,
+            weights.arrivals.units,
             layout.demand(self.facts),
             worker.hidden.ports.names,
             worker.joined.count,
@@ -216,20 +217,10 @@ class Core:
         home = next(place for place in worker.attenders if lost in layout.policy.team(place, layout.places))
         worker.attenders[home].close()
         self.machine.renew(lost)
-        make = attender_of(home)
+        make = resolve_name(ATTENDER)(home)
         worker.attenders[home] = make(self.facts, layout, self.machine, worker.cache, self.dtype)
         stage.program, stage.watch = self._program(worker, watch), watch
         return home
-
-    def renew_worker(self, lost: str) -> None:
-        """Replace a lost attention worker, between two jobs, in all stages. Raise as `Machine.renew`.
-
-        Args:
-            lost: place of the worker.
-        """
-        self.machine.renew(lost)
-        if self.driver is not None:
-            self.driver.lost.append(lost)
 
     def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail
@@ -237,16 +228,20 @@ class Core:
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype, ports)
             undo.callback(hidden.close)
-            attenders = dict[str, Attender]()
+            attenders = dict[str, Any]()
             for place in sorted(layout.delegation):
-                attenders[place] = attender_of(place)(self.facts, layout, self.machine, cache, self.dtype)
+                make = resolve_name(ATTENDER)(place)
+                attenders[place] = make(self.facts, layout, self.machine, cache, self.dtype)
                 undo.callback(attenders[place].close)
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
                 self._weights.load_all_resident()
-            on_demand = OnDemand(self.opened, layout, self.machine, [trace.add for trace in self._traces])
-            undo.callback(on_demand.close)
+            on_demand = None
+            if self.lossy.flash:
+                notes = [trace.add for trace in self._traces]
+                on_demand = resolve_name(ON_DEMAND)(self.opened, layout, self.machine, notes)
+                undo.callback(on_demand.close)
             worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, on_demand)
             undo.pop_all()
         return worker
@@ -254,21 +249,13 @@ class Core:
     def traffic(self) -> dict[str, int]:
         """Return bytes moved by link since the engine began, without reads of resident weights."""
         moved = self.machine.traffic()
-        resident = self._resident_read + (self._weights.loaded_bytes if self._weights else 0)
+        resident = self._resident_read + (self._weights.arrivals.loaded_bytes if self._weights else 0)
         return moved | {"disk_read": moved["disk_read"] - resident}
-
-    def _drop_misplaced(self, layout: Layout) -> None:
-        """Drop the weights of an earlier job unless this layout has them at the same places."""
-        if self._weights is None:
-            return
-        old, same = self._weights.layout, ("homes", "slot", "stages", "head_rows")
-        if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
-            self.drop_weights()
 
     def drop_weights(self) -> None:
         """Free the memory of all weights."""
         if self._weights is not None:
-            self._resident_read += self._weights.loaded_bytes
+            self._resident_read += self._weights.arrivals.loaded_bytes
             self._weights.close()
             self._weights = None
 

@@ -7,7 +7,6 @@ from typing import Any, overload
 from flexengine.activity import Listener
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine.options import EngineOptions, check, takes
-from flexengine.engine.pairs import pairs_of, rows_of
 from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
@@ -188,6 +187,8 @@ class Engine(Session):
             >>> yes.cumulative_logprob > no.cumulative_logprob
         """
         self._check_open()
+        from flexengine.engine.scoring import pairs_of, rows_of  # other jobs score nothing
+
         pairs, alone = pairs_of(context, continuation)
         results = self._all(rows_of(pairs), SamplingParams(logprobs=1), on_result)
         return results[0] if alone else results
@@ -243,10 +244,12 @@ class Engine(Session):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
-        from flexengine.engine.run_job import JobArguments, run_job  # plain jobs read no file
+        from flexengine.engine.engine_runner import run_job  # other jobs read no file
 
-        how = JobArguments(prompt_column, limit, input_format, chat, score, restart, retry_errors)
-        return run_job(self, input, output, SamplingParams() if params is None else params, how)
+        return run_job(
+            self, input, output, SamplingParams() if params is None else params, prompt_column=prompt_column,
+            limit=limit, input_format=input_format, chat=chat, score=score, restart=restart, retry_errors=retry_errors,
+        )  # fmt: skip
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.

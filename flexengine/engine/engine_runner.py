@@ -1,12 +1,13 @@
-"""One engine as the runner of a job of a file."""
+"""One engine as the runner of a job of a file, and the work of `Engine.run_job`."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flexengine.activity import message
-from flexengine.config import Result, SamplingParams
+from flexengine.activity import message, reporting
+from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine.agreement import (
     PREFILL_TOKENS,
     engine_part,
@@ -15,13 +16,19 @@ from flexengine.engine.agreement import (
     switches_part,
     take_over,
 )
+from flexengine.engine.file_job import FileJob
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.engine.sweep_reports import JobRows
-from flexengine.errors import OutOfMemory
-from flexengine.job.resume import JobStore
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.job.inputs import InputRows
+from flexengine.job.overwrite import check_not_overwritten
+from flexengine.job.results import check_output, files_beside
+from flexengine.job.resume import JobStore, open_job
 from flexengine.job.rows import Row
 from flexengine.job.same_job import Manifest
+from flexengine.job.source import FORMATS
+from flexengine.job.streams import STDIN
 from flexengine.plan.min_memory import SHORTEST
 
 if TYPE_CHECKING:
@@ -32,7 +39,6 @@ class EngineRunner:
     """Computes the rows of a job with one engine; see `RowRunner`.
 
     Args:
-        engine: an open engine.
         params: sampling parameters of rows without fields of these names.
     """
 
@@ -49,18 +55,12 @@ class EngineRunner:
         engine = self.engine
         engine.choose_bits()
         if not known and not engine.options.allow:
-            self._check_memory(store)
+            try:  # before all files of the model are hashed: not even one prompt token and one generated token may fit
+                engine.planner.check(SHORTEST)
+            except OutOfMemory:
+                if (workload := engine.reader.survey(store.rows, self.params)).count:
+                    engine.planner.check(workload)  # its message says what these rows need
         return manifest(store.rows, self.params, engine_part(engine, known), switches_part(engine))
-
-    def _check_memory(self, store: JobStore) -> None:
-        """Raise OutOfMemory, before all files of the model are hashed for the manifest, if not even a row of one prompt
-        token and one generated token fits."""
-        engine = self.engine
-        try:
-            engine.planner.check(SHORTEST)
-        except OutOfMemory:
-            if (workload := engine.reader.survey(store.rows, self.params)).count:
-                engine.planner.check(workload)  # its message says what these rows need
 
     def take_over(self, store: JobStore) -> None:
         take_over(self.engine, store.settings)
@@ -106,3 +106,36 @@ class EngineRunner:
             yield
         finally:
             planner.policy, planner.prefill_tokens = before
+
+
+def run_job(
+    engine: "Session", input: str | Path, output: str | Path, params: SamplingParams, **arguments: Any
+) -> Summary:
+    """Run the rows of a file on an engine; see `Engine.run_job`, which has the further arguments."""
+    from flexengine.engine.options import check  # imports torch
+
+    check("input", input, str | Path, "the name of a file")
+    check("output", output, str | Path, "the name of a file")
+    check("params", params, SamplingParams, "SamplingParams, or None")
+    check("prompt_column", arguments["prompt_column"], str | None, "the name of a column, or None")
+    limit, form = arguments["limit"], arguments["input_format"]
+    if form not in (*FORMATS, None):
+        raise InvalidInput(f"input_format is {shown(form)}; it must be one of {', '.join(FORMATS)}")
+    check("limit", limit, int | None, "a whole number of at least 1, or None")
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"limit is {limit}; it must be at least 1")
+    switches = ("chat", "score", "restart", "retry_errors")
+    for name in switches:
+        check(name, arguments[name], bool, "True or False")
+    chat, score, restart, retry_errors = (arguments[name] for name in switches)
+    input = STDIN if input == "-" else input
+    check_output(output, input)
+    written = {"trace": engine.options.trace, "output": output, **files_beside(output, "output")}
+    check_not_overwritten({"input": input}, written)
+    with (
+        reporting(engine.listener),
+        InputRows(input, arguments["prompt_column"], limit, form, chat, score) as rows,
+        open_job(rows, output, restart, retry_errors) as store,
+    ):
+        summary: Summary = FileJob(EngineRunner(engine, params), store).run()
+        return summary

@@ -42,7 +42,6 @@ class FileJob:
         ran: whether rows were run.
 
     Args:
-        runner: computes the rows.
         store: an open job. Its messages, and those of this class, go to the listener of the caller's context.
     """
 

@@ -15,11 +15,8 @@ from flexengine.model.linear import numerics as product_numerics
 
 def fingerprint(core: Core, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's name and files, and `numerics`. With the lossy switches and a request's own parameters, these
-    determine its results.
-
-    Args:
-        known: marks of the model's files in the manifest of the run that began the job; empty if there was none.
-    """
+    determine its results. known: marks of the model's files in the manifest of the run that began the job; empty if
+    there was none."""
     return {"model": core.source.name, **numerics(core), MODEL_FILES: model_files(core, known)}
 
 

@@ -7,7 +7,7 @@ number of rows.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,13 +18,12 @@ from flexengine.engine.stages import JobResources, LocalStage, Sweep
 from flexengine.engine.state import Progress
 from flexengine.engine.sweep_reports import SweepReports
 from flexengine.job.prompts import Request
-from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
 from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 
 Step = TypeVar("Step")
 Value = TypeVar("Value")
@@ -46,23 +45,52 @@ class Begun(NamedTuple):
     busy: float
 
 
-@dataclass
-class _Open:
-    """A row in flight.
-
-    Attributes:
-        request: the row's request.
-        remaining: number of sequences that are not finished.
-        samples: finished sequences, by number.
-        scores: their scored tokens, by number; empty if nothing is scored.
-        error: error of the first sample that failed; None if none did.
-    """
+class OpenRow(NamedTuple):
+    """A row in flight: its request, and all of its sequences."""
 
     request: Request
-    remaining: int
-    samples: dict[int, Completion] = field(default_factory=dict)
-    scores: dict[int, list[Sampled]] = field(default_factory=dict)
-    error: str | None = None
+    sequences: list[RowSequence]
+
+    def result(self) -> Result:
+        """Return the result of the row, whose sequences have ended."""
+        request, first = self.request, self.sequences[0]
+        prompt = len(request.prompt_ids)
+        if (error := next((each.error for each in self.sequences if each.error), None)) is not None:
+            place = f"row {request.index}" + (f" (line {request.line})" if request.line else "")
+            return Result(request.index, prompt_tokens=prompt, error=f"{place}: {error}", prompt=request.prompt)
+        if request.choices:
+            return self._scored(prompt)
+        samples = [completion(each) for each in self.sequences]
+        return Result(
+            request.index, samples[0].generated_text, first.token_ids, samples[0].finish_reason, prompt,
+            sum(len(each.token_ids) for each in self.sequences), logprobs=samples[0].logprobs,
+            samples=samples if len(samples) > 1 else None, prompt=request.prompt,
+        )  # fmt: skip
+
+    def _scored(self, prompt: int) -> Result:
+        """Return the result of a row that is scored. If log probabilities are requested, it has each of them for a
+        single choice."""
+        request, scores, sequences = self.request, list[Score](), iter(self.sequences)
+        for choice in request.choices:
+            tokens = [each for sequence in islice(sequences, len(choice)) for each in sequence.scores]
+            greedy = all(each.token == each.top[0][0] for each in tokens)
+            scores.append(Score(math.fsum(each.logprob or 0.0 for each in tokens), len(tokens), greedy))
+        result = Result(
+            request.index, prompt_tokens=prompt, completion_tokens=sum(each.tokens for each in scores), scores=scores,
+            prompt=request.prompt,
+        )  # fmt: skip
+        if len(request.choices) == 1 and request.sampling.logprobs is not None:
+            result.token_ids = [token for sequence in self.sequences for token in sequence.token_ids]
+            result.logprobs = [entry for sequence in self.sequences for entry in sequence.logprobs]
+        return result
+
+
+def completion(sequence: RowSequence) -> Completion:
+    """Return a sequence of generated tokens as a sample of a result."""
+    assert sequence.stops is not None
+    logprobs = sequence.logprobs if sequence.sampling.logprobs is not None else None
+    text = sequence.stops.text(sequence.token_ids)
+    return Completion(text, sequence.token_ids, sequence.ended or "length", logprobs)
 
 
 class Generation:
@@ -85,17 +113,15 @@ class Generation:
     ) -> None:  # fmt: skip
         self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, reports.progress
         self.arrangement, self.reports, self.step_by_step = arrangement, reports, step_by_step
-        self._texts: dict[int, SequenceText] = {}
-        self._open: dict[int, _Open] = {}  # by row index
-        self._next = 0  # sequence id
+        self._sequences: dict[int, RowSequence] = {}  # by id: those that are not finished
+        self._rows: dict[int, OpenRow] = {}  # by row index
+        self._ids = count()
         self._begun: list[Begun | None] = [None for _ in resources.sweeps.cohorts]
         self._ended = 0.0  # time at which a sweep ended last
 
     def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
         """Yield results in the order in which rows finish. A row with an error yields a result when the row is read.
-
-        Args:
-            on_sweep: called with the progress after every sweep.
+        on_sweep: called with the progress after every sweep.
 
         Raises:
             Shortage: a sweep ran out of memory. The caller must run the requests of `unfinished()` again, then the rest
@@ -134,7 +160,6 @@ class Generation:
         else:
             progress.decode_seconds += seconds
         results = [result for sequence in ended if (result := self._leave(sequence)) is not None]
-        progress.rows += sum(result.error is None for result in results)
         if on_sweep:
             on_sweep(progress)
         self.reports.end_sweep()
@@ -152,15 +177,18 @@ class Generation:
 
     def _enter(self, arranged: Arranged) -> None:
         request, sampling = arranged.request, arranged.request.sampling
-        self._open[request.index] = _Open(request, len(arranged.stems))
+        row = self._rows[request.index] = OpenRow(request, [])
         parts = [(target.prompt_ids, target.continuation) for target in request.targets]
         parts = parts or [(request.prompt_ids, ())] * sampling.n
         each = zip(parts, request.sizes, arranged.stems, strict=True)
         for number, ((ids, targets), (length, most), stem) in enumerate(each):
-            stops = Stops(self.tokenizer, sampling, self.eos)
-            self._texts[self._next] = SequenceText(request.index, number, ids, sampling, stops, targets)
-            self.resources.sweeps.add(Sequence(self._next, length, most, stem, len(targets), self.step_by_step))
-            self._next += 1
+            sequence = RowSequence(
+                next(self._ids), length, most, stem, len(targets), self.step_by_step, row=request.index, sample=number,
+                prompt=ids, sampling=sampling, stops=Stops(self.tokenizer, sampling, self.eos), targets=targets,
+            )  # fmt: skip
+            row.sequences.append(sequence)
+            self._sequences[sequence.id] = sequence
+            self.resources.sweeps.add(sequence)
 
     def _guarded(self, step: Callable[[Step], Value], argument: Step) -> Value:
         """Return the value of a step of a sweep. Raise Shortage if it ran out of memory.
@@ -184,28 +212,26 @@ class Generation:
     def lose(self, home: str) -> int:
         """Let the sequences whose KV cache was at a lost place wait again; `run` computes them from their prompts.
         Subtract their tokens from `progress`. Return the number of their rows."""
-        rows = set[int]()
-        for sequence in self.resources.sweeps.lose(home, self.resources.release):
-            text = self._texts[sequence.id]
-            self.progress.tokens -= len(text.generated)
-            self._texts[sequence.id] = replace(text, generated=[], logprobs=[])
-            rows.add(text.row)
+        lost = [self._sequences[each.id] for each in self.resources.sweeps.lose(home, self.resources.release)]
+        for sequence in lost:
+            self.progress.tokens -= len(sequence.token_ids)
+            sequence.token_ids, sequence.logprobs = [], []
         self.reports.tokens_lost()
-        return len(rows)
+        return len({sequence.row for sequence in lost})
 
     def unfinished(self) -> list[Request]:
         """Return the requests of the rows in flight, in order. Subtract their tokens from `progress`."""
-        for row in self._open.values():
-            for number, sample in row.samples.items():
-                done = len(sample.token_ids)
-                if row.request.choices:
-                    self.progress.scored_tokens -= done
-                    self.progress.scored, done = self.progress.scored - 1, 1
-                self.progress.tokens -= done
-                self.progress.most += row.request.sizes[number][1] - done
-        self.progress.tokens -= sum(len(text.generated) for text in self._texts.values())
+        progress = self.progress
+        for sequence in (each for row in self._rows.values() for each in row.sequences):
+            done = len(sequence.token_ids)
+            if sequence.targets and sequence.id not in self._sequences:
+                progress.scored_tokens -= done
+                progress.scored, done = progress.scored - 1, 1
+            progress.tokens -= done
+            if sequence.id not in self._sequences:
+                progress.most += sequence.max_tokens - done
         waiting = [arranged.request for arranged in self.arrangement.ready]
-        return [row.request for row in self._open.values()] + waiting
+        return [row.request for row in self._rows.values()] + waiting
 
     def _begin(self, cohort: int) -> None:
         """Begin a sweep, which advances every live sequence of a cohort by one token. Start it in every stage."""
@@ -227,7 +253,7 @@ class Generation:
         for stage in resources.stages:
             if stage in local:
                 self.reports.begin_stage(local.index(stage))
-            stage.start(sweep, self._texts)
+            stage.start(sweep, self._sequences)
         self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)
 
     def _record(self, begun: Begun) -> tuple[list[Sequence], list[float]]:
@@ -236,9 +262,9 @@ class Generation:
         resources, progress = self.resources, self.progress
         results = [stage.result() for stage in resources.stages]
         sampled, scored = results[-1].sampled, results[-1].scored
-        stopped = {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
-        for sequence, tokens in scored.items():
-            self._score(sequence, tokens)
+        stopped = {i for i, token in sampled.items() if self._sequences[i].append(token, self.tokenizer)}
+        for i, tokens in scored.items():
+            self._sequences[i].score(tokens, self.tokenizer)
         progress.tokens += len(sampled) + len(scored)
         progress.scored += len(scored)
         progress.scored_tokens += sum(map(len, scored.values()))
@@ -248,86 +274,23 @@ class Generation:
 
     def _note(self, begun: Begun, seconds: list[float], whole: float) -> None:
         """Give the watch of each stage of this process its seconds. Seconds outside of stages are divided evenly.
-
-        Args:
-            begun: the sweep.
-            seconds: of each stage.
-            whole: of the sweep. With stages in other processes, those in which this process waited are left out.
-        """
+        whole: of the sweep. With stages in other processes, those in which this process waited are left out."""
         own = [(stage, s) for stage, s in zip(self.resources.stages, seconds, strict=True)
                if isinstance(stage, LocalStage)]  # fmt: skip
         rest = (whole if len(own) == len(seconds) else begun.busy) - sum(s for _, s in own)
         for stage, s in own:
             stage.watch.note(begun.batches, s + rest / len(own), stage.executor.times.busy)
 
-    def _append(self, sequence: int, sampled: Sampled) -> bool:
-        """Append a token to a sequence. Return whether it was the last one."""
-        text = self._texts[sequence]
-        if sampled.token == NONFINITE:
-            text.error = f"its logits are not finite after {len(text.generated)} tokens"
-            return True
-        text.generated.append(sampled.token)
-        if sampled.logprob is not None:
-            text.logprobs.append(logprob_entry(sampled, self.tokenizer))
-        text.ended = text.stops.reason(text.generated)
-        return text.ended is not None
-
-    def _score(self, sequence: int, scored: list[Sampled]) -> None:
-        """Record the targets of a sequence that is scored."""
-        text = self._texts[sequence]
-        if any(each.token == NONFINITE for each in scored):
-            text.error = "its logits are not finite"
-            return
-        text.scores = scored
-        text.generated.extend(each.token for each in scored)
-        if text.sampling.logprobs is not None:
-            text.logprobs += [logprob_entry(each, self.tokenizer) for each in scored]
-
     def _leave(self, sequence: Sequence) -> Result | None:
         """Record a finished sequence. Return the row's result if all sequences of the row are finished, else None."""
-        text = self._texts.pop(sequence.id)
-        row = self._open[text.row]
-        self.progress.most -= sequence.max_tokens - (1 if text.targets else len(text.generated))
-        row.remaining -= 1
-        row.error = row.error or text.error
-        logprobs = text.logprobs if text.sampling.logprobs is not None else None
-        words = text.stops.text(text.generated) if not text.targets else None
-        row.samples[text.sample] = Completion(words, text.generated, text.ended or "length", logprobs)
-        row.scores[text.sample] = text.scores
-        return self._finish(row) if not row.remaining else None
-
-    def _finish(self, row: _Open) -> Result:
-        index, prompt, given = row.request.index, len(row.request.prompt_ids), row.request.prompt
-        del self._open[index]
-        self.progress.prompt_tokens += prompt
-        if row.error:
-            self.progress.failed += 1
-            place = f"row {index}" + (f" (line {row.request.line})" if row.request.line else "")
-            return Result(index, prompt_tokens=prompt, error=f"{place}: {row.error}", prompt=given)
-        if row.request.choices:
-            return self._scored(row)
-        samples = [row.samples[number] for number in sorted(row.samples)]
-        first, total = samples[0], sum(len(s.token_ids) for s in samples)
-        return Result(
-            index, first.generated_text, first.token_ids, first.finish_reason, prompt, total,
-            logprobs=first.logprobs, samples=samples if len(samples) > 1 else None, prompt=given,
-        )  # fmt: skip
-
-    def _scored(self, row: _Open) -> Result:
-        """Return the result of a row that is scored. If log probabilities are requested, it has each of them for a
-        single choice."""
-        request, scores, first = row.request, list[Score](), 0
-        for choice in request.choices:
-            tokens = [each for number in range(first, first + len(choice)) for each in row.scores[number]]
-            greedy = all(each.token == each.top[0][0] for each in tokens)
-            scores.append(Score(math.fsum(each.logprob or 0.0 for each in tokens), len(tokens), greedy))
-            first += len(choice)
-        result = Result(
-            request.index, prompt_tokens=len(request.prompt_ids), completion_tokens=sum(each.tokens for each in scores),
-            scores=scores, prompt=request.prompt,
-        )  # fmt: skip
-        if len(request.choices) == 1 and request.sampling.logprobs is not None:
-            samples = [row.samples[number] for number in sorted(row.samples)]
-            result.token_ids = [token for sample in samples for token in sample.token_ids]
-            result.logprobs = [entry for sample in samples for entry in sample.logprobs or []]
+        ended, progress = self._sequences.pop(sequence.id), self.progress
+        row = self._rows[ended.row]
+        progress.most -= ended.max_tokens - (1 if ended.targets else len(ended.token_ids))
+        if any(each.id in self._sequences for each in reversed(row.sequences)):
+            return None
+        del self._rows[ended.row]
+        progress.prompt_tokens += len(row.request.prompt_ids)
+        result = row.result()
+        progress.rows += result.error is None
+        progress.failed += result.error is not None
         return result

@@ -13,7 +13,7 @@ from flexengine.worker.stage_ports import Ports
 
 GUESTS = {  # module:object, by name
     "attention workers": "flexengine.guests.attention_workers.local:open_workers",
-    "check of an address": "flexengine.guests.attention_workers.network:address_of",
+    "check of attention workers": "flexengine.guests.attention_workers.network:check_workers",
     "rates of attention workers": "flexengine.guests.attention_workers.measure:measure_workers",
     "driver of stages": "flexengine.guests.stages.remote:Driver",
     "planner of stages": "flexengine.guests.stages.planner:PipelinePlanner",

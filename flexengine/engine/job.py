@@ -14,22 +14,21 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from flexengine.activity import activity, listener, message
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.arrange import Arrangement
-from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
-from flexengine.engine.recovery import RENEWALS, Recovery, renewed
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.summary import Summary
-from flexengine.engine.survey import PromptReader
+from flexengine.engine.survey import PromptReader, RequestSpool
 from flexengine.engine.sweep_reports import JobRows, SweepReports, best_read_rate
-from flexengine.errors import OutOfMemory, WorkerLost
+from flexengine.errors import WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
 from flexengine.plan.brief import plan_line
@@ -38,6 +37,9 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
+
+# Imported after a failure.
+RECOVERY, RENEWED = "flexengine.engine.recovery:Recovery", "flexengine.engine.recovery:renewed_worker"
 
 
 class Job:
@@ -53,13 +55,12 @@ class Job:
         self,
         core: Core,
         planner: Planner,
-        calibrator: Calibrator,
         reader: PromptReader,
         on_sweep: Callable[[Progress], None] | None = None,
         load_first: bool = False,
         rows: JobRows | None = None,
     ) -> None:
-        self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
+        self.core, self.planner, self.reader = core, planner, reader
         self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows or JobRows()
         self.layout: Layout | None = None
         self.watch: SweepMonitor | None = None
@@ -72,14 +73,17 @@ class Job:
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
         self.reader.shares = self.core.shares
-        workload, spool = self.reader.encoded(prompts, params)
+        spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
+        workload = self.reader.survey(prompts, params, spool=spool)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)
         tokens = sum(n * times for (_, n), times in plan.workload.sizes.items())
         requests = self.reader.replayed(spool, prompts, params, self.rows.with_prompts)
         state = JobState(self._fitting(requests, plan), Progress(most=tokens))
         if plan.layout is not None:
-            self._report_plan(plan.workload, plan.layout)
+            if listener() is not None:
+                cost, kept = self.planner.cost(plan.workload), self.core.resident == plan.layout.policy
+                message(plan_line(cost, cost.predict(plan.layout, 0.0 if kept else 1.0)), logging.DEBUG)
             yield from self._run(plan.workload, plan.layout, state)
             return
         for row in state.feed:
@@ -87,11 +91,6 @@ class Job:
             state.progress.failed += 1
             yield Result(row.index, error=row.error, prompt=row.prompt)
         self.summary = self._summarise(state, None)
-
-    def _report_plan(self, workload: Workload, layout: Layout) -> None:
-        if listener() is not None:
-            cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
-            message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)
 
     def _fitting(self, requests: Iterator[Request | Row], plan: Plan) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
@@ -108,15 +107,17 @@ class Job:
 
     def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
         """Yield the results of all rows, under one layout after the other: after a failure, `Recovery` has the next
-        one. Finished rows stay finished. Raise as `Recovery.recover`."""
-        layouts = Recovery(self.core, self.planner, workload, layout, state)
-        for layout in layouts:
+        one. Finished rows stay finished. Raise as `Recovery.layout_after`."""
+        recovery: Any = None
+        while True:
             try:
                 yield from self._attempt(self.planner.watch(workload, layout), state)
                 return
             except (Shortage, WorkerLost) as error:
                 failure = error.with_traceback(None)
-            layouts.recover(failure)  # outside of `except`: its errors do not have the failure as their context
+            # Outside of `except`: errors of the recovery do not have the failure as their context.
+            recovery = recovery or resolve_name(RECOVERY)(self.core, self.planner, workload, state)
+            layout = recovery.layout_after(failure, layout)
 
     def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result]:
         """Yield results until all rows are done.
@@ -163,18 +164,7 @@ class Job:
                 return
             except WorkerLost as error:
                 loss = error.with_traceback(None)
-            state.note_loss()
-            if state.losses > RENEWALS or self.core.driver is not None:
-                raise loss
-            (stage,) = resources.local
-            watch = self.planner.watch(stage.watch.cost.workload, stage.layout)
-            try:
-                home = self.core.renew(stage, loss.place, watch)
-            except (WorkerLost, OutOfMemory) as error:
-                raise loss from error
-            self.watch = watch
-            state.take_busy(stage.executor.times.busy)
-            state.report(renewed(loss, generation.lose(home), whole=False))
+            self.watch = resolve_name(RENEWED)(self.core, self.planner, resources, generation, state, loss)
 
     def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> SweepReports:
         disks = self.core.machine.disks

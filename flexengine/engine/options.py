@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
 from flexengine.config import cache_root, parse_size, shown
@@ -15,12 +15,13 @@ from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
-from flexengine.places import MOST_WORKERS
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
-from flexengine.strategy import Strategy
 from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
+
+if TYPE_CHECKING:
+    from flexengine.strategy import Strategy
 
 P = ParamSpec("P")
 
@@ -53,44 +54,23 @@ class MachineOptions:
     def __post_init__(self) -> None:
         if self.device not in KINDS:
             raise InvalidInput(f"device is {shown(self.device)}; it must be one of {', '.join(KINDS)}")
-        _ = self._bytes
-        _check_directories(self.offload_dir)
+        _ = self._bytes  # raises InvalidInput if one is no size
+        names = [self.offload_dir] if isinstance(self.offload_dir, str | Path) else self.offload_dir
+        valid = isinstance(names, Sequence) and names and all(isinstance(d, str | Path) and d != "" for d in names)
+        if names is not None and not valid:
+            raise InvalidInput(f"offload_dir is {shown(self.offload_dir)}; it must be the name of a directory, or a"
+                               " list of at least one name; leave it out for the default")  # fmt: skip
         check("links", self.links, Links | None, "a Links, such as Links(h2d=12e9), or None")
-        self._check_workers()
+        given = self.attention_workers
+        check("attention_workers", given, int | Sequence, "a number of processes, or a list of addresses HOST:PORT")
+        if given or self.worker_mem is not None:
+            guest("check of attention workers")(given, self.worker_mem)
 
     @property
     def _bytes(self) -> tuple[int | None, int | None]:
-        """Return the bytes of device and host. Raise InvalidInput if one is no size."""
         sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
         device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
         return device, host
-
-    def _check_workers(self) -> None:
-        given = self.attention_workers
-        check("attention_workers", given, int | Sequence, "a number of processes, or a list of addresses HOST:PORT")
-        count = given if isinstance(given, int) else len(given)
-        if not 0 <= count <= MOST_WORKERS:
-            raise InvalidInput(f"--attention-workers is {count}; it must be 0 to {MOST_WORKERS}")
-        if isinstance(given, str) or not (isinstance(given, int) or all(isinstance(each, str) for each in given)):
-            raise InvalidInput(f"attention_workers is {shown(given)}; it must be a number of processes, or a list of"
-                               " addresses HOST:PORT")  # fmt: skip
-        if not isinstance(given, int):
-            if self.worker_mem is not None:
-                raise InvalidInput(f"--worker-mem is {self.worker_mem}, but workers at addresses have memory of their"
-                                   " own; give it to flexengine serve-attention")  # fmt: skip
-            for address in given:
-                guest("check of an address")(address)
-            if twice := next((each for each in given if list(given).count(each) > 1), None):
-                raise InvalidInput(f"--attention-workers names {twice} twice; name each worker once")
-            return
-        if count and self.worker_mem is None:
-            raise InvalidInput("--attention-workers needs --worker-mem, the bytes for KV cache of each worker; set it,"
-                               " for example to 2G")  # fmt: skip
-        if self.worker_mem is not None and not count:
-            raise InvalidInput(f"--worker-mem is {self.worker_mem}, but there are no attention workers; set"
-                               " --attention-workers, or leave it out")  # fmt: skip
-        if self.worker_mem is not None:
-            parse_size(self.worker_mem, "--worker-mem")
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -104,46 +84,31 @@ class MachineOptions:
         except InvalidInput:
             return (Path(os.devnull) / "offload",)
 
-    def machine(self) -> Machine:
-        """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
-        started = self._workers()
+    def machine(
+        self, sharing: int = 1, processes: int = 1, worker_sharing: int = 1, group: ProcessGroup | None = None
+    ) -> Machine:
+        """Return the machine.
+
+        Args:
+            sharing: engines that share RAM and disks of this machine.
+            processes: processes that share its GPUs.
+            worker_sharing: engines that share the attention workers.
+            group: the processes that share the attention workers which this machine starts.
+
+        Raises:
+            InvalidInput: this machine does not have the device or a size.
+            WorkerLost: an attention worker cannot be started, or does not answer.
+        """
+        started: Sequence[Tier] = ()
+        if self.attention_workers:
+            memory = parse_size(self.worker_mem or "1", "--worker-mem")
+            started = guest("attention workers")(self.attention_workers, memory, worker_sharing, group)
         try:
-            return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing,
-                                self._processes, started)  # fmt: skip
+            return make_machine(self.device, *self._bytes, self.directories, self.links, sharing, processes, started)
         except BaseException:
             for worker in started:
                 worker.close()
             raise
-
-    def _workers(self) -> Sequence[Tier]:
-        """Return the attention workers. Raise WorkerLost if one cannot be started, or does not answer."""
-        if not self.attention_workers:
-            return []
-        memory = parse_size(self.worker_mem or "1", "--worker-mem")
-        workers: Sequence[Tier] = guest("attention workers")(
-            self.attention_workers, memory, self._worker_sharing, self._group
-        )
-        return workers
-
-    @property
-    def _group(self) -> ProcessGroup | None:
-        """The processes that share the attention workers which this machine starts."""
-        return None
-
-    @property
-    def _worker_sharing(self) -> int:
-        """Number of engines that share the attention workers."""
-        return 1
-
-    @property
-    def _sharing(self) -> int:
-        """Number of engines that share RAM and disks of this machine."""
-        return 1
-
-    @property
-    def _processes(self) -> int:
-        """Number of processes that share the GPUs of this machine."""
-        return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +157,7 @@ class EngineOptions(MachineOptions):
     allow: Sequence[str] = ()
     prefix_sharing: bool = True
     verify: bool = False
-    strategy: Strategy | None = None
+    strategy: "Strategy | None" = None
     group: ProcessGroup | None = None
     sharing: int | None = None
     worker_sharing: int | None = None
@@ -208,8 +173,8 @@ class EngineOptions(MachineOptions):
         check("trace", self.trace, str | Path | None, "the name of a file, or None")
         check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
-        check("strategy", self.strategy, Strategy | None, "a Strategy, such as Strategy.load(FILE), or None")
-        self._check_strategy()
+        if self.strategy is not None:
+            self._check_strategy()
         if self.attention_workers and self.policy is not None and not self.policy.works:
             raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
                                ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
@@ -224,7 +189,11 @@ class EngineOptions(MachineOptions):
             if value is not None and value < 1:
                 raise InvalidInput(f"{name} is {value}; it must be at least 1, or None")
         check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
-        _check_allow(self.allow)
+        allow: object = self.allow
+        if isinstance(allow, str) or not isinstance(allow, Sequence) or not all(isinstance(n, str) for n in allow):
+            name = allow if isinstance(allow, str) else "int8-weights"
+            raise InvalidInput(f"allow is {shown(allow)}; it must be a list of names, such as [{name!r}]")
+        choices(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
             raise InvalidInput("allow cannot be combined with lossy or policy, which fix what the planner would choose;"
                                " remove one of them")  # fmt: skip
@@ -234,8 +203,10 @@ class EngineOptions(MachineOptions):
         named_dtype(self.dtype)
 
     def _check_strategy(self) -> None:
-        if self.strategy is None:
-            return
+        from flexengine.strategy import Strategy  # not without stages
+
+        check("strategy", self.strategy, Strategy, "a Strategy, such as Strategy.load(FILE), or None")
+        assert self.strategy is not None
         if self.attention_workers:
             raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
                                " leave out one of them")  # fmt: skip
@@ -249,21 +220,13 @@ class EngineOptions(MachineOptions):
         if any(formats):
             object.__setattr__(self, "lossy", replace(self.lossy, weights=formats))
 
-    @property
-    def _sharing(self) -> int:
-        return self.sharing or self._processes
-
-    @property
-    def _processes(self) -> int:
-        return 1 if self.group is None else self.group.local_size
-
-    @property
-    def _worker_sharing(self) -> int:
-        return self.worker_sharing or (1 if self.group is None else self.group.size)
-
-    @property
-    def _group(self) -> ProcessGroup | None:
-        return self.group
+    def machine(
+        self, sharing: int = 1, processes: int = 1, worker_sharing: int = 1, group: ProcessGroup | None = None
+    ) -> Machine:
+        """Return the machine. The arguments are those of the options."""
+        group = self.group
+        processes, size = (group.local_size, group.size) if group is not None else (1, 1)
+        return super().machine(self.sharing or processes, processes, self.worker_sharing or size, group)
 
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.
@@ -310,19 +273,3 @@ def check(name: str, value: object, kind: Any, allowed: str) -> None:
     broken = value == "" or (isinstance(value, str | Path) and "\0" in str(value))
     if broken or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidInput(f"{name} is {shown(value)}; it must be {allowed}")
-
-
-def _check_directories(value: object) -> None:
-    given = [value] if isinstance(value, str | Path) else value
-    named = isinstance(given, Sequence) and len(given) > 0 and all(isinstance(d, str | Path) and d != "" for d in given)
-    if given is not None and not named:
-        raise InvalidInput(f"offload_dir is {shown(value)}; it must be the name of a directory, or a list of at least"
-                           " one name; leave it out for the default")  # fmt: skip
-
-
-def _check_allow(value: object) -> None:
-    """Raise InvalidInput if a value is not a list of names that the planner may choose from."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        name = value if isinstance(value, str) else "int8-weights"
-        raise InvalidInput(f"allow is {shown(value)}; it must be a list of names, such as [{name!r}]")
-    choices(value)

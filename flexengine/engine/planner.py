@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # plain jobs read no file
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
 MIN_JOB_SECONDS = 60.0  # measure the machine before a job if it is predicted to take at least this long
+UNLIMITED = Options()
 MIN_QUICK_SECONDS = 5.0  # the same for the few rates of `quick_rates`
 
 
@@ -149,7 +150,6 @@ class Planner:
         """Return the plan of a job. Raise OutOfMemory if not even its shortest rows fit.
 
         Args:
-            workload: sizes of all rows that can be run.
             resident: the policy under which weights are in memory; None if none are.
         """
         if not workload.count:
@@ -160,7 +160,6 @@ class Planner:
         return Plan(layout, workload.up_to(largest), largest, refusal)
 
     def _say_unused(self, searched: Search) -> None:
-        """Report that the attention workers are not used."""
         message(guest("workers").unused(searched.tried, searched.best))
 
     def check(self, workload: Workload) -> None:
@@ -199,27 +198,19 @@ class Planner:
                 first = search(facts, rates.known(), workload, options)
             return first if first.best.seconds < MIN_JOB_SECONDS else search(facts, rates.measured(), workload, options)
 
-    def choose(
-        self,
-        workload: Workload,
-        resident: Policy | None = None,
-        block: int | None = None,
-        prefill_tokens: int | None = None,
-    ) -> Prediction:
+    def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
         """Return the best policy for a workload, and its prediction. Raise OutOfMemory if no policy fits.
 
         Args:
             resident: the policy under which weights are in memory. They stay if the job fits beside them, unless the
                 job is long and reading them again pays.
-            block: most sequences alive.
-            prefill_tokens: most tokens of a prefill chunk; None takes the planner's `prefill_tokens`.
+            limits: if its `block` or `prefill_tokens` is None, that of the planner holds.
         """
-        options = Options(prefill_tokens or self.prefill_tokens, block=block or self.block)
-        self._searched = self._choice(workload, resident, options)
+        tokens, block = limits.prefill_tokens or self.prefill_tokens, limits.block or self.block
+        self._searched = self._choice(workload, resident, replace(limits, prefill_tokens=tokens, block=block))
         return self._searched.best
 
     def _choice(self, workload: Workload, resident: Policy | None, options: Options) -> Search:
-        """Return the search whose best policy `choose` returns."""
         if resident is None:
             return self.search(workload, options)
         try:
@@ -256,7 +247,7 @@ class Planner:
         self.machine.capacity = capacity.limited({tier: booked - lost + aside})
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)
-        return self.choose(workload, resident, half, policy.prefill_tokens).layout
+        return self.choose(workload, resident, Options(policy.prefill_tokens, block=half)).layout
 
     def cost(self, workload: Workload) -> Cost:
         """Return the cost model of a workload, with the rates known so far. Measure nothing."""

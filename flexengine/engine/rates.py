@@ -25,7 +25,6 @@ class RateStore:
 
     Args:
         machine: its capacities replace those of all rates.
-        opened: the model.
         given: rates to use instead of this machine's; None uses the stored ones.
 
     Raises:
@@ -85,10 +84,7 @@ class RateStore:
 
     def learn(self, watch: SweepMonitor) -> None:
         """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
-
-        Args:
-            watch: the finished job's predicted and measured seconds.
-        """
+        watch: the finished job's predicted and measured seconds."""
         if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
             opened = self.opened
             key = store.key_of(self.machine, opened.dtype, opened.files)

@@ -1,13 +1,17 @@
 """Recovery of a job that runs out of memory although its plan fitted, or that loses attention workers."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 from flexengine.engine.core import Core
+from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Planner
+from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut, WorkerLost
 from flexengine.places import place_of
+from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.formatting import count
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -19,53 +23,64 @@ RENEWALS = 8  # most losses of attention workers in a row before a row is finish
 
 
 class Recovery:
-    """The layouts under which a job runs, one after the other. `recover` must be called before the next one is taken.
+    """Chooses how a job continues after failures."""
 
-    Args:
-        core: the opened model.
-        planner: makes smaller layouts.
-        workload: workload of the job.
-        layout: the first layout.
-        state: state of the job.
-    """
-
-    def __init__(self, core: Core, planner: Planner, workload: Workload, layout: Layout, state: JobState) -> None:
+    def __init__(self, core: Core, planner: Planner, workload: Workload, state: JobState) -> None:
         self._core, self._planner, self._workload, self._state = core, planner, workload, state
-        self._layout, self._replans = layout, 0
+        self._replans = 0
 
-    def __iter__(self) -> Iterator[Layout]:
-        while True:
-            yield self._layout
-
-    def recover(self, failure: Shortage | WorkerLost) -> None:
-        """Choose the next layout. After a shortage of memory it has at most half the block; at most REPLANS times.
+    def layout_after(self, failure: Shortage | WorkerLost, layout: Layout) -> Layout:
+        """Return the next layout. After a shortage of memory it has at most half the block; at most REPLANS times.
         After the loss of attention workers it is the same, with new workers.
 
         Raises:
             RanOut: a smaller block does not help, or the policy was given.
             WorkerLost: workers are lost again and again before a row is finished, or there is no new worker.
         """
+        core, planner, workload, state = self._core, self._planner, self._workload, self._state
         if isinstance(failure, WorkerLost):
-            if self._state.losses > RENEWALS:
+            if state.losses > RENEWALS:
                 raise failure
-            self._core.renew_worker(failure.place)
-            self._state.report(renewed(failure, self._state.rows))
-        else:
-            self._layout = self._smaller(failure)
-
-    def _smaller(self, lack: Shortage) -> Layout:
-        planner, workload, layout = self._planner, self._workload, self._layout
+            core.machine.renew(failure.place)
+            if core.driver is not None:
+                core.driver.lost.append(failure.place)
+            state.report(renewed(failure, state.rows))
+            return layout
         if planner.policy is not None:
-            raise given_too_large(lack, layout, lambda policy: planner.layout_under(policy, workload))
+            raise given_too_large(failure, layout, lambda policy: planner.layout_under(policy, workload))
         if self._replans == REPLANS:
-            raise exhausted(lack, layout, self._replans)
+            raise exhausted(failure, layout, self._replans)
         try:
-            smaller = planner.smaller(workload, layout, lack.tier, lack.needed, self._core.resident)
+            smaller = planner.smaller(workload, layout, failure.tier, failure.needed, core.resident)
         except OutOfMemory as error:
-            raise exhausted(lack, layout, self._replans, error) from error
+            raise exhausted(failure, layout, self._replans, error) from error
         self._replans += 1
-        self._state.report(replanned(lack, layout, smaller, self._state.rows, self._replans))
+        state.report(replanned(failure, layout, smaller, state.rows, self._replans))
         return smaller
+
+
+def renewed_worker(
+    core: Core, planner: Planner, resources: JobResources, generation: Generation, state: JobState, loss: WorkerLost
+) -> SweepMonitor:
+    """Replace a lost attention worker between two sweeps. The sequences whose KV cache it held wait again. Return what
+    compares the sweeps that follow with their prediction.
+
+    Raises:
+        WorkerLost: `loss`, if a second worker is lost, too, there is no new one, or stages in other processes hold
+            sequences in flight.
+    """
+    state.note_loss()
+    if state.losses > RENEWALS or core.driver is not None:
+        raise loss
+    (stage,) = resources.local
+    watch = planner.watch(stage.watch.cost.workload, stage.layout)
+    try:
+        home = core.renew(stage, loss.place, watch)
+    except (WorkerLost, OutOfMemory) as error:
+        raise loss from error
+    state.take_busy(stage.executor.times.busy)
+    state.report(renewed(loss, generation.lose(home), whole=False))
+    return watch
 
 
 def halved(policy: Policy) -> Policy | None:
@@ -87,7 +102,6 @@ def replanned(lack: Shortage, old: Layout, new: Layout, rows: int, times: int) -
     """Return the message for a job that continues with a smaller block.
 
     Args:
-        lack: the shortage of memory.
         rows: unfinished rows, which are computed again.
         times: replans so far, including this one.
     """
@@ -102,8 +116,6 @@ def renewed(loss: WorkerLost, rows: int, whole: bool = True) -> str:
     """Return the message for a job that continues with a new attention worker.
 
     Args:
-        loss: the loss of the worker.
-        rows: rows that are computed again.
         whole: whether these are all unfinished rows; else those whose KV cache is lost.
     """
     again = count(rows, "unfinished row is", "unfinished rows are")
@@ -116,36 +128,22 @@ def given_too_large(lack: Shortage, layout: Layout, lay_out: Callable[[Policy], 
     """Return the error for a policy that the user gave, as the engine must not change it.
 
     Args:
-        lack: the shortage of memory.
-        layout: the layout under the given policy.
         lay_out: return the layout of another policy, or raise OutOfMemory or InvalidInput.
     """
     policy, tier = layout.policy, lack.tier
     message = f"{lack}; the policy has {shape(policy)}, which books {layout.total(tier):,} bytes of {tier} memory"
-    message += _smaller(policy, tier, lay_out)
-    return RanOut(tier, lack.what, lack.needed, f"{message}, or leave the policy to the planner")
-
-
-def _smaller(policy: Policy, tier: str, lay_out: Callable[[Policy], Layout]) -> str:
-    """Return the remedy: half the block if that can be laid out, else other fields of the policy."""
-    others = "; set a smaller prefill_tokens, or move a share of weights or cache to another tier"
-    half = halved(policy)
-    if half is None:
-        return others
-    try:
-        booked = lay_out(half).total(tier)
-    except (OutOfMemory, InvalidInput):
-        return others
-    fields = f"gpu_batch_size {half.gpu_batch_size} and num_gpu_batches {half.num_gpu_batches}"
-    return f"; set {fields}, with which {booked:,} are booked"
+    remedy = "; set a smaller prefill_tokens, or move a share of weights or cache to another tier"
+    if (half := halved(policy)) is not None:
+        with contextlib.suppress(OutOfMemory, InvalidInput):
+            booked, fields = lay_out(half).total(tier), f"gpu_batch_size {half.gpu_batch_size} and num_gpu_batches"
+            remedy = f"; set {fields} {half.num_gpu_batches}, with which {booked:,} are booked"
+    return RanOut(tier, lack.what, lack.needed, f"{message}{remedy}, or leave the policy to the planner")
 
 
 def exhausted(lack: Shortage, layout: Layout, times: int, why: OutOfMemory | None = None) -> RanOut:
     """Return the error for a job that replanning cannot help.
 
     Args:
-        lack: the last shortage of memory.
-        layout: the last layout.
         times: replans so far.
         why: why there is no smaller plan; None if `times` is REPLANS.
     """

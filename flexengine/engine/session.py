@@ -42,11 +42,8 @@ class Session:
     """
 
     def __init__(self, options: EngineOptions, exact_engine: Callable[[Listener], ExactEngine]) -> None:
-        """Open the model. Raise as `Engine`.
-
-        Args:
-            exact_engine: return an engine for the same model with the checkpoint's own weights.
-        """
+        """Open the model. Raise as `Engine`. exact_engine: return an engine for the same model with the checkpoint's
+        own weights."""
         self.options = options
         self.listener = listener_of(options.progress)
         with reporting(self.listener):
@@ -236,7 +233,7 @@ class Session:
         with self._lock:
             self._check_idle()
             self.choose_bits()
-            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first, rows)
+            self._job = Job(self.core, self.planner, self.reader, self.on_sweep, self.load_first, rows)
             self._running = running = reported(self.listener, self._job.results(prompts, params))
         try:
             yield from running

@@ -5,8 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from flexengine.errors import InvalidInput
 from flexengine.model.sample import Sampled
@@ -21,7 +20,7 @@ from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
 from flexengine.schedule.tasks import Task
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.worker import Worker
 
 
@@ -74,9 +73,7 @@ class Stage(ABC):
         return self
 
     @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """End the threads that compute."""
 
     @abstractmethod
@@ -88,12 +85,12 @@ class Stage(ABC):
         """Return the sequence's KV pages to the pools."""
 
     @abstractmethod
-    def start(self, sweep: Sweep, texts: Mapping[int, SequenceText]) -> None:
+    def start(self, sweep: Sweep, members: Mapping[int, RowSequence]) -> None:
         """Compute a sweep, or let another process compute it.
 
         Args:
             sweep: the sweep. Its pages are claimed.
-            texts: tokens, by sequence id.
+            members: sequences that are not finished, by id.
         """
 
     @abstractmethod
@@ -130,10 +127,8 @@ class LocalStage(Stage):
         self.executor.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.executor.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.executor.__exit__(*error)
 
     @property
     def layout(self) -> Layout:
@@ -143,7 +138,7 @@ class LocalStage(Stage):
     @property
     def pending_bytes(self) -> int:
         """Bytes of weights that the first sweep reads into memory."""
-        return self.worker.weights.pending_bytes
+        return self.worker.weights.arrivals.pending_bytes
 
     def cells(self, batches: Sequence[Batch]) -> int:
         """Return the number of cells of a sweep of this stage."""
@@ -155,7 +150,7 @@ class LocalStage(Stage):
     def release(self, sequence: sweeps.Sequence) -> None:
         self.worker.cache.release(sequence)
 
-    def start(self, sweep: Sweep, texts: Mapping[int, SequenceText]) -> None:
+    def start(self, sweep: Sweep, members: Mapping[int, RowSequence]) -> None:
         """Compute a sweep in this thread.
 
         Raises:
@@ -163,7 +158,7 @@ class LocalStage(Stage):
             Exception: the error of a task, with the task in a note.
         """
         began, worker = time.perf_counter(), self.worker
-        worker.begin(sweep.batches, texts, sweep.stems)
+        worker.begin(sweep.batches, members, sweep.stems)
         worker.weights.machine.synchronize()
         error = self._run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
         if error is not None:
@@ -214,10 +209,8 @@ class JobResources:
             self._lanes.enter_context(stage)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lanes.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._lanes.__exit__(*error)
 
     @property
     def local(self) -> list[LocalStage]:
@@ -270,6 +263,8 @@ def check_chain(stages: Sequence[Stage]) -> None:
         held = ", ".join(f"{first}..{end - 1} of {n}" for first, end, n in ranges)
         raise InvalidInput(f"the stages hold layers {held}; together they must hold each layer of one model once, in"
                            " order")  # fmt: skip
+    if len(stages) == 1:
+        return
     from flexengine.plan.stages import SHARED
 
     policies = [stage.policy for stage in stages]

@@ -94,20 +94,17 @@ class JobState:
         busy.clear()
 
     def summary(self, empty: Summary, moved: Mapping[str, int]) -> Summary:
-        """Return `empty` with the counts, seconds and bytes of the job.
-
-        Args:
-            moved: bytes by link since the engine began.
-        """
+        """Return `empty` with the counts, seconds and bytes of the job. moved: bytes by link since the engine began."""
         p = self.progress
         seconds = p.prefill_seconds + p.decode_seconds
+        same = ["rows", "failed", "prompt_tokens", "computed_prompt_tokens", "scored_tokens", "sweeps"]
+        same += ["prefill_seconds", "decode_seconds"]
         return replace(
-            empty, rows=p.rows, failed=p.failed, prompt_tokens=p.prompt_tokens,
-            computed_prompt_tokens=p.computed_prompt_tokens, generated_tokens=p.tokens - p.scored,
-            scored_tokens=p.scored_tokens, sweeps=p.sweeps, load_seconds=self.load_seconds,
-            prefill_seconds=p.prefill_seconds,
-            decode_seconds=p.decode_seconds,
+            empty,
+            **{name: getattr(p, name) for name in same},
+            generated_tokens=p.tokens - p.scored,
+            load_seconds=self.load_seconds,
             bytes={link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
             busy={lane: s / seconds for lane, s in self.busy.items()} if seconds else {},
             replanned=tuple(self.replanned),
-        )  # fmt: skip
+        )

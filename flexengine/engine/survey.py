@@ -1,5 +1,8 @@
 """Conversion of prompts to requests, and the survey: a count of all rows by size, before the job is planned."""
 
+import pickle
+import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
@@ -9,7 +12,6 @@ from typing import Any
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.arrange import Arranged, Arrangement
-from flexengine.engine.spool import RequestSpool
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
 from flexengine.job.prompts import Request, encode
@@ -19,6 +21,7 @@ from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, stems_above
 
+MEMORY_BYTES = 16 << 20  # of encoded prompts; more is written to a file without a name
 _ENDLESS = 1 << 40  # context in tokens of a model whose config has no limit
 
 
@@ -27,9 +30,6 @@ class Refused:
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
-
-    def __bool__(self) -> bool:
-        return self.count > 0
 
     def __str__(self) -> str:
         left = "is" if self.count == 1 else "are"
@@ -40,19 +40,60 @@ class Refused:
         self.count, self.first = self.count + 1, self.first or row.error or ""
 
     def report(self, workload: Workload, name: str) -> None:
-        """Report the number of rows that cannot be run, if any, as a message.
-
-        Args:
-            workload: the rows that can be run.
-            name: the input file, for the message.
+        """Report the number of rows that cannot be run, if any, as a message. name: the input file, for the message.
 
         Raises:
             InvalidInput: the file has no row that can be run.
         """
         if not workload.count:
-            raise InvalidInput(f"{name} has no row that can be run; {self if self else 'it is empty'}")
-        if self:
+            raise InvalidInput(f"{name} has no row that can be run; {self if self.count else 'it is empty'}")
+        if self.count:
             message(str(self))
+
+
+class RequestSpool:
+    """The encoded prompts of a job, in a temporary file from the survey to the run, so that each is tokenized once.
+
+    Requests, and rows with an error, are in the order in which they were added. Prompts as they were given are left
+    out, but for rows with an error.
+
+    Args:
+        defaults: sampling parameters that most requests have.
+    """
+
+    def __init__(self, defaults: SamplingParams) -> None:
+        self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115 - it lives as long as this object
+        self._defaults, self._count = defaults, 0
+        self.complete = True  # False once the file could not be written
+
+    def add(self, item: Request | Row) -> None:
+        """Add an item. If the disk is full, drop all items."""
+        if not self.complete:
+            return
+        try:
+            pickle.dump(self._packed(item), self._file, pickle.HIGHEST_PROTOCOL)
+            self._count += 1
+        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # a row's data may be of any type
+            self.complete = False
+            self._file.close()
+
+    def _packed(self, item: Request | Row) -> Any:
+        if isinstance(item, Row):
+            return Row(item.index, item.line, error=item.error)
+        sampling = None if item.sampling == self._defaults else item.sampling
+        return item.index, item.line, array("i", item.prompt_ids), sampling, item.choices
+
+    def items(self) -> Iterator[Request | Row]:
+        """Yield all items, once. Then, or if the generator is closed, free the memory or the file."""
+        with self._file as file:
+            file.seek(0)
+            for _ in range(self._count):
+                item = pickle.load(file)
+                if isinstance(item, Row):
+                    yield item
+                    continue
+                index, line, ids, sampling, choices = item
+                yield Request(index, tuple(ids), sampling or self._defaults, line, choices)
 
 
 class Tally:
@@ -155,14 +196,6 @@ class PromptReader:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
-    def encoded(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
-    ) -> tuple[Workload, RequestSpool]:
-        """Return the number of sequences of each size, from which the job is planned, and all requests. No memory grows
-        with the number of prompts."""
-        spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
-        return self.survey(prompts, params, spool=spool), spool
-
     def replayed(
         self,
         spool: RequestSpool,
@@ -170,7 +203,7 @@ class PromptReader:
         params: SamplingParams | Sequence[SamplingParams],
         with_prompts: bool,
     ) -> Iterator[Request | Row]:
-        """Yield what `requests` yields for these prompts, of which `encoded` returned the spool.
+        """Yield what `requests` yields for these prompts, of which `survey` filled the spool.
 
         Args:
             with_prompts: whether the items have their prompts as they were given. If False, the prompts are iterated
@@ -231,5 +264,4 @@ class PromptReader:
 
 
 def _row(prompt: object, index: int) -> Row:
-    """Return the row of a prompt, which may be a row itself."""
     return prompt if isinstance(prompt, Row) else row_of(prompt, index)

@@ -56,8 +56,6 @@ class SweepReports:
     """Reports of the sweeps of a job. `look` may be called by another thread than the other methods.
 
     Args:
-        listener: receives the reports.
-        progress: counts of the job.
         rows: number of rows of the job, and of those done before.
         bytes_read: returns the bytes read so far from all disks.
         best: highest measured bytes per second of reads from all disks; None if it was not measured.

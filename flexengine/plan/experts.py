@@ -21,7 +21,7 @@ from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
 from flexengine.plan.sizes import aligned
-from flexengine.schedule.demand import Demand
+from flexengine.schedule.frame import Demand
 
 MAX_CHOSEN_SHARE = 0.5  # share of a layer's experts expected in a sweep, up to which they are loaded on demand
 _HELD_VECTORS = 4  # hidden-size vectors per token held while experts are loaded: residual, its norm and their casts

@@ -28,10 +28,9 @@ from flexengine.plan.sizes import (
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import TOKENS, Policy, shares
-from flexengine.schedule.demand import Demand
+from flexengine.schedule.frame import Demand, num_buffers
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes, place_groups
-from flexengine.schedule.rings import num_buffers
 
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk if no layer is streamed
 MEAN_KEYS = "mean keys"

@@ -37,9 +37,6 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
         schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
             when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
             (FlexGen appendix A.1). continuous: sequences enter as soon as the block has room.
-        live: number of sequences alive.
-        gpu_batch_size: sequences of a gpu_batch.
-        num_gpu_batches: gpu_batches of a block.
     """
     block = gpu_batch_size * num_gpu_batches
     if schedule == "row":
@@ -58,8 +55,6 @@ def peak_pages(sequences: Sequence[Growing], pool: Pool, late: int = 0) -> int:
     one of them, or `late` sweeps later.
 
     Args:
-        sequences: forecasts.
-        pool: their pool.
         late: sweeps for which an ended sequence keeps its pages.
     """
     if not sequences:

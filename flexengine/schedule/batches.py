@@ -114,7 +114,6 @@ def form_batches(
     Pieces of one sequence are in different gpu_batches, in order, as a later piece reads the KV of the earlier ones.
 
     Args:
-        pieces: pieces to divide.
         gpu_batch_size: most sequences of a gpu_batch.
         token_budget: most tokens of a gpu_batch; a single piece may exceed this number.
         pools: page pools; `batch_pages` limits the KV pages of a gpu_batch.

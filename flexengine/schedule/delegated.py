@@ -23,8 +23,10 @@ tokens:
 
 from collections.abc import Iterator
 
-from flexengine.schedule.expand import ProgramFrame, WholeCell
+from flexengine.schedule.expand import WholeCell
+from flexengine.schedule.frame import ProgramFrame
 from flexengine.schedule.order import CellPart, CellStep
+from flexengine.schedule.prefetch import Prefetch
 from flexengine.schedule.rows import ExpertCell
 from flexengine.schedule.tasks import Delegate, Op, Resources, Task
 
@@ -32,17 +34,17 @@ from flexengine.schedule.tasks import Delegate, Op, Resources, Task
 class DelegatedCell(WholeCell):
     """Expands cells with delegated attention."""
 
-    def __init__(self, frame: ProgramFrame) -> None:
-        super().__init__(frame)
-        self._experts = ExpertCell(frame)
+    def __init__(self, frame: ProgramFrame, prefetch: Prefetch) -> None:
+        super().__init__(frame, prefetch)
+        self._experts = ExpertCell(frame, prefetch)
 
     def __call__(self, step: CellStep) -> Iterator[Task]:
         if step.part is CellPart.TO_ATTENTION:
-            yield from self.frame.prefetch.in_cell(step)
+            yield from self.prefetch.in_cell(step)
             yield self.compute(Op.PROJECT, step, writes=(("near", step.cell.batch),))
             yield from self.attention(step)
         else:
-            by_rows = bool(self.frame.prefetch.experts(step.cell.layer))
+            by_rows = bool(self.prefetch.experts(step.cell.layer))
             yield self.compute(Op.FINISH, step, by_rows=by_rows, reads=(("near", step.cell.batch),))
             if by_rows:
                 yield from self._experts.load_experts(step)

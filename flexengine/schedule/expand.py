@@ -1,61 +1,30 @@
 """Tasks of a cell: FlexGen's six operations (algorithm 1). Parts of cells have expanders of their own."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator
 
 from flexengine.places import DEVICE
 from flexengine.schedule.batches import Batch, continues
-from flexengine.schedule.demand import Demand
+from flexengine.schedule.frame import ProgramFrame, Ring
 from flexengine.schedule.order import CellStep
 from flexengine.schedule.prefetch import Prefetch
-from flexengine.schedule.rings import Ring
-from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Compute, Copy, Op, Resources, Task, legs
 
 _BEGIN = (Op.COMPUTE, Op.PROJECT)  # operations that take the input of a layer
 _END = (Op.COMPUTE, Op.FINISH, Op.RESUME)  # operations that give its output
 
 
-@dataclass
-class ProgramFrame:
-    """What the expanders of a program share.
-
-    Attributes:
-        layers: number of units that are layers.
-        slots: number of weight slots.
-        routes: lanes of the machine.
-        demand: weights that are loaded by rows.
-        prefetch: loads of weights.
-        caches, hiddens: buffers for KV pages and hidden states.
-        batches: gpu_batches of the present sweep.
-        entering: functions that return resources which the first layer of a gpu_batch also reads; guests add theirs.
-        leaving: functions that return resources which the last layer of a gpu_batch also writes; guests add theirs.
-    """
-
-    layers: int
-    slots: int
-    routes: Routes
-    demand: Demand
-    prefetch: Prefetch
-    caches: Ring
-    hiddens: Ring
-    batches: Sequence[Batch] = ()
-    entering: list[Callable[[int], Resources]] = field(default_factory=list)
-    leaving: list[Callable[[int], Resources]] = field(default_factory=list)
-
-
 class WholeCell:
     """Expands a cell that is computed at once. Data that stays on the device needs no load and no store."""
 
-    def __init__(self, frame: ProgramFrame) -> None:
-        self.frame = frame
+    def __init__(self, frame: ProgramFrame, prefetch: Prefetch) -> None:
+        self.frame, self.prefetch = frame, prefetch
 
     def __call__(self, step: CellStep) -> Iterator[Task]:
         """Yield the tasks of a step."""
         cache, hidden = self.take_buffers(step)
         yield from self.load_cache(step, cache)
         yield from self.load_hidden(step, hidden)
-        yield from self.frame.prefetch.in_cell(step)  # load weight: those that are due
+        yield from self.prefetch.in_cell(step)  # load weight: those that are due
         yield self.compute(Op.COMPUTE, step, cache, hidden)
         yield from self.store_cache(step, cache)
         yield from self.store_hidden(step, hidden)
@@ -84,7 +53,6 @@ class WholeCell:
         """Return a task of the device. It waits for the loads of its buffers, as it writes to them, too.
 
         Args:
-            op: the operation.
             step: the cell, or its part.
             cache, hidden: numbers of the buffers.
             by_rows: whether another task computes the experts.
@@ -92,50 +60,53 @@ class WholeCell:
         """
         frame, cell = self.frame, step.cell
         for unit in range(cell.layer, cell.layer + step.layers):
-            reads += frame.prefetch.reads(unit)
-        if op in _BEGIN and cell.layer == 0:
+            reads += self.prefetch.reads(unit)
+        if cell.layer == 0 and op in _BEGIN:
             reads += tuple(name for added in frame.entering for name in added(cell.batch))
         writes = (("run", cell.batch), *writes)
-        writes += () if cache is None else (frame.caches.buffer(cache),)
-        writes += () if hidden is None else (frame.hiddens.buffer(hidden),)
-        if op in _END and not by_rows and cell.layer + step.layers == frame.layers:
+        writes += () if cache is None else (frame.caches.buffers[cache],)
+        writes += () if hidden is None else (frame.hiddens.buffers[hidden],)
+        if cell.layer + step.layers == frame.layers and op in _END and not by_rows:
             writes += tuple(name for added in frame.leaving for name in added(cell.batch))
-        slot = frame.prefetch.slot(cell.layer)
+        slot = self.prefetch.slot(cell.layer)
         return Compute(op, cell, DEVICE, reads, writes, slot, cache, hidden, by_rows, step.layers)
 
-    def load_cache(self, step: CellStep, buffer: int | None) -> Iterator[Copy]:
-        """Yield the loads of a batch's cached KV of one layer, after the stores of KV that it reads in this sweep."""
-        if buffer is None or not any(piece.start for piece in self.batch(step).pieces):
-            return
-        frame, (_, layer, k) = self.frame, step.cell
-        earlier = (other for other in range(k) if continues(frame.batches[other], self.batch(step)))
-        copy = Copy(Op.LOAD_CACHE, step.cell, home=self.batch(step).cache_home, buffer=buffer)
-        source, target = tuple(("kv", layer, other) for other in earlier), (frame.caches.buffer(buffer),)
-        yield from legs(copy, frame.routes.load[copy.home], source, frame.caches.stage(buffer), target)
+    def load_cache(self, step: CellStep, buffer: int | None) -> Iterable[Copy]:
+        """Return the loads of a batch's cached KV of one layer, after the stores of KV that it reads in this sweep."""
+        batch, (_, layer, k) = self.batch(step), step.cell
+        if buffer is None or not any(piece.start for piece in batch.pieces):
+            return ()
+        earlier = (other for other in range(k) if continues(self.frame.batches[other], batch))
+        copy = Copy(Op.LOAD_CACHE, step.cell, home=batch.cache_home, buffer=buffer)
+        return self._load(copy, self.frame.caches, tuple(("kv", layer, other) for other in earlier))
 
-    def store_cache(self, step: CellStep, buffer: int | None) -> Iterator[Copy]:
-        """Yield the stores of the KV that a cell appended."""
+    def store_cache(self, step: CellStep, buffer: int | None) -> Iterable[Copy]:
+        """Return the stores of the KV that a cell appended."""
         if buffer is None:
-            return
-        frame, (_, layer, k) = self.frame, step.cell
+            return ()
         copy = Copy(Op.STORE_CACHE, step.cell, home=self.batch(step).cache_home, buffer=buffer)
-        source, target = (frame.caches.buffer(buffer),), (("kv", layer, k),)
-        yield from legs(copy, frame.routes.store[copy.home], source, frame.caches.stage(buffer), target)
+        return self._store(copy, self.frame.caches, ("kv", step.cell.layer, step.cell.batch))
 
-    def load_hidden(self, step: CellStep, buffer: int | None) -> Iterator[Copy]:
-        """Yield the loads of a batch's hidden states. The first layer has no stored input."""
+    def load_hidden(self, step: CellStep, buffer: int | None) -> Iterable[Copy]:
+        """Return the loads of a batch's hidden states. The first layer has no stored input."""
         if buffer is None or step.cell.layer == 0:
-            return
-        frame = self.frame
+            return ()
         copy = Copy(Op.LOAD_HIDDEN, step.cell, home=self.batch(step).hidden_home, buffer=buffer)
-        source, target = (("h", step.cell.batch),), (frame.hiddens.buffer(buffer),)
-        yield from legs(copy, frame.routes.load[copy.home], source, frame.hiddens.stage(buffer), target)
+        return self._load(copy, self.frame.hiddens, (("h", step.cell.batch),))
 
-    def store_hidden(self, step: CellStep, buffer: int | None) -> Iterator[Copy]:
-        """Yield the stores of a batch's hidden states. The output of the last layer stays on the device."""
+    def store_hidden(self, step: CellStep, buffer: int | None) -> Iterable[Copy]:
+        """Return the stores of a batch's hidden states. The output of the last layer stays on the device."""
         if buffer is None or step.cell.layer == self.frame.layers - 1:
-            return
-        frame = self.frame
+            return ()
         copy = Copy(Op.STORE_HIDDEN, step.cell, home=self.batch(step).hidden_home, buffer=buffer)
-        source, target = (frame.hiddens.buffer(buffer),), (("h", step.cell.batch),)
-        yield from legs(copy, frame.routes.store[copy.home], source, frame.hiddens.stage(buffer), target)
+        return self._store(copy, self.frame.hiddens, ("h", step.cell.batch))
+
+    def _load(self, copy: Copy, ring: Ring, source: Resources) -> Iterable[Copy]:
+        number = copy.buffer or 0
+        lanes = self.frame.routes.load[copy.home]
+        return legs(copy, lanes, source, ring.stages[number], (ring.buffers[number],))
+
+    def _store(self, copy: Copy, ring: Ring, target: Hashable) -> Iterable[Copy]:
+        number = copy.buffer or 0
+        lanes = self.frame.routes.store[copy.home]
+        return legs(copy, lanes, (ring.buffers[number],), ring.stages[number], (target,))

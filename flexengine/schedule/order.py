@@ -99,9 +99,7 @@ def cells(
     """Yield the cells of one sweep in the order in which the device computes them.
 
     Args:
-        sweep: number of the sweep.
         units: number of layers and head chunks.
-        batches: gpu_batches of the sweep.
         begin: returns the first part of the cell of a layer and a gpu_batch, and the layers that one call computes.
         closed: returns whether the cells of a layer must end before the next layer begins.
         buffers: device buffers for offloaded hidden states. A cell that waits for experts keeps one.
@@ -117,7 +115,7 @@ def cells(
                 yield CellStep(CellPart.FROM_ATTENTION, Cell(sweep, j - 1, k))
             if j < done[k]:
                 continue
-            while _buffered(batch) and sum(_buffered(batches[b]) for b in loading) == buffers:
+            while loading and _buffered(batch) and sum(_buffered(batches[b]) for b in loading) == buffers:
                 yield CellStep(CellPart.FROM_EXPERTS, Cell(sweep, j, loading.popleft()))
             part, layers = begin(j, k)
             yield CellStep(part, Cell(sweep, j, k), layers)

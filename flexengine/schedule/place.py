@@ -57,7 +57,6 @@ class _Items(NamedTuple):
 
 
 def _nearest(split: Split) -> int:
-    """Return the index of the nearest place with a share."""
     return next((k for k, share in enumerate(split) if share > 0), len(split) - 1)
 
 
@@ -82,7 +81,6 @@ def cache_homes(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     others, so the numbers may sum to more than the block.
 
     Args:
-        policy: the policy.
         places: places of the machine.
     """
     places, by_place = tuple(places), dict(count_by_tier(policy.block_size, policy.cache))

@@ -6,9 +6,9 @@
 | ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from flexengine.schedule.expand import ProgramFrame
+from flexengine.schedule.frame import ProgramFrame
 from flexengine.schedule.order import CellStep
 from flexengine.schedule.tasks import Op, Task
 
@@ -19,27 +19,27 @@ class PortTasks:
     """Adds ENTER and LEAVE to the tasks of the first and the last cell of each gpu_batch.
 
     Args:
-        frame: of the program.
-        ports: BEFORE if hidden states enter from another program, AFTER if they leave to another program.
+        frame: of the program. Its `ports` have BEFORE if hidden states enter from another program, AFTER if they leave
+            to another program.
     """
 
-    def __init__(self, frame: ProgramFrame, ports: Collection[str]) -> None:
-        self.frame, self.ports, slots = frame, ports, frame.slots
-        if BEFORE in ports:
+    def __init__(self, frame: ProgramFrame) -> None:
+        self.ports, self.layers, self.slots = frame.ports, frame.layers, frame.slots
+        slots = frame.slots
+        if BEFORE in self.ports:
             frame.entering.append(lambda batch: (_buffer("inbuf", batch, slots),))
-        if AFTER in ports:
+        if AFTER in self.ports:
             frame.leaving.append(lambda batch: (_buffer("outbuf", batch, slots),))
 
     def around(self, step: CellStep, tasks: Iterator[Task]) -> Iterator[Task]:
         """Yield the tasks of a step, and the task before or after them."""
-        cell, k, slots = step.cell, step.cell.batch, self.frame.slots
+        cell, k, slots = step.cell, step.cell.batch, self.slots
         if BEFORE in self.ports and cell.layer == 0 and step.part.begins:
             yield Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (_buffer("inbuf", k, slots),))
         yield from tasks
-        if AFTER in self.ports and cell.layer + step.layers == self.frame.layers and step.part.ends:
+        if AFTER in self.ports and cell.layer + step.layers == self.layers and step.part.ends:
             yield Task(Op.LEAVE, cell, "leave", (_buffer("outbuf", k, slots),), ((AFTER, k),))
 
 
 def _buffer(kind: str, batch: int, slots: int) -> tuple[str, int]:
-    """Return the name of the buffer that a gpu_batch passes through."""
     return kind, batch % slots

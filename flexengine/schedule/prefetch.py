@@ -18,53 +18,36 @@ all gpu_batches wait, are read in the same lane.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from flexengine.places import DISK
 from flexengine.schedule.batches import Batch
-from flexengine.schedule.demand import Demand
+from flexengine.schedule.frame import ProgramFrame, slot_part, slot_stage
 from flexengine.schedule.order import NO_BATCH, Cell, CellStep
-from flexengine.schedule.rings import slot_part, slot_stage
-from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Copy, Op, Resources, Task, legs
 
 
 class Prefetch:
     """Emits the loads of weights. Call `begin` before each sweep.
 
-    Args:
-        streamed: by unit, the tiers of its off-device weights; () if all are resident.
-        layers: number of units that are layers.
-        slots: number of weight slots.
-        routes: lanes of the machine.
-        arriving: units with resident weights that are not read yet, rising; one entry per read.
-        demand: weights that are loaded by rows.
-
     Attributes:
         emitted: number of units whose loads are emitted, since the job began.
         passed: number of units whose cells are all emitted, since the job began.
     """
 
-    def __init__(
-        self,
-        streamed: Sequence[tuple[str, ...]],
-        layers: int,
-        slots: int,
-        routes: Routes,
-        arriving: Sequence[int],
-        demand: Demand,
-    ) -> None:
-        self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
-        self.arriving, self.demand = list(arriving), demand
-        self.cycle = [unit for unit, homes in enumerate(streamed) if homes]
+    def __init__(self, frame: ProgramFrame) -> None:
+        self.streamed, self.layers, self.slots, self.load = frame.streamed, frame.layers, frame.slots, frame.routes.load
+        self.demand, self.arriving = frame.demand, list(frame.arriving)
+        self.cycle = [unit for unit, homes in enumerate(frame.streamed) if homes]
         self.emitted = self.passed = 0
+        self._parts = [tuple(slot_part(slot, home) for home in self.load) for slot in range(frame.slots)]
         self._number: dict[int, int] = {}  # by streamed unit of this sweep: its number since the job began
         self._horizon = 0  # number of units that may be loaded in this sweep, since the job began
         self._sweep = self._batches = 0
-        self._waits = bool(arriving)  # whether units must wait for resident weights
+        self._waits = bool(frame.arriving)  # whether units must wait for resident weights
         self._ended: Counter[int] = Counter()  # by unit: cells whose tasks are all emitted
         self._by_rows = False  # whether loads emitted in this sweep leave out experts
-        self._without_experts = [False] * slots  # by slot: `_by_rows` of the last load
+        self._without_experts = [False] * frame.slots  # by slot: `_by_rows` of the last load
 
     def begin(self, sweep: int, batches: Sequence[Batch], more: bool) -> None:
         """Begin a sweep. more: whether to emit the first loads of the next sweep, too."""
@@ -78,7 +61,7 @@ class Prefetch:
     def _ahead(self) -> int:
         """Number of units of the next sweep that may be loaded in this one. It is 1 if embedding rows, which all
         batches wait for, are read in the same lane: they are emitted after these loads."""
-        home, load = self.demand.embedding, self.routes.load
+        home, load = self.demand.embedding, self.load
         one_lane = home and any(load[home][0] in load[other] for unit in self.streamed for other in unit)
         return min(1 if one_lane else self.slots, len(self.cycle))
 
@@ -91,22 +74,20 @@ class Prefetch:
 
         It reads all parts of the slot, also unused ones: the next unit's load must not begin there meanwhile.
         """
-        slot = self.slot(unit)
-        parts = () if slot is None else tuple(slot_part(slot, home) for home in self.routes.load)
-        return self.resident(unit) + parts
+        parts = self._parts[self._number[unit] % self.slots] if self.streamed[unit] else ()
+        return self.resident(unit) + parts if self._waits else parts
 
     def experts(self, unit: int) -> tuple[str, ...]:
         """Return the tiers from which the unit's chosen experts are loaded; () if its load brings all experts."""
-        slot = self.slot(unit)
+        slot = self.slot(unit) if self.demand.experts else None
         if slot is None:
             return ()
         emitted = self._number[unit] < self.emitted
         return self.demand.of(unit) if (self._without_experts[slot] if emitted else self._by_rows) else ()
 
-    def in_cell(self, step: CellStep) -> Iterator[Task]:
-        """Yield the loads that are due between the loads of a cell and its compute."""
-        if step.cell.batch >= min(self.slots, self._batches) - 1:
-            yield from self.loads()
+    def in_cell(self, step: CellStep) -> Iterable[Task]:
+        """Return the loads that are due between the loads of a cell and its compute."""
+        return self.loads() if step.cell.batch >= min(self.slots, self._batches) - 1 else ()
 
     def loads(self, most: int | None = None) -> Iterator[Task]:
         """Yield weight loads as long as a slot is free. most: number of this sweep's units to load, None for all."""
@@ -123,11 +104,11 @@ class Prefetch:
         # If only experts are off the device, a load of no bytes reserves the slot.
         homes = (self.demand.others[unit] or self.streamed[unit][:1]) if by_rows else self.streamed[unit]
         # The first load also declares the unused parts of the slot as written, to reserve the whole slot.
-        unused = tuple(slot_part(slot, home) for home in self.routes.load if home not in homes)
+        unused = tuple(slot_part(slot, home) for home in self.load if home not in homes)
         for home in homes:
             copy = Copy(Op.LOAD_WEIGHT, Cell(self._sweep, unit, NO_BATCH), home=home, buffer=slot, by_rows=by_rows)
             target = (slot_part(slot, home), *unused)
-            yield from legs(copy, self.routes.load[home], self.copied(unit, home), slot_stage(slot, home), target)
+            yield from legs(copy, self.load[home], self.copied(unit, home), slot_stage(slot, home), target)
             unused = ()
 
     def arrivals(self, unit: int) -> Iterator[Task]:
@@ -135,7 +116,7 @@ class Prefetch:
         loads of later units, which wait for slots."""
         while self.arriving and self.arriving[0] <= unit:
             cell = Cell(self._sweep, self.arriving.pop(0), NO_BATCH)
-            yield Task(Op.LOAD_RESIDENT, cell, self.routes.load[DISK][0], (), (("resident", cell.layer),))
+            yield Task(Op.LOAD_RESIDENT, cell, self.load[DISK][0], (), (("resident", cell.layer),))
 
     def resident(self, unit: int) -> Resources:
         """Return the resident weights that a unit reads, in the sweep that reads them from disk. A tied head is the

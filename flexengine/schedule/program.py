@@ -9,16 +9,13 @@ weights ahead of it. Parts that a plain job does not need have modules of their 
 `schedule.ports` (stages).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
 
 from flexengine.schedule.batches import Batch
-from flexengine.schedule.demand import NOTHING, Demand
-from flexengine.schedule.expand import ProgramFrame
+from flexengine.schedule.frame import ProgramFrame, num_buffers
 from flexengine.schedule.order import CellPart, CellStep, cells
 from flexengine.schedule.prefetch import Prefetch
-from flexengine.schedule.rings import Ring, num_buffers
-from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Task
 
 Expander = Callable[[CellStep], Iterator[Task]]
@@ -33,82 +30,51 @@ EXPANDERS = {
 }
 
 
-class Program:
-    """Tasks of one sweep after the other. Weight loads run up to `slots` units ahead, also into the next sweep.
+class Program(ProgramFrame):
+    """Tasks of one sweep after the other. Weight loads run up to `slots` units ahead, also into the next sweep."""
 
-    Args:
-        streamed: by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident.
-        layers: number of units that are layers.
-        slots: number of weight slots.
-        routes: lanes of the machine.
-        arriving: units with resident weights that are not read yet, rising; one entry per read. The first sweep reads
-            them.
-        demand: weights that are loaded by rows.
-        ports: names of ports (schedule.ports), if the program is a stage of a pipeline.
-        joined: returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their
-            weights, KV and hidden states are on the device.
-    """
-
-    def __init__(
-        self,
-        streamed: Sequence[tuple[str, ...]],
-        layers: int,
-        slots: int,
-        routes: Routes,
-        arriving: Sequence[int] = (),
-        demand: Demand = NOTHING,
-        ports: Collection[str] = (),
-        joined: Callable[[int, int], int] = lambda layer, batch: 1,
-    ) -> None:
-        self.streamed, self.layers, self.slots, self.buffers = streamed, layers, slots, num_buffers(slots)
-        self.demand, self.joined = demand, joined
-        self.prefetch = Prefetch(streamed, layers, slots, routes, arriving, demand)
-        rings = Ring("c", self.buffers), Ring("h", self.buffers)
-        self.frame = ProgramFrame(layers, slots, routes, demand, self.prefetch, *rings)
-        self._expanders: dict[str, Expander] = {}  # by class
-        self._ports = resolve_name("flexengine.schedule.ports:PortTasks")(self.frame, ports) if ports else None
-        if demand.embedding:
-            self.frame.entering.append(lambda batch: (("embedded", batch),))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.prefetch = Prefetch(self)
+        self._ports = resolve_name("flexengine.schedule.ports:PortTasks")(self) if self.ports else None
+        if self.demand.embedding:
+            self.entering.append(lambda batch: (("embedded", batch),))
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
-        """Yield the tasks of one sweep in program order.
-
-        Args:
-            number: number of the sweep.
-            batches: its gpu_batches.
-            more: whether to emit the first loads of the next sweep.
-        """
+        """Yield the tasks of one sweep in program order. more: whether to emit the first loads of the next sweep."""
         prefetch, units = self.prefetch, len(self.streamed)
-        self.frame.batches = batches
+        expanders: dict[str, Expander] = {}  # by class; not kept, as they refer to the program
+        self.batches = batches
         prefetch.begin(number, batches, more)
         if not prefetch.cycle:
             yield from prefetch.arrivals(units)
         if self.demand.embedding:
-            yield from resolve_name("flexengine.schedule.rows:embedding_rows")(self.frame, number, self.streamed[0])
+            yield from resolve_name("flexengine.schedule.rows:embedding_rows")(self, prefetch, number)
         yield from prefetch.loads()
-        for step in cells(number, units, batches, self._begin, self._closed, self.buffers):
-            yield from prefetch.arrivals(step.cell.layer)
-            yield from self._expanded(step)
+        for step in cells(number, units, batches, self._begin, self._closed, num_buffers(self.slots)):
+            if prefetch.arriving:
+                yield from prefetch.arrivals(step.cell.layer)
+            yield from self._expanded(step, expanders)
             prefetch.end(step)
         yield from prefetch.loads()
 
-    def _expanded(self, step: CellStep) -> Iterator[Task]:
+    def _expanded(self, step: CellStep, expanders: dict[str, Expander]) -> Iterator[Task]:
         """Return the tasks of a step, by the expander of its part."""
         name = EXPANDERS[step.part]
-        if name not in self._expanders:
-            self._expanders[name] = resolve_name(name)(self.frame)
-        tasks = self._expanders[name](step)
+        if name not in expanders:
+            expanders[name] = resolve_name(name)(self, self.prefetch)
+        tasks = expanders[name](step)
         return tasks if self._ports is None else self._ports.around(step, tasks)  # type: ignore[no-any-return]
 
     def _begin(self, layer: int, batch: int) -> tuple[CellPart, int]:
         """Return the first part of a cell, and the number of layers that it computes."""
         if layer >= self.layers:
             return CellPart.WHOLE, 1
-        if self.frame.batches[batch].delegated:
+        if self.batches[batch].delegated:
             return CellPart.TO_ATTENTION, 1
-        if self.prefetch.experts(layer):
-            return CellPart.TO_EXPERTS, 1
-        return CellPart.WHOLE, 1 if self.streamed[layer] else self.joined(layer, batch)
+        if not self.streamed[layer]:
+            return CellPart.WHOLE, self.joined(layer, batch)
+        return (CellPart.TO_EXPERTS if self.prefetch.experts(layer) else CellPart.WHOLE), 1
 
     def _closed(self, layer: int) -> bool:
         """Return whether a layer must end before the next one begins: with fewer than three slots, no slot would be

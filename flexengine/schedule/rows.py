@@ -12,21 +12,21 @@ in the slot until the layer's last batch is computed, so each is loaded once per
     disk_read      L00 L01 L02             L10 ...
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from flexengine.places import DEVICE
-from flexengine.schedule.expand import ProgramFrame, WholeCell
+from flexengine.schedule.expand import WholeCell
+from flexengine.schedule.frame import ProgramFrame, slot_stage
 from flexengine.schedule.order import NO_LAYER, Cell, CellPart, CellStep
-from flexengine.schedule.rings import slot_stage
+from flexengine.schedule.prefetch import Prefetch
 from flexengine.schedule.tasks import Copy, Op, Resources, Task, legs
 
 
 class ExpertCell(WholeCell):
     """Expands cells that load their experts after the router has chosen them."""
 
-    def __init__(self, frame: ProgramFrame) -> None:
-        super().__init__(frame)
+    def __init__(self, frame: ProgramFrame, prefetch: Prefetch) -> None:
+        super().__init__(frame, prefetch)
         self._hidden: dict[int, int | None] = {}  # by gpu_batch: hidden buffer of its present cell
 
     def __call__(self, step: CellStep) -> Iterator[Task]:
@@ -35,7 +35,7 @@ class ExpertCell(WholeCell):
             cache, self._hidden[k] = self.take_buffers(step)
             yield from self.load_cache(step, cache)
             yield from self.load_hidden(step, self._hidden[k])
-            yield from self.frame.prefetch.in_cell(step)
+            yield from self.prefetch.in_cell(step)
             yield self.compute(Op.COMPUTE, step, cache, self._hidden[k], by_rows=True)
             yield from self.store_cache(step, cache)
             yield from self.load_experts(step)
@@ -50,34 +50,28 @@ class ExpertCell(WholeCell):
         An earlier batch may have loaded an expert of this cell. So each load waits for the load of the batch before.
         """
         frame, cell, k = self.frame, step.cell, step.cell.batch
-        slot = frame.prefetch.slot(cell.layer)
+        slot = self.prefetch.slot(cell.layer)
         assert slot is not None
-        for home in frame.prefetch.experts(cell.layer):
+        for home in self.prefetch.experts(cell.layer):
             copy = Copy(Op.LOAD_ROWS, cell, home=home, buffer=slot, by_rows=True)
             lanes = frame.routes.load[home]
-            source = (("run", k), *frame.prefetch.copied(cell.layer, home))
+            source = (("run", k), *self.prefetch.copied(cell.layer, home))
             # The staging is read by all legs: the next unit must not write there meanwhile.
             staging: Resources = (slot_stage(slot, home),) if len(lanes) > 1 else ()
             before: Resources = (("rows", home, k - 1),) if k else ()
             for leg in legs(copy, lanes, source, ("rowstage", home, k), (("rows", home, k),)):
-                last = leg.hop == len(lanes) - 1
-                yield replace(leg, reads=leg.reads + staging + (before if last else ()))
+                leg.reads += staging + (before if leg.hop == len(lanes) - 1 else ())
+                yield leg
 
     def resume(self, step: CellStep, hidden: int | None = None) -> Task:
         """Return the task that computes the rest of a layer after its experts were loaded."""
-        rows = tuple(("rows", home, step.cell.batch) for home in self.frame.prefetch.experts(step.cell.layer))
+        rows = tuple(("rows", home, step.cell.batch) for home in self.prefetch.experts(step.cell.layer))
         return self.compute(Op.RESUME, step, hidden=hidden, reads=rows)
 
 
-def embedding_rows(frame: ProgramFrame, sweep: int, streamed: Sequence[str]) -> Iterator[Task]:
-    """Yield the tasks that begin all forward passes and load their embedding rows.
-
-    Args:
-        frame: its `demand.embedding` is the tier of the embedding.
-        sweep: number of the sweep.
-        streamed: tiers of the first unit's off-device weights.
-    """
-    home, prefetch = frame.demand.embedding, frame.prefetch
+def embedding_rows(frame: ProgramFrame, prefetch: Prefetch, sweep: int) -> Iterator[Task]:
+    """Yield the tasks that begin all forward passes and load their embedding rows."""
+    home = frame.demand.embedding
     lane = frame.routes.load[home][0]
     yield from prefetch.arrivals(0)
     cells = [Cell(sweep, NO_LAYER, k) for k in range(len(frame.batches))]
@@ -87,5 +81,5 @@ def embedding_rows(frame: ProgramFrame, sweep: int, streamed: Sequence[str]) -> 
         reads = (("run", cell.batch), *prefetch.copied(0, home))
         yield Copy(Op.LOAD_ROWS, cell, lane, reads, (("embedded", cell.batch),), home)
         # The first batch is computed while rows of the others are read.
-        if cell.batch == 0 and any(frame.routes.load[tier][0] == lane for tier in streamed):
+        if cell.batch == 0 and any(frame.routes.load[tier][0] == lane for tier in frame.streamed[0]):
             yield from prefetch.loads(1)

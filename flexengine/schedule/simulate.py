@@ -31,7 +31,6 @@ def simulate(
     """Simulate a program in which every lane runs its tasks in order, each after the tasks it depends on.
 
     Args:
-        program: the tasks.
         cost: returns the seconds of a task.
         overlap: False runs one task at a time, as inline lanes do, so the end is the sum of all costs.
     """

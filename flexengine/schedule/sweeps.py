@@ -67,11 +67,6 @@ class Sequence:
         return self.stem.end if self.stem else 0
 
     @property
-    def growing(self) -> Growing:
-        """Return the forecast of this sequence."""
-        return Growing(self.cached + self.pending, self.max_tokens - self.generated, self.shared)
-
-    @property
     def peak_tokens(self) -> int:
         """Most tokens ever cached. The KV of the last sampled token is never needed."""
         return self.prompt_tokens + self.max_tokens - 1
@@ -86,11 +81,6 @@ class Trunk(Sequence):
     """
 
     users: dict[int, Sequence] = field(default_factory=dict)
-
-    @staticmethod
-    def of(number: int, stem: Stem, home: str, above: "Trunk | None") -> "Trunk":
-        """Return the trunk of a stem, of which nothing is computed yet. above: the trunk of the stem above."""
-        return Trunk(number, stem.end, 0, stem.above, cached=stem.start, home=home, source=above)
 
     @property
     def pending(self) -> int:
@@ -205,7 +195,8 @@ class Sweeps:
             return None if stem is None else self.trunks[stem, tier]
         above = self._trunk(stem.above, tier)
         self._trunks_made += 1
-        self.trunks[stem, tier] = trunk = Trunk.of(-self._trunks_made, stem, tier, above)
+        trunk = Trunk(-self._trunks_made, stem.end, 0, stem.above, cached=stem.start, home=tier, source=above)
+        self.trunks[stem, tier] = trunk
         return trunk
 
     def _note_entry(self, stem: Stem | None, count: int = 1) -> None:
@@ -222,8 +213,8 @@ class Sweeps:
             release(self.trunks.pop(key))
 
     def _forecast(self, tier: str) -> list[Growing]:
-        """Return the forecasts of a tier's live sequences and trunks."""
-        live = [s.growing for s in self.live.values() if s.home == tier]
+        live = [Growing(s.cached + s.pending, s.max_tokens - s.generated, s.shared)
+                for s in self.live.values() if s.home == tier]  # fmt: skip
         return live + [trunk.lasting(self._waits(stem)) for (stem, home), trunk in self.trunks.items() if home == tier]
 
     def _entry(
@@ -233,7 +224,6 @@ class Sweeps:
         sequence and of the trunks that it needs there. Return None if there is no such tier.
 
         Args:
-            sequence: waits to enter.
             counts: by tier, number of live sequences.
             forecast: by tier, as `_forecast`.
         """
@@ -306,10 +296,7 @@ class Sweeps:
         self, batches: list[Batch], ended: set[int], release: Callable[[Sequence], None] = lambda sequence: None
     ) -> list[Sequence]:
         """Record a computed sweep. Return the sequences that leave: those in `ended`, and those at their limit.
-
-        Args:
-            release: called with each sequence that leaves, then with each trunk that no sequence shares any more.
-        """
+        release: called with each sequence that leaves, then with each trunk that no sequence shares any more."""
         for piece in (p for b in batches for p in b.pieces if p.sequence >= 0):
             sequence = self.live[piece.sequence]
             sequence.cached += piece.count
@@ -337,13 +324,12 @@ class Sweeps:
         for sequence in again:
             self._leave(sequence, release)
             self._note_entry(sequence.stem, -1)
+            sequence.cached, sequence.generated, sequence.home, sequence.source = 0, 0, "", None
         self._free([key for key, trunk in self.trunks.items() if key[1] == home or trunk.id in self.stems], release)
-        fresh = [replace(s, cached=0, generated=0, home="", source=None) for s in again]
-        self.waiting = deque(sorted([*fresh, *self.waiting], key=lambda s: s.id))
+        self.waiting = deque(sorted([*again, *self.waiting], key=lambda s: s.id))
         return lost
 
     def _leave(self, sequence: Sequence, release: Callable[[Sequence], None]) -> None:
-        """Remove a live sequence."""
         del self.live[sequence.id]
         release(sequence)
         for stem in stems_above(sequence.stem):

@@ -59,8 +59,6 @@ class Embedding:
     `bring` in the device lane.
 
     Args:
-        weights: weights of the job.
-        layout: layout of the job.
         regions: owns the pinned memory.
     """
 
@@ -99,14 +97,12 @@ class Embedding:
         else:
             most = READ_BYTES // form.packed.step_bytes
             reads = [_blocks(part, form.packed.step) for part in torch.split(unique, max(1, min(TOGETHER, most)))]
-        return Lookup(inverse.to(device), None, tuple(reads), self._target(len(unique)) if staged else None)
-
-    def _target(self, count: int) -> Tensor | None:
-        if self._stage is None:
-            return None
-        width = self.weights.skeleton.embedding[1][1]
-        start, self._used = self._used, self._used + count * width
-        return self._stage[start : self._used].view(count, width)
+        rows = Lookup(inverse.to(device), None, tuple(reads))
+        if staged and self._stage is not None:
+            width = self.weights.skeleton.embedding[1][1]
+            start, self._used = self._used, self._used + len(unique) * width
+            rows.target = self._stage[start : self._used].view(len(unique), width)
+        return rows
 
     def read(self, rows: Lookup) -> None:
         """Read the rows of a table off the device to RAM, in the compute dtype."""
@@ -117,17 +113,11 @@ class Embedding:
             (read,) = rows.reads
             values = weights.gather(read.numbers)
         else:
-            kernel = kernels.load()
-            values = torch.cat(
-                [
-                    kernel.encoded_rows(
-                        weights.gather(read.numbers).view(-1),
-                        form.packed.with_rows(len(read.numbers) * form.packed.step),
-                        read.inside,
-                    )
-                    for read in rows.reads
-                ]
-            )
+            parts = list[Tensor]()
+            for read in rows.reads:
+                packed = form.packed.with_rows(len(read.numbers) * form.packed.step)
+                parts.append(kernels.load().encoded_rows(weights.gather(read.numbers).view(-1), packed, read.inside))
+            values = torch.cat(parts)
         rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
 
     def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,7 @@ from flexengine.worker.weights import Weights
 
 
 class JoinedLayers:
-    """Tells the program which layers a cell computes.
-
-    Args:
-        skeleton: modules of the model.
-        weights: weights of the job.
-    """
+    """Tells the program which layers a cell computes."""
 
     def __init__(self, skeleton: Skeleton, weights: Weights) -> None:
         self._modules, self._weights = pausing_layers(skeleton.model)[: len(skeleton.layers)], weights
@@ -45,12 +40,12 @@ class JoinedLayers:
         if native is None or not tokens or not self._weights.arrived:
             return 1
         rest = range(layer + 1, min(len(self._modules), layer + native.most_layers(tokens)))
-        return next((j for j in rest if self._weights.units[j] or not self._is_joined(j)), rest.stop) - layer
+        for j in rest:
+            other = self._modules[j].native
+            if self._weights.units[j] or other is None or not other.joined:
+                return j - layer
+        return rest.stop - layer
 
     def native(self, layer: int, end: int) -> range:
         """Return the layers of layer .. end - 1 that kernels may compute: none if modules compute the first one."""
         return range(layer, layer if self._modules[layer].native is None else end)
-
-    def _is_joined(self, layer: int) -> bool:
-        native = self._modules[layer].native
-        return native is not None and native.joined

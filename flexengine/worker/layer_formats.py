@@ -15,21 +15,12 @@ _REMEDY = "; flexengine quality --weights mixed --budget SIZE --save-bits FILE.j
 
 
 def as_json(model: str, formats: Formats) -> str:
-    """Return the content of a file.
-
-    Args:
-        model: name of the model.
-        formats: format of each layer.
-    """
+    """Return the content of a file."""
     return json.dumps(dict(zip(_FIELDS, (model, len(formats), list(formats)), strict=True)))
 
 
 def read(lossy: Lossy, model: str, layers: int) -> Lossy:
     """Return the switches with the formats of the file that `weights` names; unchanged if `weights` names none.
-
-    Args:
-        model: name of the opened model.
-        layers: number of its layers.
 
     Raises:
         InvalidInput: the file cannot be read, holds something else, or is of another model.

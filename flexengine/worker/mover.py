@@ -40,12 +40,7 @@ class Mover:
         return self._teams.get(name) or self.machine.tier(name)
 
     def load(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
-        """Copy parts one leg toward the device.
-
-        Args:
-            tier: tier of the pieces.
-            hop: 0 for the leg from the tier, 1 for the leg from staging.
-        """
+        """Copy parts one leg toward the device. hop: 0 for the leg from the tier, 1 for the leg from staging."""
         host, device = self.machine.host, self.machine.device
         if hop:
             host.load_all([(part.stage, device.view(part.device)) for part in parts if part.stage is not None])
@@ -56,12 +51,8 @@ class Mover:
         self._tier(tier).load_all(pairs)
 
     def store(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
-        """Copy parts one leg from the device toward their tier.
-
-        Args:
-            tier: tier of the pieces.
-            hop: 0 for the leg from the device, 1 for the leg from staging.
-        """
+        """Copy parts one leg from the device toward their tier. hop: 0 for the leg from the device, 1 for the leg from
+        staging."""
         host, device = self.machine.host, self.machine.device
         staging: list[tuple[Tensor, Region]] = []
         pairs: list[tuple[Tensor, Region]] = []

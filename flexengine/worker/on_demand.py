@@ -29,7 +29,6 @@ class DemandReads:
     """Reads from a disk in any thread, and notes when.
 
     Args:
-        disk: the tier that is read.
         notes: called after each read, with a task that stands for it, and its begin and end in seconds of
             time.perf_counter.
 
@@ -75,7 +74,7 @@ class OnDemand:
         self.reads = DemandReads(machine.disk, notes)
         self.sources: dict[str, Any] = {}
         with ExitStack() as undo:
-            for name, source in SOURCES.items() if opened.lossy.flash else ():
+            for name, source in SOURCES.items():
                 if getattr(opened.flash, name):
                     self.sources[name] = resolve_name(source)(opened, layout, machine, self.reads)
                     undo.callback(self.sources[name].close)

@@ -1,6 +1,6 @@
 """An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,8 +22,7 @@ from flexengine.model.form import WeightFormat
 from flexengine.model.loading import ByteRange, Origin, differ, origins
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
-from flexengine.plan.facts import ModelFacts
-from flexengine.worker.model_facts import held_dtypes, model_facts
+from flexengine.plan.facts import ModelFacts, TensorFact
 
 if TYPE_CHECKING:
     from flexengine.model.importance import Importances
@@ -38,10 +37,6 @@ GUESTS = {
     "formats by layer": "flexengine.worker.layer_formats:read",
     "range of layers": "flexengine.model.layer_range:use_range",
 }
-
-
-def _no_importances() -> "Importances | None":
-    return None
 
 
 def _no_thresholds() -> Sequence[float]:
@@ -74,7 +69,7 @@ class OpenModel:
     cpu: bool
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
-    importances: Callable[[], "Importances | None"] = _no_importances
+    importances: Callable[[], "Importances | None"] = lambda: None
     thresholds: Callable[[], Sequence[float]] = _no_thresholds
     verifier: "Verifier | None" = None
     lossy: Lossy = EXACT
@@ -252,14 +247,13 @@ def open_model(
         UnsupportedModel: the model cannot be run.
         BadCheckpoint: a file is damaged.
     """
-    bare = model is not None and not weights and _is_bare(Path(model))
+    path = Path(model or "")
+    bare = not weights and model is not None and _is_bare(path)
     if bare:
-        set_links(Path(str(model)), allow_symlinks)
-    source = (
-        ModelSource(Path(str(model)), Path(str(model)).resolve().name)
-        if bare
-        else resolve(model, trust_remote_code, verifier, allow_symlinks)
-    )
+        set_links(path, allow_symlinks)
+        source = ModelSource(path, path.resolve().name)
+    else:
+        source = resolve(model, trust_remote_code, verifier, allow_symlinks)
     config = load_config(source.directory, trust_remote_code)
     computing = choose_dtype(dtype, config, kind)
     with torch.no_grad():
@@ -269,11 +263,9 @@ def open_model(
     if layers is not None:
         use_range = resolve_name(GUESTS["range of layers"])
         use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
-    if bare:
-        own = getattr(config, "dtype", None)
-        stored = _assumed(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
-    else:
-        stored = origins(tensors, skeleton.wanted, skeleton.loading)
+    own = getattr(config, "dtype", None)
+    assumed = own if isinstance(own, torch.dtype) else torch.float32
+    stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)
     opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
     opened.use(lossy)
     return opened
@@ -290,3 +282,70 @@ def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
     shapes = skeleton.wanted
     return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
+
+
+def held_dtypes(
+    skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool, encodable: Mapping[str, WeightFormat]
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each weight on the device.
+
+    On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
+    matrices except routers are held in bf16.
+
+    Args:
+        encodable: has the names of the matrices that can be encoded, which routers cannot; unused unless products are
+            computed in bf16.
+    """
+    keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
+    if skeleton.product.compute == "bf16":
+        keep &= set(encodable)  # routers keep their dtype: rounding would change the choice of experts
+        return {name: torch.bfloat16 if name in keep else dtype for name in stored}
+    narrow = (torch.bfloat16, torch.float16)
+    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
+
+
+def model_facts(
+    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
+) -> ModelFacts:
+    """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
+    by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
+
+    def facts(shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
+        tensor_facts = []
+        for name, shape in shapes.items():
+            size = stored[name].dtype.itemsize
+            elements, experts = stored[name].nbytes // size, shared.get(name, 0)
+            fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
+            if (form := skeleton.forms.get(name)) is not None:
+                fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
+            elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
+                fact = replace(fact, form="bfloat16" + by)
+            tensor_facts.append(fact)
+        return tuple(tensor_facts)
+
+    embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
+    own = not skeleton.leaves and not (skeleton.tied and embedding)
+    head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
+    others = {name: param.shape for name, param in skeleton.others.items()}
+    others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
+    layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
+    text = skeleton.config.get_text_config()
+    return ModelFacts(
+        tuple(facts(layer, skeleton.experts) for layer in layers),
+        facts(others, {}),
+        embedding,
+        head,
+        vocabulary=skeleton.head[1][0],
+        hidden=text.hidden_size,
+        width=skeleton.width,
+        heads=skeleton.heads,
+        kv_heads=skeleton.cache.kv_heads,
+        head_dim=skeleton.cache.head_dim,
+        itemsize=dtype.itemsize,
+        kind=skeleton.config.model_type,
+        active=skeleton.active,
+        windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
+        softcap=getattr(text, "attn_logit_softcapping", None),
+        leaves=skeleton.leaves,
+        queries_apart=skeleton.queries_apart,
+    )

@@ -23,10 +23,8 @@ class Regions:
         self.free()
 
     def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False) -> Region:
-        """Return a new region of `nbytes` bytes, booked as `what`.
-
-        Args:
-            reads: whether disks will often write to it; see `Tier.receive_reads`.
+        """Return a new region of `nbytes` bytes, booked as `what`. reads: whether disks will often write to it; see
+        `Tier.receive_reads`.
 
         Raises:
             OutOfMemory: the tier has too little memory.

@@ -66,14 +66,13 @@ class ResidentReads:
         self.machine = machine
         self._passing = regions.take("host", layout.passing, PASSING) if layout.passing else None
         self._copying = regions.take("host", layout.copying, COPYING) if layout.copying else None
-        self._reads: dict[int, list[ResidentRead]] = {}
-        self._copies: dict[int, list[DiskCopy]] = {}
+        self._planned: dict[int, list[ResidentRead | DiskCopy]] = {}
         self._batches: dict[int, deque[list[ResidentRead | DiskCopy]]] = {}
         self.loaded_bytes = 0
 
     def into_memory(self, unit: int, sources: Sequence[Region], target: Tensor) -> None:
         """Plan to read a tensor of a unit into memory."""
-        self._reads.setdefault(unit, []).extend(starmap(ResidentRead, spread(sources, target)))
+        self._planned.setdefault(unit, []).extend(starmap(ResidentRead, spread(sources, target)))
 
     def onto_disk(self, unit: int, sources: Sequence[Region], tier: Tier, target: Region) -> None:
         """Plan to copy a tensor of a unit to a further disk."""
@@ -81,14 +80,13 @@ class ResidentReads:
         for start in range(0, target.nbytes, self._copying.nbytes):
             nbytes = min(self._copying.nbytes, target.nbytes - start)
             copy = DiskCopy(part_of(sources, start, nbytes), tier, target.part(start, nbytes))
-            self._copies.setdefault(unit, []).append(copy)
+            self._planned.setdefault(unit, []).append(copy)
 
     def divide(self) -> None:
         """Divide the planned reads of each unit into batches."""
-        for unit in {**self._reads, **self._copies}:
-            batches = [*_read_batches(self._reads.get(unit, [])), *_copy_batches(self._copies.get(unit, []))]
-            self._batches[unit] = deque(batches)
-        self._reads, self._copies = {}, {}  # the batches hold the tensors from here on
+        for unit, items in self._planned.items():
+            self._batches[unit] = deque(batches_of(items))
+        self._planned = {}  # the batches hold the tensors from here on
 
     @property
     def units(self) -> list[int]:
@@ -120,7 +118,6 @@ class ResidentReads:
         advance(nbytes)  # if this is the thread of an activity, not of a lane
 
     def _copy(self, copy: DiskCopy) -> None:
-        """Copy bytes to a further disk through a buffer in RAM."""
         assert self._copying is not None
         part = replace(self._copying.part(0, copy.nbytes), dtype=copy.target.dtype)
         buffer = self.machine.host.view(part)
@@ -149,9 +146,11 @@ class ResidentReads:
         self._passing = self._copying = None
 
 
-def _read_batches(reads: Iterable[ResidentRead]) -> list[list[ResidentRead | DiskCopy]]:
-    """Return the reads in the order of the files, in batches of at most BATCH_BYTES."""
+def batches_of(items: Iterable[ResidentRead | DiskCopy]) -> list[list[ResidentRead | DiskCopy]]:
+    """Return reads in the order of the files, in batches of at most BATCH_BYTES, then copies in batches of about as
+    much: copies stay whole, as a disk writes whole blocks."""
     batches, room = list[list[ResidentRead | DiskCopy]](), 0
+    reads = [item for item in items if isinstance(item, ResidentRead)]
     for source, target in sorted(reads, key=lambda read: (id(read.source.place), read.source.start)):
         start, width = 0, source.dtype.itemsize
         while start < source.nbytes:
@@ -161,13 +160,8 @@ def _read_batches(reads: Iterable[ResidentRead]) -> list[list[ResidentRead | Dis
             size = min(source.nbytes - start, room // width * width)
             batches[-1].append(ResidentRead(source.part(start, size), target[start // width : (start + size) // width]))
             start, room = start + size, room - size
-    return batches
-
-
-def _copy_batches(copies: Iterable[DiskCopy]) -> list[list[ResidentRead | DiskCopy]]:
-    """Return the copies in batches of about BATCH_BYTES. Copies stay whole, as a disk writes whole blocks."""
-    batches, room = list[list[ResidentRead | DiskCopy]](), 0
-    for copy in copies:
+    room = 0
+    for copy in (item for item in items if isinstance(item, DiskCopy)):
         if room <= 0:
             batches.append([])
             room = BATCH_BYTES

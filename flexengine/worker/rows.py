@@ -10,9 +10,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheFormat, PanelPart
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.values import WIDE, PageShape
+
+# Dtypes to copy rows of bytes in, the first that fits: index_copy_ of uint8 is four times as slow as of int64.
+WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class PageShape(NamedTuple):
+    """Layout of a page. A page has a panel of K for each KV head, then a panel of V for each.
+
+    Attributes:
+        kv_heads: number of KV heads.
+        page_tokens: tokens of a page.
+        size: bytes of a panel.
+        parts: rows of a panel, by width.
+    """
+
+    kv_heads: int
+    page_tokens: int
+    size: int
+    parts: tuple[PanelPart, ...]
+
+    @staticmethod
+    def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
+        """Return the layout of pages. row: bytes of one head's key in pages that are not encoded."""
+        if form is None:
+            return PageShape(kv_heads, page_tokens, page_tokens * row, (PanelPart(row, (0,)),))
+        return PageShape(kv_heads, page_tokens, form.panel_bytes, form.parts)
+
+    def rows(self, part: PanelPart, pages: Tensor, heads: Tensor, offsets: Tensor) -> Tensor:
+        """Return row numbers of values in a pool, in rows of `part.width` bytes: int64 [starts * tokens]."""
+        panels = ((pages * 2 + 1) * self.kv_heads + heads) * (self.size // part.width) + offsets
+        return torch.cat([panels + start // part.width for start in part.starts])
+
+    def token_rows(self, part: PanelPart, pages: Tensor, offsets: Tensor) -> Tensor:
+        """Return row numbers of K and V of tokens in all heads: int64 [starts * tokens * 2 * kv_heads], in RAM."""
+        every = torch.arange(2 * self.kv_heads)
+        panels = (pages[:, None] * 2 * self.kv_heads + every) * (self.size // part.width) + offsets[:, None]
+        return torch.cat([(panels + start // part.width).flatten() for start in part.starts])
 
 
 class TokenRows(NamedTuple):
@@ -33,9 +70,7 @@ def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.
     """Return the rows of tokens, grouped by width.
 
     Args:
-        shape: layout of a page.
         tokens: (page in the pool, page in the buffer, offset in the page) of every token.
-        device: device of the buffer.
     """
     if not tokens:
         return []

@@ -7,7 +7,6 @@ port BEFORE, in lane "enter". A port may move data within a process, or by messa
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput
@@ -23,34 +22,13 @@ class Port(ABC):
         """Send the hidden states of a gpu_batch. The tensor may be overwritten after the call.
 
         Args:
-            batch: number of the gpu_batch in the sweep.
             hidden: [1, tokens, hidden], on the device of the sending stage.
         """
 
     @abstractmethod
     def take(self, batch: int, target: Tensor) -> None:
         """Copy the hidden states of a gpu_batch to `target`. A port between processes waits until they have come.
-
-        Args:
-            batch: number of the gpu_batch in the sweep.
-            target: [1, tokens, hidden], on the device of the receiving stage.
-        """
-
-
-class RamPort(Port):
-    """Port between two stages of one process that run one after the other. Holds hidden states in RAM.
-
-    `take` raises KeyError if the stage before has not put the gpu_batch.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}
-
-    def put(self, batch: int, hidden: Tensor) -> None:
-        self._held[batch] = torch.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
-
-    def take(self, batch: int, target: Tensor) -> None:
-        target.copy_(self._held.pop(batch))
+        target: [1, tokens, hidden], on the device of the receiving stage."""
 
 
 class Ports(NamedTuple):

@@ -11,7 +11,6 @@ from flexengine.activity import activity
 from flexengine.codec.forms import Form
 from flexengine.model.form import WeightFormat
 from flexengine.model.native.layer import release
-from flexengine.model.skeleton import ParamRef
 from flexengine.places import DISK, off_device, place_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
@@ -34,6 +33,8 @@ class Weights:
 
     Attributes:
         units: by unit (layers, then head chunks), the streamed tensors.
+        arrivals: pending reads from the checkpoint into memory or to a further disk. Weights that belong to no layer
+            (embedding, norms) are read with the first unit, the head with its first chunk.
         arrived: whether all resident weights are read. Any thread may read it.
     """
 
@@ -45,18 +46,19 @@ class Weights:
         self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
         try:
-            self._arrivals = ResidentReads(machine, self._regions, layout)
+            self.arrivals = ResidentReads(machine, self._regions, layout)
             self._make_room()
         except BaseException:  # also an interrupt: the memory must not stay booked
             self._regions.free()
             raise
-        self.arrived = not self._arrivals.units
+        self.arrived = not self.arrivals.units
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
         self._head = skeleton.output
         self._chunks = layout.head_chunks(skeleton.head[1][0])
         skeleton.head_module.chunks = len(self._chunks)
-        self.units: list[Parts] = [self._streamed(layer) for layer in skeleton.layers]
+        streamed = [[n for n in layer if self._tier(n) != "device"] for layer in skeleton.layers]
+        self.units: list[Parts] = [{n: (self._pieces[n], self._stored[n].shape) for n in names} for names in streamed]
         self.units += [self._head_unit(*rows) for rows in self._chunks]
         take, slots = partial(self._regions.take, reads=True), layout.policy.slots
         self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
@@ -75,38 +77,15 @@ class Weights:
     def _tier(self, name: str) -> str:
         return self.layout.homes[name]
 
-    @property
-    def arriving(self) -> list[int]:
-        """Units with pending reads from the checkpoint into memory or to a further disk; see `ResidentReads.units`.
-
-        Weights that belong to no layer (embedding, norms) are read with the first unit, the head with its first chunk.
-        """
-        return self._arrivals.units
-
-    @property
-    def missing(self) -> float:
-        """Fraction of the bytes of these weights that is not read yet."""
-        return self._arrivals.missing
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes that `load_resident` has not read yet. Must not be called while a lane reads them."""
-        return self._arrivals.pending_bytes
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes that `load_resident` has read."""
-        return self._arrivals.loaded_bytes
-
     def load_resident(self, unit: int) -> None:
         """Read the next batch of a unit's resident weights. Raise BadCheckpoint if a read fails.
 
         Before the last batch is read, the unit must not be computed, and not be streamed except from the checkpoint.
         """
-        self._arrivals.load_resident(unit)
-        if unit < len(self.skeleton.layers) and unit not in self._arrivals.units:
+        self.arrivals.load_resident(unit)
+        if unit < len(self.skeleton.layers) and unit not in self.arrivals.units:
             self._pack(unit)
-        self.arrived = not self._arrivals.units
+        self.arrived = not self.arrivals.units
 
     def _pack(self, unit: int) -> None:
         """Reorder the resident weights of a layer for the CPU's products."""
@@ -119,8 +98,8 @@ class Weights:
 
     def load_all_resident(self) -> None:
         """Read the resident weights of all units. Raise BadCheckpoint if a read fails."""
-        with activity("loading", "reading the weights that stay in memory", self.pending_bytes, "B"):
-            for unit in self.arriving:
+        with activity("loading", "reading the weights that stay in memory", self.arrivals.pending_bytes, "B"):
+            for unit in self.arrivals.units:
                 self.load_resident(unit)
 
     def _make_room(self) -> None:
@@ -139,13 +118,13 @@ class Weights:
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]
             if place_of(tier).disk:
-                self._arrivals.onto_disk(unit, source, self.machine.tier(tier), region)
+                self.arrivals.onto_disk(unit, source, self.machine.tier(tier), region)
                 continue
             target = self.machine.tier(tier).view(region)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
-            self._arrivals.into_memory(unit, source, target)
-        self._arrivals.divide()
+            self.arrivals.into_memory(unit, source, target)
+        self.arrivals.divide()
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
@@ -159,9 +138,6 @@ class Weights:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and not buffer.is_meta:
                         module._buffers[key] = buffer.to(self.machine.compute)
-
-    def _streamed(self, layer: dict[str, ParamRef]) -> Parts:
-        return {n: (self._pieces[n], self._stored[n].shape) for n in layer if self._tier(n) != "device"}
 
     def _head_unit(self, low: int, high: int) -> Parts:
         if self._tier(self._head) == "device":
@@ -272,11 +248,8 @@ class Weights:
         return self._forms.get(self._embedding)
 
     def gather(self, numbers: list[int]) -> Tensor:
-        """Return rows of an embedding off the device, or blocks of encoded rows, in RAM.
-
-        Args:
-            numbers: numbers of the rows or blocks, rising.
-        """
+        """Return rows of an embedding off the device, or blocks of encoded rows, in RAM. numbers: numbers of the rows
+        or blocks, rising."""
         form, pieces = self.embedding_form, self._pieces[self._embedding]
         if form is None:
             width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
@@ -300,7 +273,7 @@ class Weights:
             for param in group.values():
                 param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
         release(self.skeleton.model)
-        self._arrivals.close()
+        self.arrivals.close()
         self._regions.free()
         slots = (self._views, self._in_slot, self._slots, self._stages)
         for held in (self._pieces, self._resident, *slots):

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
 from flexengine.model.native.layer import release
-from flexengine.model.queries import use_queries_first
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
@@ -20,16 +20,18 @@ from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
-from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.embedding import Embedding, Lookup
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.joined import JoinedLayers
-from flexengine.worker.on_demand import OnDemand
 from flexengine.worker.regions import Regions
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.weights import Weights
+
+if TYPE_CHECKING:  # imported for jobs that need them
+    from flexengine.worker.attend import Attender
+    from flexengine.worker.on_demand import OnDemand
 
 _OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # allocated outside of tiers
 
@@ -63,12 +65,8 @@ class Worker:
     Call `begin` for a sweep and `perform` for each of its tasks, in the thread of the task's lane. Then read `sampled`.
 
     Args:
-        skeleton: modules of the model.
-        weights: weights of the job.
-        cache: KV cache of the job.
-        hidden: offloaded hidden states of the job.
         attenders: by place, for each place to which the policy delegates attention.
-        on_demand: neurons and experts that are read when tokens use them.
+        on_demand: neurons and experts that are read when tokens use them; None if there are none.
 
     Attributes:
         sampled: by sequence id, the token sampled in the sweep.
@@ -76,18 +74,18 @@ class Worker:
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: dict[str, Attender],
-        on_demand: OnDemand,
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: "dict[str, Attender]",
+        on_demand: "OnDemand | None" = None,
     ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.attenders, self.on_demand = attenders, on_demand
         self.layers = len(skeleton.layers)
         if cache.layout.policy.queries_first:
-            use_queries_first(skeleton.model)
+            resolve_name("flexengine.model.queries:use_queries_first")(skeleton.model)
         self.sampled: dict[int, Sampled] = {}
         self.scored: dict[int, list[Sampled]] = {}
         self._states: list[BatchState] = []
-        self._texts: Mapping[int, SequenceText] = {}
+        self._members: Mapping[int, RowSequence] = {}
         self._stems: Mapping[int, Sequence[int]] = {}
         # Reserve ledger bytes for temporary tensors of torch and buffers of file readers.
         self._regions = Regions(weights.machine)
@@ -98,16 +96,10 @@ class Worker:
         self.experts, self.joined = Experts(weights), JoinedLayers(skeleton, weights)
 
     def begin(
-        self, batches: list[Batch], texts: Mapping[int, SequenceText], stems: Mapping[int, Sequence[int]]
+        self, batches: list[Batch], members: Mapping[int, RowSequence], stems: Mapping[int, Sequence[int]]
     ) -> None:
-        """Prepare the forward passes of one sweep.
-
-        Args:
-            batches: gpu_batches of the sweep.
-            texts: by sequence id.
-            stems: `Sweeps.stems`.
-        """
-        self._texts, self._stems, self.sampled, self.scored = texts, stems, {}, {}
+        """Prepare the forward passes of one sweep. stems: `Sweeps.stems`."""
+        self._members, self._stems, self.sampled, self.scored = members, stems, {}, {}
         self.hidden.begin(batches)
         self.embedding.begin()
         for place, attender in self.attenders.items():
@@ -134,17 +126,18 @@ class Worker:
             if (stem := self._stems.get(piece.sequence)) is not None:
                 ids += stem[piece.start : end]
             else:
-                text, first = self._texts[piece.sequence], len(ids)
-                ids += text.tokens(piece.start, piece.count)
-                if text.targets:
-                    own = text.scored(piece.start, piece.count)
+                sequence, first = self._members[piece.sequence], len(ids)
+                ids += sequence.tokens(piece.start, piece.count)
+                if sequence.targets:
+                    own = sequence.predicting(piece.start, piece.count)
                     targets += [(first + i, target) for i, target in own]
-                    context = len(text.prompt) - len(text.targets)  # `generate` would compute it with all neurons
+                    # `generate` would compute the context with all neurons.
+                    context = len(sequence.prompt) - len(sequence.targets)
                     predicted += [first + i for i, _ in own if piece.start + i > context]
                     scored.append((piece.sequence, len(own)))
                 elif piece.final:
                     keep.append(len(ids) - 1)
-                if piece.start >= len(text.prompt):
+                if piece.start >= len(sequence.prompt):
                     predicted += range(first, len(ids))
             positions += range(piece.start, end)
         device = self.weights.machine.compute
@@ -152,14 +145,14 @@ class Worker:
         kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
         scores = Scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS) if targets else None
         inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
-        if self.on_demand.neurons is not None:
+        if self.on_demand is not None and self.on_demand.neurons is not None:
             inputs.predicted = torch.zeros(len(ids), dtype=torch.bool)
             inputs.predicted[predicted] = True
         return inputs, self.embedding.look_up(in_ram), scored
 
     def perform(self, task: Task) -> None:
         """Execute one task. On CUDA, only queue its work on the current stream."""
-        if task.lane == DEVICE:
+        if self.on_demand is not None and task.lane == DEVICE:
             self.on_demand.reads.cell = task.cell
         OPERATIONS[task.op](self, task)
 
@@ -179,23 +172,10 @@ class Worker:
             assert task.buffer is not None
             self.experts.load(task.cell.layer, task.buffer, task.home, task.hop, state.lacking)
 
-    def _load_cache(self, task: Copy) -> None:
+    def moved_pages(self, task: Copy) -> tuple[int, str, View, int, int]:
+        """Return the arguments of `Cache.load` and `Cache.store` for a task."""
         assert task.buffer is not None
-        view = self._states[task.cell.batch].view
-        self.cache.load(task.cell.layer, task.home, view, task.buffer, task.hop)
-
-    def _store_cache(self, task: Copy) -> None:
-        assert task.buffer is not None
-        view = self._states[task.cell.batch].view
-        self.cache.store(task.cell.layer, task.home, view, task.buffer, task.hop)
-
-    def _load_hidden(self, task: Copy) -> None:
-        assert task.buffer is not None
-        self.hidden.load(task.cell.batch, task.home, task.buffer, task.hop)
-
-    def _store_hidden(self, task: Copy) -> None:
-        assert task.buffer is not None
-        self.hidden.store(task.cell.batch, task.home, task.buffer, task.hop)
+        return task.cell.layer, task.home, self._states[task.cell.batch].view, task.buffer, task.hop
 
     def _project(self, task: Compute) -> None:
         """Compute up to attention, or up to the queries if they go first."""
@@ -213,14 +193,13 @@ class Worker:
         self.attender(task).attend(task.cell.batch, self._states[task.cell.batch].view)
 
     def _finish(self, task: Compute) -> None:
-        """Compute the rest of a layer after its attention was fetched."""
         state = self._states[task.cell.batch]
         event = state.forward.resume(self.attender(task).answer(task.cell.batch))
         state.event = self._to_rows(task, state, event)
         if not task.by_rows:
             self._end(task, state)
 
-    def attender(self, task: Task) -> Attender:
+    def attender(self, task: Task) -> "Attender":
         """Return the attender of a task's gpu_batch."""
         return self.attenders[self._states[task.cell.batch].batch.attention]
 
@@ -260,14 +239,11 @@ class Worker:
         state = self._states[task.cell.batch]
         if isinstance(state.event, Rows):  # else the layer reads no experts, and has ended
             state.event = None
+            assert task.slot is not None
             while isinstance(event := state.forward.resume(), Rows):
-                self._bring(event, task)
+                self.experts.bring(event, task.slot)
             state.event = event
         self._end(task, state)
-
-    def _bring(self, rows: Rows, task: Compute) -> None:
-        assert task.slot is not None
-        self.experts.bring(rows, task.slot)
 
     def _end(self, task: Compute, state: BatchState) -> None:
         """Store the result of a cell. The last compute task of the cell calls this."""
@@ -284,7 +260,6 @@ class Worker:
             state.event = None
 
     def _open(self, task: Task) -> None:
-        """Start a forward pass, up to the pause for embedding rows."""
         state = self._states[task.cell.batch]
         state.event = event = state.forward.resume()
         assert isinstance(event, Rows)
@@ -292,17 +267,16 @@ class Worker:
             # Gemma 3 changes the ids before its embedding. The copy to RAM synchronizes a GPU.
             state.rows = self.embedding.look_up(event.ids.cpu(), staged=False)
 
-    def _start(self, task: Task, state: BatchState) -> Pause:
-        if state.event is None:  # a table on the device has no OPEN task
-            self._open(task)
-        return state.forward.resume(self.embedding.bring(state.rows))
-
     def _to_attention(
         self, task: Compute, layer: int, state: BatchState, paged: Sequence[PagedAttention] = ()
     ) -> Pause:
         """Compute a layer up to its attention, or to its queries if they go first, or layers to their end if they use
         `paged`. Return the pause."""
-        event = self._start(task, state) if layer == 0 else state.event
+        if layer == 0:
+            if state.event is None:  # a table on the device has no OPEN task
+                self._open(task)
+            state.event = state.forward.resume(self.embedding.bring(state.rows))
+        event = state.event
         assert isinstance(event, Layer)
         self.weights.bind(layer, task.slot)
         hidden = event.hidden
@@ -314,7 +288,8 @@ class Worker:
         pause = state.forward.resume(hidden, paged)
         del hidden
         while isinstance(pause, Rows):  # experts before attention
-            self._bring(pause, task)
+            assert task.slot is not None
+            self.experts.bring(pause, task.slot)
             pause = state.forward.resume()
         if isinstance(pause, Query):
             return Query(self._attended(layer, pause.attend))
@@ -327,10 +302,10 @@ class Worker:
 
     def _sample(self, state: BatchState, logits: Tensor) -> None:
         """Sample the next token of sequences, and note the scores. logits: [1, sequences that sample, vocabulary]."""
-        final = [p.sequence for p in packed(state.batch) if p.final and not self._texts[p.sequence].targets]
+        final = [p.sequence for p in packed(state.batch) if p.final and not self._members[p.sequence].targets]
         if final:
-            texts = [self._texts[s] for s in final]
-            draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated) for t in texts]
+            members = [self._members[s] for s in final]
+            draws = [Draw(s.sampling, s.row, s.sample, s.prompt, s.token_ids) for s in members]
             self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
         if (scores := state.forward.inputs.scores) is not None:
             results = iter(scores.results())
@@ -354,17 +329,18 @@ class Worker:
             attender.close()
         self.embedding.close()
         self.experts.close()
-        self.on_demand.close()
+        if self.on_demand is not None:
+            self.on_demand.close()
         self._regions.free()
 
 
 OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.LOAD_WEIGHT: Worker._load_weight,
-    Op.LOAD_CACHE: Worker._load_cache,
-    Op.LOAD_HIDDEN: Worker._load_hidden,
+    Op.LOAD_CACHE: lambda worker, task: worker.cache.load(*worker.moved_pages(task)),
+    Op.LOAD_HIDDEN: lambda worker, task: worker.hidden.load(task.cell.batch, task.home, task.buffer, task.hop),
     Op.COMPUTE: Worker._compute,
-    Op.STORE_HIDDEN: Worker._store_hidden,
-    Op.STORE_CACHE: Worker._store_cache,
+    Op.STORE_HIDDEN: lambda worker, task: worker.hidden.store(task.cell.batch, task.home, task.buffer, task.hop),
+    Op.STORE_CACHE: lambda worker, task: worker.cache.store(*worker.moved_pages(task)),
     Op.LOAD_RESIDENT: lambda worker, task: worker.weights.load_resident(task.cell.layer),
     Op.PROJECT: Worker._project,
     Op.SEND: lambda worker, task: worker.attender(task).send(task.cell.batch),

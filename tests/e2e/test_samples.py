@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
-from flexengine.kv.free_pages import Pages
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.sample import Draw, sample
 from flexengine.plan.workload import Workload
@@ -24,6 +23,7 @@ from flexengine.schedule.pages import Pool
 from flexengine.schedule.prefixes import MIN_SHARED_TOKENS
 from flexengine.schedule.sweeps import Sweeps
 from flexengine.schedule.tasks import Task
+from flexengine.worker.cache.states import Pages
 from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 

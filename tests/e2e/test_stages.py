@@ -16,11 +16,11 @@ from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage
 from flexengine.schedule.tasks import Op, Task
-from flexengine.worker.stage_ports import Ports, RamPort
+from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Worker
 from tests.e2e.test_accounting import FP32, HEAD, HIDDEN, LAYER
 from tests.e2e.test_samples import drawn
-from tests.helpers.chained import Chain, chained
+from tests.helpers.chained import Chain, RamPort, chained
 from tests.helpers.families import LENGTHS, NEW, prompts_of, reference
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)

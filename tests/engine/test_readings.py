@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, SamplingParams
-from flexengine.engine import spool
+from flexengine.engine import survey
 
 ROWS = 40
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_a_job_reads_its_input_three_times(
 def test_prompts_are_tokenized_once(where: str, families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Encoded prompts wait in memory or in a file. If there is no room for the file, they are tokenized again."""
     if where != "memory":
-        monkeypatch.setattr(spool, "MEMORY_BYTES", 100)
+        monkeypatch.setattr(survey, "MEMORY_BYTES", 100)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path if where == "file" else tmp_path / "gone"))
     tokenizer, prompts = Tokenizer(), [f"prompt {i}" for i in range(20)]
     rows = [*prompts, {"prompt": "last", "max_tokens": 1}, {"prompt_token_ids": [-1]}, {"context": "no prompt"}]

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from flexengine import Policy, SamplingParams
 from flexengine.config import Result
 from flexengine.engine.arrange import Arrangement
@@ -19,7 +22,23 @@ from flexengine.engine.survey import PromptReader
 from flexengine.engine.sweep_reports import JobRows, SweepReports
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
-from flexengine.worker.stage_ports import Ports, RamPort
+from flexengine.worker.stage_ports import Port, Ports
+
+
+class RamPort(Port):
+    """Port between two stages of one process that run one after the other. Holds hidden states in RAM.
+
+    `take` raises KeyError if the stage before has not put the gpu_batch.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def put(self, batch: int, hidden: Tensor) -> None:
+        self._held[batch] = torch.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
+
+    def take(self, batch: int, target: Tensor) -> None:
+        target.copy_(self._held.pop(batch))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from flexengine.plan.rates import Curve
 from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps
 from flexengine.schedule.batches import Batch, Piece
-from flexengine.schedule.demand import Demand
+from flexengine.schedule.frame import Demand
 from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program

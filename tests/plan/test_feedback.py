@@ -85,7 +85,7 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
         expected = [r.token_ids for r in engine.generate(rows, params)]
         whole, alone = engine.summary.plan, engine.core._weights
         assert alone is not None
-        every = alone.loaded_bytes
+        every = alone.arrivals.loaded_bytes
     assert whole.lanes["loading"].predicted == pytest.approx(every / 1e3)
     with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         with pytest.MonkeyPatch.context() as patch:
@@ -95,12 +95,12 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
                 engine.generate(rows, params)
         weights = engine.core._weights
         assert weights is not None
-        there = weights.loaded_bytes
+        there = weights.arrivals.loaded_bytes
         assert 0 < there < every
-        assert weights.missing == pytest.approx(1 - there / every)
+        assert weights.arrivals.missing == pytest.approx(1 - there / every)
         assert [r.token_ids for r in engine.generate(rows, params)] == expected
-        assert weights.loaded_bytes == every
-        assert weights.missing == 0
+        assert weights.arrivals.loaded_bytes == every
+        assert weights.arrivals.missing == 0
         rest = engine.summary.plan
     assert rest.lanes["loading"].predicted == pytest.approx((every - there) / 1e3)
     fewer = whole.predicted_seconds - rest.predicted_seconds

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flexengine.places import DISK, place_names
 from flexengine.schedule.batches import Batch, Piece
-from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
+from flexengine.schedule.frame import Demand
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Program
 from flexengine.schedule.simulate import simulate

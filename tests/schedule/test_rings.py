@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexengine.schedule.rings import Ring, num_buffers, slot_part, slot_stage
+from flexengine.schedule.frame import Ring, num_buffers, slot_part, slot_stage
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -17,5 +17,5 @@ def test_with_overlap_one_buffer_more_than_slots() -> None:
 
 def test_names() -> None:
     hidden = Ring("h", 3)
-    assert (hidden.buffer(2), hidden.stage(2)) == (("hbuf", 2), ("hstage", 2))
+    assert (hidden.buffers[2], hidden.stages[2]) == (("hbuf", 2), ("hstage", 2))
     assert (slot_part(1, "disk"), slot_stage(0, "disk2")) == (("w", 1, "disk"), ("wstage", 0, "disk2"))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.schedule.batches import Batch, Piece
-from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
+from flexengine.schedule.frame import Demand
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, Routes
 from flexengine.schedule.simulate import simulate

@@ -10,8 +10,7 @@ from flexengine.tier.base import Region
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.machine import make_machine
 from flexengine.tier.memory import MemoryTier
-from flexengine.worker.rows import rows_of, store_rows
-from flexengine.worker.values import PageShape
+from flexengine.worker.rows import PageShape, rows_of, store_rows
 
 KV_HEADS, PAGE_TOKENS = 3, 16
 TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page

@@ -6,16 +6,18 @@ Connections are neither encrypted nor authenticated, so the network must be trus
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from flexengine.activity import message
+from flexengine.config import parse_size, shown
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import serve
 from flexengine.guests.wire.link import Connection
+from flexengine.places import MOST_WORKERS
 
 CONNECT_SECONDS = 10.0
 
@@ -26,6 +28,37 @@ def address_of(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InvalidInput(f"{text!r} is no address of an attention worker; give HOST:PORT, such as 10.0.0.2:29600")
     return host.strip("[]"), int(port)
+
+
+def check_workers(given: int | Sequence[str], memory: str | int | None) -> None:
+    """Raise InvalidInput if options of attention workers are wrong; see `MachineOptions`. memory: of each worker."""
+    count = given if isinstance(given, int) else len(given)
+    if not 0 <= count <= MOST_WORKERS:
+        raise InvalidInput(f"--attention-workers is {count}; it must be 0 to {MOST_WORKERS}")
+    if isinstance(given, str) or not (isinstance(given, int) or all(isinstance(each, str) for each in given)):
+        raise InvalidInput(
+            f"attention_workers is {shown(given)}; it must be a number of processes, or a list of addresses HOST:PORT"
+        )
+    if not isinstance(given, int):
+        if memory is not None:
+            raise InvalidInput(
+                f"--worker-mem is {memory}, but workers at addresses have memory of their own; give it to flexengine"
+                " serve-attention"
+            )
+        for address in given:
+            address_of(address)
+        if twice := next((each for each in given if list(given).count(each) > 1), None):
+            raise InvalidInput(f"--attention-workers names {twice} twice; name each worker once")
+    elif memory is None:
+        raise InvalidInput(
+            "--attention-workers needs --worker-mem, the bytes for KV cache of each worker; set it, for example to 2G"
+        )
+    elif not count:
+        raise InvalidInput(
+            f"--worker-mem is {memory}, but there are no attention workers; set --attention-workers, or leave it out"
+        )
+    else:
+        parse_size(memory, "--worker-mem")
 
 
 class RemoteWorker(Client):

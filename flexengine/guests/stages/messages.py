@@ -23,10 +23,9 @@ from typing import Any, NamedTuple, cast
 from flexengine.config import SamplingParams
 from flexengine.engine.stages import Sweep
 from flexengine.guests.stages.frames import FIRST_KIND
-from flexengine.model.stop import Stops
 from flexengine.plan.workload import Workload
 from flexengine.schedule import sweeps
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 
 LAYOUT = 2  # of frames; raise it with every change of them
 # Sampling parameters that choose a token. The driver ends sequences, so it alone needs the others.
@@ -102,7 +101,7 @@ class Event(NamedTuple):
 
 
 class SentText(NamedTuple):
-    """A text that a stage does not have yet; see `SequenceText`.
+    """A text that a stage does not have yet; see `RowSequence`.
 
     Attributes:
         sampling: values of CHOOSING.
@@ -115,15 +114,17 @@ class SentText(NamedTuple):
     sampling: dict[str, Any]
 
     @staticmethod
-    def of(text: SequenceText) -> "SentText":
+    def of(text: RowSequence) -> "SentText":
         """Return what a stage needs of a text."""
         sampling = {name: getattr(text.sampling, name) for name in CHOOSING}
         return SentText(text.row, text.sample, text.prompt, text.targets, sampling)
 
-    def text(self) -> SequenceText:
-        """Return the text."""
+    def sequence(self, number: int) -> RowSequence:
+        """Return the sequence with all that computing reads of it. number: of the sequence."""
         sampling = SamplingParams(**self.sampling)
-        return SequenceText(self.row, self.sample, self.prompt, sampling, cast(Stops, None), self.targets)
+        sequence = RowSequence(number, 0, 0, row=self.row, sample=self.sample, sampling=sampling)
+        sequence.prompt, sequence.targets = self.prompt, self.targets
+        return sequence
 
 
 class Order(NamedTuple):

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from flexengine.activity import message
-from flexengine.engine.planner import Planner
+from flexengine.engine.planner import UNLIMITED, Planner
 from flexengine.guests.stages.remote import Driver, RemotePlan
+from flexengine.plan.candidates import Options
 from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search
@@ -39,29 +40,17 @@ class PipelinePlanner(Planner):
     def _say_unused(self, searched: Search) -> None:
         message("attention workers are not used: the stages are predicted to be no faster with them")
 
-    def choose(
-        self,
-        workload: Workload,
-        resident: Policy | None = None,
-        block: int | None = None,
-        prefill_tokens: int | None = None,
-    ) -> Prediction:
+    def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
         """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
         Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
-        if self.strategy is not None and block is None:
+        tokens = limits.prefill_tokens or self.prefill_tokens
+        if self.strategy is not None and limits.block is None:
             shared = block_of(self.strategy, workload)
-            if tokens := prefill_tokens or self.prefill_tokens:
+            if tokens:
                 shared = replace(shared, prefill_tokens=tokens)
-        else:
-            shared = self._shared(workload, resident, block, prefill_tokens)
+        else:  # the policy of the stage with the smallest block, with a gpu_batch for each stage
+            others = self.driver.choose(workload, self.opened.lossy, limits.block, tokens)
+            own = super().choose(workload, resident, limits).policy
+            tightest = min((own, *others()), key=lambda policy: policy.block_size)
+            shared = for_cohorts(tightest, self.driver.group.size)
         return place_weights(self.cost(workload), shared, self.machine.capacity, resident)
-
-    def _shared(
-        self, workload: Workload, resident: Policy | None, block: int | None, prefill_tokens: int | None
-    ) -> Policy:
-        """Return the policy of the stage with the smallest block, with a gpu_batch for each stage. Arguments as for
-        `choose`."""
-        others = self.driver.choose(workload, self.opened.lossy, block, prefill_tokens or self.prefill_tokens)
-        own = super().choose(workload, resident, block, prefill_tokens).policy
-        tightest = min((own, *others()), key=lambda policy: policy.block_size)
-        return for_cohorts(tightest, self.driver.group.size)

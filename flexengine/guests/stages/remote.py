@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from flexengine.engine.guests import StageDriver
@@ -21,7 +20,7 @@ from flexengine.runtime.shortage import Shortage
 from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.stage_ports import Ports
 
 TRACE = "trace"  # in what a stage measured: rows of its spans, see `runtime.trace`
@@ -174,9 +173,7 @@ class RemoteStage(Stage):
         self._events = list[Event]()
         self._known: dict[int, int] = {}  # by sequence, number of generated tokens that the stage has
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Do nothing: the threads of the other process end with the job."""
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
@@ -186,18 +183,18 @@ class RemoteStage(Stage):
         self._events.append(Event.of(sequence, None))
         self._known.pop(sequence.id, None)
 
-    def start(self, sweep: Sweep, texts: Mapping[int, SequenceText]) -> None:
+    def start(self, sweep: Sweep, members: Mapping[int, RowSequence]) -> None:
         """Send an order. Does not wait for its execution."""
         order = Order(sweep, self._events, {}, {})
         self._events = []
         for sequence in dict.fromkeys(piece.sequence for batch in sweep.batches for piece in batch.pieces):
-            if (text := texts.get(sequence)) is None:
+            if (text := members.get(sequence)) is None:
                 continue  # a trunk, whose tokens are the sweep's stems
             if sequence not in self._known:
                 order.texts[sequence], self._known[sequence] = SentText.of(text), 0
-            if len(text.generated) > self._known[sequence]:
-                order.grown[sequence] = text.generated[self._known[sequence] :]
-                self._known[sequence] = len(text.generated)
+            if len(text.token_ids) > self._known[sequence]:
+                order.grown[sequence] = text.token_ids[self._known[sequence] :]
+                self._known[sequence] = len(text.token_ids)
         frame = Frame(OrderKind.SWEEP, self.driver.job, sweep.number, body=pack(order))
         self.driver.orders[self.rank].queue.put(frame)
 

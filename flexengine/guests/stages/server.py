@@ -12,11 +12,12 @@ from flexengine.guests.stages.ports import SendingPort, TakingPort
 from flexengine.guests.stages.remote import TRACE, failure
 from flexengine.guests.wire.packing import pack, unpack
 from flexengine.lossy import Lossy
+from flexengine.plan.candidates import Options
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import place_weights
 from flexengine.policy import Policy
 from flexengine.runtime.frames import forget_variables
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.stage_ports import Ports
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class StageServer:
         self.orders = group.receive(0, ORDERS, self._seen)
         self.stage: LocalStage | None = None
         self.failed = False
-        self._texts: dict[int, SequenceText] = {}
+        self._members: dict[int, RowSequence] = {}
 
     def _seen(self, frame: Frame) -> None:
         """Wake a sweep that waits for hidden states, if the job has ended."""
@@ -91,7 +92,8 @@ class StageServer:
     def _chosen(self, job: JobOrder) -> dict[str, Any]:
         """Return the policy that is best for this stage alone."""
         self._use(job)
-        best = self.planner.choose(job.workload, self.core.resident, job.block, job.prefill_tokens)
+        limits = Options(job.prefill_tokens, block=job.block)
+        best = self.planner.choose(job.workload, self.core.resident, limits)
         return best.policy.to_json()
 
     def _planned(self, job: JobOrder) -> dict[str, Any]:
@@ -138,13 +140,13 @@ class StageServer:
         for event in order.events:
             if event.tokens is None:
                 stage.release(event.claimant())
-                self._texts.pop(event.sequence, None)
+                self._members.pop(event.sequence, None)
             else:
                 stage.claim(event.claimant(), event.tokens)
-        self._texts |= {sequence: text.text() for sequence, text in order.texts.items()}
+        self._members |= {number: text.sequence(number) for number, text in order.texts.items()}
         for sequence, tokens in order.grown.items():
-            self._texts[sequence].generated.extend(tokens)
-        stage.start(order.sweep, self._texts)
+            self._members[sequence].token_ids.extend(tokens)
+        stage.start(order.sweep, self._members)
         result = stage.result()
         stage.watch.note(order.sweep.batches, result.seconds, stage.executor.times.busy)
         return result
@@ -152,7 +154,7 @@ class StageServer:
     def _end(self) -> dict[str, Any]:
         """Free the memory of the job. Return what was measured."""
         stage, self.stage = self.stage, None
-        self._texts = {}
+        self._members = {}
         if stage is None:
             return {}
         if self.failed:

@@ -19,7 +19,7 @@ from flexengine.schedule.tasks import Op, Task
 BACK = "back"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PhaseTask(Task):
     """A task of a phase of generation. phase: PREFILL or DECODE."""
 

@@ -1,4 +1,5 @@
-"""The part that all attenders share: questions and answers in buffers on the device and in host RAM.
+"""The part that all attenders share, questions and answers in buffers on the device and in host RAM; and that of the
+CPU.
 
 Per token, 2 heads + 2 kv_heads vectors of head_dim elements cross the link, however many tokens are cached.
 """
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine import kernels
 from flexengine.kernels.base import AttentionOptions
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts
@@ -17,8 +19,8 @@ from flexengine.plan.sizes import DELEGATION
 from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.attend.base import Attender
-from flexengine.worker.cache import Cache, View
+from flexengine.worker.attend import Attender
+from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.regions import Regions
 
 
@@ -72,7 +74,6 @@ class BufferedAttender(Attender):
         self._sinks: dict[int, Tensor] = {}  # by layer
 
     def _take(self, tier: str, nbytes: int) -> Region:
-        """Return a new buffer."""
         return self.regions.take(tier, nbytes, DELEGATION, self.dtype)
 
     def begin(self, batches: Mapping[int, Batch]) -> None:
@@ -125,7 +126,6 @@ class BufferedAttender(Attender):
         self._put(k, self.cache.prepared(event, view), slice(1, 3))
 
     def _put(self, k: int, event: Attend, which: slice) -> None:
-        """Copy some of queries, keys and values to the device buffer."""
         flat = self.machine.device.view(self._parts(self._device_buf, k)[0])
         sources = (event.q, event.k, event.v)
         for target, source in zip(self._vectors(flat, k)[which], sources[which], strict=True):
@@ -159,3 +159,26 @@ class BufferedAttender(Attender):
         self._device_buf = self._host_buf = Region(None, 0, 0, self.dtype)
         self._sinks.clear()
         self.regions.free()
+
+
+class HostAttender(BufferedAttender):
+    """Computes attention on the CPU, over pages in host RAM."""
+
+    def __init__(
+        self, place: str, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
+    ) -> None:
+        super().__init__(place, model, layout, machine, cache, dtype)
+        self.kernels = kernels.load()
+        what = "delegation workspace"
+        self.regions.keep_room("host", layout.account["host"][what], what)
+
+    def attend(self, k: int, view: View) -> None:
+        asked, cache = self._asked[k], self.cache
+        question, answer = self._in_ram(k)
+        q, keys, values = self._vectors(question, k)
+        pool, form = cache.on_host(asked.layer)
+        tables = cache.tables(view, asked.layer)
+        copy_pages(pool, tables)
+        self.kernels.append(keys, values, pool, tables.pages, tables.offsets, form)
+        out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, asked.options, form)
+        answer.copy_(out.view(-1))

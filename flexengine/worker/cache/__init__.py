@@ -1,4 +1,4 @@
-"""The KV cache: pools of pages, the tables of each gpu_batch, movement between tiers, and attention over the pages."""
+"""The KV cache: pools of pages, the tables of each gpu_batch, copies between tiers, and attention over the pages."""
 
 from flexengine.worker.cache.cache import Cache, copy_pages
 from flexengine.worker.cache.tables import View, packed

@@ -1,7 +1,8 @@
 """The KV cache of a job, and attention over it."""
 
 from collections.abc import Mapping
-from math import prod
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,29 +11,31 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import AttentionOptions, Kernels, Past, PromptCall
 from flexengine.kernels.paged import PagedAttention, PagedTokens, PromptPieces
 from flexengine.kernels.recycled import Recycled
-from flexengine.kv.free_pages import Pages
-from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend
 from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
-from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache.movement import Movement
 from flexengine.worker.cache.pools import Pools
-from flexengine.worker.cache.tables import MeanKeys, Tables, View, packed, tables_of
+from flexengine.worker.cache.states import STATES, SequenceState
+from flexengine.worker.cache.tables import Tables, View, packed, tables_of
 from flexengine.worker.regions import Regions
-from flexengine.worker.values import Values
+
+if TYPE_CHECKING:
+    from flexengine.worker.cache.smoothing import Smoothing
+
+VALUES_ON_DEMAND = "flexengine.worker.values:Values"  # imported if attention reads a fraction of the values
 
 
 class Cache:
     """Pools and buffers of KV pages, and attention over pages.
 
     Attributes:
+        states: kinds of state that each sequence has; the first one is `pools`.
         pools: pages of every tier.
-        movement: copies between pools and device buffers.
         bits: bits of an encoded element; 0 if pages are not encoded.
         topk: fraction of the values that attention reads; None for all.
     """
@@ -48,37 +51,23 @@ class Cache:
         self.layers = len(model.layers)
         self._regions = Regions(machine)
         self.pools = Pools(model, layout, machine, self._regions, dtype, self.bits)
-        self.movement = Movement(layout, machine, self._regions, self.pools, dtype)
-        self._values = Values(layout, machine, self._regions) if layout.values else None
-        self._rotation = rotation(model.head_dim).to(machine.compute) if self.smooth else None
-        self._free_means = Pages("device", layout.policy.block_size if self.smooth else 0)
-        self._mean: dict[int, int] = {}  # by sequence: index of its mean keys
+        kinds = [name for name in STATES if name in layout.account.get("device", {})]
+        others: dict[str, Any] = {n: resolve_name(STATES[n])(model, layout, machine, self._regions) for n in kinds}
+        self._smoothing: Smoothing | None = others.get(MEAN_KEYS)
+        self.states: tuple[SequenceState, ...] = (self.pools, *others.values())
+        self._values = resolve_name(VALUES_ON_DEMAND)(layout, machine, self._regions) if layout.values else None
         self._results = Recycled()  # of attention
         self._memory: Tensor | None = None  # scratch memory of attention, which cells use one after the other
-        self._means: Tensor | None = None  # [layers, sequences, kv_heads, head_dim]
-        if self.smooth:
-            region = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
-            shape = (self.layers, layout.policy.block_size, model.kv_heads, model.head_dim)
-            self._means = machine.device.view(region).view(-1)[: prod(shape)].view(shape)
-
-    @property
-    def smooth(self) -> bool:
-        """Whether keys and values are smoothed before they are encoded. With 8 bits, smoothing is not needed."""
-        return 0 < self.bits < 8
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
-        """Take pages for the sequence until it can hold `tokens` tokens."""
-        self.pools.claim(sequence, tokens)
-        if self.smooth and sequence.id not in self._mean:
-            source = sequence.source
-            (index,) = self._free_means.share([self._mean[source.id]]) if source else self._free_means.take(1)
-            self._mean[sequence.id] = index
+        """Take pages and records for the sequence until it can hold `tokens` tokens."""
+        for state in self.states:
+            state.claim(sequence, tokens)
 
     def release(self, sequence: Sequence) -> None:
-        """Return the sequence's pages to the pools."""
-        if sequence.id in self._mean:
-            self._free_means.give([self._mean.pop(sequence.id)])
-        self.pools.release(sequence)
+        """Give back all that the sequence holds."""
+        for state in self.states:
+            state.release(sequence)
 
     def view(self, batch: Batch) -> View:
         """Return the page tables of a gpu_batch for the next sweep."""
@@ -91,7 +80,8 @@ class Cache:
                       compute, self._values is not None and not place_of(tier).worker)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
-        return View(sum(p.single for p in pieces), tuple(groups), self._means_of(pieces, compute))
+        means = self._smoothing.of(pieces) if self._smoothing else None
+        return View(sum(p.single for p in pieces), tuple(groups), means)
 
     def tables(self, view: View, layer: int) -> Tables:
         """Return the part of a view that belongs to a layer."""
@@ -99,11 +89,11 @@ class Cache:
 
     def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
         """Copy the batch's cached pages of one layer one leg toward a device buffer; see `Mover.load`."""
-        self.movement.load(layer, home, self.tables(view, layer), buffer, hop)
+        self.pools.load(layer, home, self.tables(view, layer), buffer, hop)
 
     def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
         """Copy pages and rows that this sweep appended one leg toward their tier; see `Mover.store`."""
-        self.movement.store(layer, home, self.tables(view, layer), buffer, hop)
+        self.pools.store(layer, home, self.tables(view, layer), buffer, hop)
 
     def attend(self, event: Attend, view: View, home: str, buffer: int | None) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
@@ -111,8 +101,6 @@ class Cache:
         Tokens of prompts are appended after attention, as they may overwrite pages that the piece's queries see.
 
         Args:
-            event: on the device.
-            view: page tables of the gpu_batch.
             home: tier of the pages.
             buffer: number of the device buffer; None if the pages are on the device.
         """
@@ -133,15 +121,10 @@ class Cache:
 
     def paged(
         self, layers: range, windows: Mapping[int, int | None], view: View, home: str, buffer: int | None
-    ) -> list[PagedAttention]:  # fmt: skip
+    ) -> list[PagedAttention]:
         """Return what calls for whole layers need in place of `attend`, up to a layer that needs `attend`, or that has
         other page tables or another window than the first layer. Pages in a buffer are those of the first layer.
-
-        Args:
-            layers: numbers of the layers.
-            windows: by layer, tokens that a query sees; None for all.
-            view, home, buffer: as in `attend`.
-        """
+        windows: by layer, tokens that a query sees; None for all."""
         found, first = list[PagedAttention](), layers.start
         for layer in layers if buffer is None else layers[:1]:
             if windows[layer] != windows[first] or self.tables(view, layer) is not self.tables(view, first):
@@ -155,7 +138,7 @@ class Cache:
         self, layer: int, window: int | None, view: View, home: str, buffer: int | None
     ) -> PagedAttention | None:
         tables = self.tables(view, layer)
-        if tables.copies or tables.closed or tables.kept is not None or self.topk is not None or self.smooth:
+        if tables.copies or tables.closed or tables.kept is not None or self.topk is not None or self._smoothing:
             return None
         pool, found = self._pool(layer, home, buffer), tables.paged
         if found is None or found.window != window or found.pool.shape != pool.shape:
@@ -167,11 +150,12 @@ class Cache:
 
     def _pool(self, layer: int, home: str, buffer: int | None) -> Tensor:
         """Return the pages of a layer, or the buffer that they pass through."""
-        return self.pools.on_device(layer) if buffer is None else self.movement.tensor(layer, home, buffer)
+        return self.pools.on_device(layer) if buffer is None else self.pools.in_buffer(layer, home, buffer)
 
     def prepared(self, event: Attend, view: View) -> Attend:
         """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""
-        return self._smoothed(fit(event, self.model.kv_heads, self.model.head_dim), view)
+        event = fit(event, self.model.kv_heads, self.model.head_dim)
+        return self._smoothing.smoothed(event, view.means) if self._smoothing and view.means else event
 
     def restored(self, out: Tensor, width: int) -> Tensor:
         """Return the output of attention of a `prepared` event in the layout of the model.
@@ -180,7 +164,7 @@ class Cache:
             out: [..., head_dim of pages].
             width: elements of a head's output in the model.
         """
-        out = out if self._rotation is None else turned(out, self._rotation)
+        out = self._smoothing.turned(out) if self._smoothing else out
         return out if width == out.shape[-1] else out[..., :width]
 
     def on_device(self, layer: int) -> Tensor:
@@ -191,41 +175,11 @@ class Cache:
         """Return the pages of a layer in host RAM, and their format; None if they are not encoded."""
         return self.pools.on_host(layer), self.pools.form(layer, "host")
 
-    def _means_of(self, pieces: list[Piece], device: torch.device) -> MeanKeys | None:
-        if not self.smooth:
-            return None
-        opening, by_token, first = [], [], 0
-        for piece in pieces:
-            index = self._mean[piece.sequence]
-            if not piece.start:
-                opening.append((index, first, first + piece.count))
-            by_token += [index] * piece.count
-            first += piece.count
-        return MeanKeys(opening, torch.tensor(by_token).to(device))
-
-    def _smoothed(self, event: Attend, view: View) -> Attend:
-        """Return the event with smoothed q, k, v (kv.smoothing)."""
-        if self._rotation is None or self._means is None or view.means is None:
-            return event
-        q, k, v = event.q, event.k, event.v
-        if event.softcap is None and event.sinks is None:
-            keys, means = k[0].transpose(0, 1), self._means[event.layer]
-            for index, first, end in view.means.opening:
-                means[index] = mean_key(keys[first:end])
-            k = (keys - means[view.means.by_token].to(k.dtype)).transpose(0, 1)[None]
-        q, k, v = (turned(x, self._rotation) for x in (q, k, v))
-        return event._replace(q=q, k=k, v=v)
-
     def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int | None) -> None:
         """Load the values that decoding sequences read, of pages that were loaded without values.
 
         Args:
-            event: attention of the whole gpu_batch.
             q: [decode, heads, head_dim], queries of the decoding sequences.
-            pool: pages of the buffer.
-            tables: page tables of the layer.
-            home: tier of the pages.
-            buffer: number of the device buffer.
         """
         assert tables.closed is not None
         assert buffer is not None
@@ -234,7 +188,7 @@ class Cache:
         form = self.pools.form(layer, home)
         chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, options, form)
         shape = self.pools.page_shape(self.pools.group[layer], home)
-        source, target = self.pools.region(layer, home), self.movement.room(layer, home, buffer)
+        source, target = self.pools.region(layer, home), self.pools.room(layer, home, buffer)
         self._values.bring(chosen, tables.closed, home, source, target, shape)
 
     def _attend(
@@ -258,10 +212,10 @@ class Cache:
 
     def close(self) -> None:
         """Free all memory of the pools and buffers, even if other objects still refer to this cache."""
-        self._means = self._values = self._memory = None
+        self._smoothing = self._values = self._memory = None
+        self.states = ()
         self._results.release()
         self.pools.close()
-        self.movement.close()
         self._regions.free()
 
 

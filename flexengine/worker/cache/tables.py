@@ -1,7 +1,7 @@
 """Page tables of a gpu_batch during a sweep. Layers of one group share a table."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,24 +9,28 @@ from torch import Tensor
 from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool
-from flexengine.worker.rows import TokenRows, rows_of
-from flexengine.worker.values import Closed, PageShape
+from flexengine.worker.rows import PageShape, TokenRows, rows_of
+
+if TYPE_CHECKING:
+    from flexengine.worker.cache.smoothing import MeanKeys
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 Pairs = list[tuple[int, int]]  # (page in the pool, page in the buffer)
 Shared = tuple[int, list[int]]  # tokens cached before the sweep, and the page ids that hold them (copy on write)
 
 
-class MeanKeys(NamedTuple):
-    """Indices of the mean keys of a batch's sequences.
+class Closed(NamedTuple):
+    """Pages of decoding sequences that were loaded without values. All tensors are on the device.
 
     Attributes:
-        opening: (index, first token, last token + 1) of each sequence that begins; tokens of the packed batch.
-        by_token: int64 [tokens]: index of the mean key of each token's sequence.
+        pages: int64 [decode, most pages]: page numbers in the pool.
+        buffer_pages: int64 [decode, most pages]: page numbers in the buffer.
+        tokens: int64 [decode]: number of tokens in these pages.
     """
 
-    opening: list[tuple[int, int, int]]
-    by_token: Tensor
+    pages: Tensor
+    buffer_pages: Tensor
+    tokens: Tensor
 
 
 @dataclass
@@ -76,12 +80,12 @@ class View:
     Attributes:
         decode: number of pieces with one token, which are first in the packed batch.
         groups: by group of layers.
-        means: indices of mean keys; None unless keys are stored without their means.
+        means: numbers of mean keys; None unless keys are stored without their means.
     """
 
     decode: int
     groups: tuple[Tables, ...]
-    means: MeanKeys | None = None
+    means: "MeanKeys | None" = None
 
 
 def packed(batch: Batch) -> list[Piece]:
@@ -113,7 +117,6 @@ class _Moved:
         """Add the loads and stores of a piece. Return the buffer's page for each of the sequence's page ids.
 
         Args:
-            piece: piece of the batch.
             ids: page ids of its sequence.
             shared: as in `tables_of`.
         """
@@ -159,13 +162,9 @@ def tables_of(
     """Return the tables of a gpu_batch for one group of layers.
 
     Args:
-        batch: the gpu_batch.
         pieces: pieces of the batch, in packed order.
-        pool: pool of the batch's tier and the group.
         owned: by piece, page ids of its sequence.
         shared: by index of a piece, `Pools.shared` of its sequence and this pool.
-        shape: layout of a page.
-        device: compute device.
         values: whether only chosen values are loaded.
     """
     decode = sum(p.single for p in pieces)
@@ -221,10 +220,8 @@ def _indices(pieces: list[Piece], spans: list[range], first: int, device: torch.
     """Return the indices in the packed batch of tokens at some positions of each piece; None for all tokens.
 
     Args:
-        pieces: consecutive pieces.
         spans: by piece, the positions; they end with the piece.
         first: index of the first piece's first token.
-        device: device of the result.
     """
     if all(len(span) == piece.count for piece, span in zip(pieces, spans, strict=True)):
         return None

@@ -83,9 +83,9 @@ class Team(Tier):
     def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
         for number, tier in enumerate(self._tiers):
             pieces = [self._empty(self.slices(region)[number], region) for region, _ in pairs]
-            tier.load_all([
-                (self.slices(region)[number], piece.flat) for (region, _), piece in zip(pairs, pieces, strict=True)
-            ])  # fmt: skip
+            tier.load_all(
+                [(self.slices(region)[number], piece.flat) for (region, _), piece in zip(pairs, pieces, strict=True)]
+            )
             for (region, target), piece in zip(pairs, pieces, strict=True):
                 for view, source in zip(list(self._cut(target, region))[number], piece.views, strict=True):
                     view.copy_(source)
@@ -105,7 +105,6 @@ class Team(Tier):
                 yield [view.narrow(2, number * heads, heads) for view, _ in whole]
 
     def _empty(self, part: Region, region: Region) -> "_Slice":
-        """Return new memory for a worker's part of a region."""
         flat = torch.empty(part.nbytes // part.dtype.itemsize, dtype=part.dtype)
         return _Slice(flat, [view for view, _ in self._views(flat, *self.slice_form(self._group(region)))])
 

@@ -16,7 +16,7 @@ from flexengine.places import place_names
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.sweeps import Sequence
-from flexengine.worker.sequence_text import SequenceText
+from flexengine.worker.row_sequence import RowSequence
 
 NUMBER = st.integers(-(2**40), 2**40)
 COUNT = st.integers(0, 2**31)
@@ -42,7 +42,8 @@ def test_orders(batches, stems, number, another, texts, events) -> None:  # type
         for i, home, cached, source, tokens in events
     ]
     known = {
-        s: SequenceText(row, n, prompt, drawn, None, targets) for s, (row, n, prompt, drawn, targets) in texts.items()
+        s: RowSequence(s, 0, 0, row=row, sample=n, prompt=prompt, sampling=drawn, targets=targets)
+        for s, (row, n, prompt, drawn, targets) in texts.items()
     }
     order = Order(
         Sweep(number, batches, stems, another),
@@ -53,10 +54,9 @@ def test_orders(batches, stems, number, another, texts, events) -> None:  # type
     unpacked = unpack(pack(order), Order)
     assert {s: tuple(tokens) for s, tokens in unpacked.sweep.stems.items()} == stems
     assert unpacked == order._replace(sweep=order.sweep._replace(stems=unpacked.sweep.stems))
-    assert {s: text.text() for s, text in unpacked.texts.items()} == {
-        s: replace(text, sampling=replace(text.sampling, max_tokens=SamplingParams().max_tokens))
-        for s, text in known.items()
-    }
+    for s, text in known.items():
+        sampling = replace(text.sampling, max_tokens=SamplingParams().max_tokens)
+        assert vars(unpacked.texts[s].sequence(s)) == vars(text) | {"sampling": sampling}
     for event, (other, tokens) in zip(unpacked.events, sequences, strict=True):
         one = event.claimant()
         assert (one.id, one.home, one.cached, event.tokens) == (other.id, other.home, other.cached, tokens)

@@ -1,0 +1,111 @@
+"""The units, lanes and buffers that all parts of a program share, and the names of buffers as resources of tasks."""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from flexengine.schedule.batches import Batch
+from flexengine.schedule.routes import Routes
+from flexengine.schedule.tasks import Resources
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Tiers of the weights that are loaded by rows.
+
+    Attributes:
+        embedding: tier of the embedding table; "" if the table is on the device.
+        experts: by unit, the tiers of the experts' matrices. A row is one expert.
+        others: by unit, the tiers of the other streamed tensors.
+        most_tokens: a sweep of more tokens loads whole matrices of experts, before the unit is computed.
+    """
+
+    embedding: str = ""
+    experts: Sequence[tuple[str, ...]] = ()
+    others: Sequence[tuple[str, ...]] = ()
+    most_tokens: int = 0
+
+    def of(self, unit: int) -> tuple[str, ...]:
+        """Return the tiers of a unit's experts; () if no expert is off the device."""
+        return self.experts[unit] if unit < len(self.experts) else ()
+
+    def by_rows(self, tokens: int) -> bool:
+        """Return whether a sweep of this many tokens loads only the experts that its tokens chose."""
+        return any(self.experts) and tokens <= self.most_tokens
+
+
+def num_buffers(slots: int) -> int:
+    """Return the number of device buffers for KV pages, and for hidden states, of one gpu_batch each.
+
+    With overlap, there are three or more: one gpu_batch is loaded, one computed and one stored at the same time.
+    Weights need one slot less, as they are not stored. slots: number of weight slots, `Policy.slots`.
+    """
+    return slots + 1 if slots > 1 else 1
+
+
+class Ring:
+    """Buffers 0 .. count - 1 of one kind, which cells take in turn. The names of the buffers order their tasks.
+
+    Args:
+        kind: "c" for KV pages, "h" for hidden states.
+        count: number of buffers.
+
+    Attributes:
+        buffers, stages: by number, the names of the buffers and of their host staging.
+    """
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.buffers: list[Hashable] = [(f"{kind}buf", number) for number in range(count)]
+        self.stages: list[Hashable] = [(f"{kind}stage", number) for number in range(count)]
+        self._numbers = cycle(range(count))
+
+    def take(self) -> int:
+        """Return the number of the next buffer."""
+        return next(self._numbers)
+
+
+def slot_part(slot: int, home: str) -> Hashable:
+    """Return the name of the part of a weight slot that is filled from a tier."""
+    return ("w", slot, home)
+
+
+def slot_stage(slot: int, home: str) -> Hashable:
+    """Return the name of the host staging of a weight slot's data from a disk."""
+    return ("wstage", slot, home)
+
+
+@dataclass
+class ProgramFrame:
+    """A model as its programs see it, and the gpu_batches of the present sweep.
+
+    Attributes:
+        streamed: by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident.
+        layers: number of units that are layers.
+        slots: number of weight slots.
+        routes: lanes of the machine.
+        arriving: units with resident weights that are not read yet, rising; one entry per read. The first sweep reads
+            them.
+        demand: weights that are loaded by rows.
+        ports: names of ports (schedule.ports), if the program is a stage of a pipeline.
+        joined: returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their
+            weights, KV and hidden states are on the device.
+        batches: gpu_batches of the present sweep.
+        entering: functions that return resources which the first layer of a gpu_batch also reads; guests add theirs.
+        leaving: functions that return resources which the last layer of a gpu_batch also writes; guests add theirs.
+        caches, hiddens: buffers for KV pages and hidden states.
+    """
+
+    streamed: Sequence[tuple[str, ...]]
+    layers: int
+    slots: int
+    routes: Routes
+    arriving: Sequence[int] = ()
+    demand: Demand = Demand()
+    ports: Collection[str] = ()
+    joined: Callable[[int, int], int] = lambda layer, batch: 1
+    batches: Sequence[Batch] = field(default=(), init=False)
+    entering: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
+    leaving: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.caches, self.hiddens = Ring("c", num_buffers(self.slots)), Ring("h", num_buffers(self.slots))

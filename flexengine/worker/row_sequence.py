@@ -1,0 +1,72 @@
+"""A sequence from admission to its result."""
+
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexengine.config import SamplingParams
+from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
+from flexengine.model.stop import Stops
+from flexengine.schedule.sweeps import Sequence
+
+
+@dataclass(eq=False)
+class RowSequence(Sequence):
+    """A sequence of an input row. The schedule owns the counts that it inherits, the engine all else.
+
+    Attributes:
+        row: number of the input row.
+        sample: number of the row's sample.
+        prompt: token ids.
+        sampling: sampling parameters.
+        stops: checks whether the sequence ends; None in a process that ends no sequences.
+        targets: tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
+        token_ids: tokens generated so far, or the scored targets.
+        logprobs: one entry per token of `token_ids`, if requested.
+        scores: the scored targets.
+        ended: reason of an end before the token limit; None if there is none.
+        error: reason why the sequence has no result; None if there is none.
+    """
+
+    row: int = 0
+    sample: int = 0
+    prompt: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stops: Stops | None = None
+    targets: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[Sampled] = field(default_factory=list)
+    ended: str | None = None
+    error: str | None = None
+
+    def tokens(self, start: int, count: int) -> abc.Sequence[int]:
+        """Return `count` tokens from `start` on. They must be all in the prompt, or all generated."""
+        length = len(self.prompt)
+        return self.prompt[start : start + count] if start < length else self.token_ids[start - length :][:count]
+
+    def predicting(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Return (index, target) of the tokens that predict a target, among `count` tokens from `start` on."""
+        first = len(self.prompt) - len(self.targets)
+        return [(p - start, self.targets[p - first]) for p in range(max(start, first), start + count)]
+
+    def append(self, sampled: Sampled, tokenizer: Any) -> bool:
+        """Append a sampled token. Return whether it was the last one."""
+        if sampled.token == NONFINITE:
+            self.error = f"its logits are not finite after {len(self.token_ids)} tokens"
+            return True
+        self.token_ids.append(sampled.token)
+        if sampled.logprob is not None:
+            self.logprobs.append(logprob_entry(sampled, tokenizer))
+        assert self.stops is not None
+        self.ended = self.stops.reason(self.token_ids)
+        return self.ended is not None
+
+    def score(self, scores: list[Sampled], tokenizer: Any) -> None:
+        """Record the scored targets."""
+        if any(each.token == NONFINITE for each in scores):
+            self.error = "its logits are not finite"
+            return
+        self.scores, self.token_ids = scores, [each.token for each in scores]
+        if self.sampling.logprobs is not None:
+            self.logprobs = [logprob_entry(each, tokenizer) for each in scores]
