@@ -134,14 +134,14 @@ class Core:
     def prepare(self, watch: SweepMonitor, load_first: bool = False) -> JobResources:
         """Return the resources of a job, of all stages. Arguments and errors as in `stage`."""
         if self.driver is None:
-            return JobResources([self.stage(watch, load_first)])
+            return JobResources(self.stage(watch, load_first))
         policy, given = watch.layout.policy, self.options.policy is not None
         others = self.driver.prepare(policy, watch.cost.workload, given, self.lossy)
         with contextlib.ExitStack() as undo:
             undo.callback(self.driver.end)
             own = self.stage(watch, load_first, self.driver.ports)
             undo.callback(own.close)
-            resources = JobResources([own, *others()])
+            resources = JobResources(own, others())
             undo.pop_all()
         return resources
 

@@ -14,7 +14,7 @@ import torch
 
 from flexengine.config import Completion, Result, Score
 from flexengine.engine.arrange import Arranged, Arrangement
-from flexengine.engine.stages import JobResources, LocalStage, Sweep
+from flexengine.engine.stages import JobResources, Sweep
 from flexengine.engine.state import Progress
 from flexengine.engine.sweep_reports import SweepReports
 from flexengine.job.prompts import Request
@@ -150,10 +150,12 @@ class Generation:
         begun, progress = self._begun[cohort], self.progress
         assert begun is not None
         self._begun[cohort] = None
-        ended, each = self._guarded(self._record, begun)
+        ended = self._guarded(self._record, begun)
         now = time.perf_counter()
         seconds, self._ended = now - max(begun.began, self._ended), now
-        self._note(begun, each, seconds)
+        # With stages in other processes, the seconds in which this one waited are left out.
+        own, alone = self.resources.own, len(self.resources.stages) == 1
+        own.watch.note(begun.batches, seconds if alone else begun.busy, own.executor.times.busy)
         progress.sweeps += 1
         if begun.prompt_tokens:
             progress.prefill_seconds += seconds
@@ -248,17 +250,13 @@ class Generation:
                                " --device-mem or lower max_tokens")  # fmt: skip
         prompt_tokens = sum(p.count for b in batches for p in b.pieces if sweeps.in_prompt(p))
         sweep = Sweep(sweeps.sweep, batches, sweeps.stems, sweeps.another)
-        local = resources.local
-        self.reports.begin_sweep([stage.cells(batches) for stage in local], len(sweeps.live))
+        self.reports.begin_sweep(resources.own.cells(batches), len(sweeps.live))
         for stage in resources.stages:
-            if stage in local:
-                self.reports.begin_stage(local.index(stage))
             stage.start(sweep, self._sequences)
         self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)
 
-    def _record(self, begun: Begun) -> tuple[list[Sequence], list[float]]:
-        """Wait for a sweep's results and record them. Return the sequences that leave, and the seconds of each
-        stage."""
+    def _record(self, begun: Begun) -> list[Sequence]:
+        """Wait for a sweep's results and record them. Return the sequences that leave."""
         resources, progress = self.resources, self.progress
         results = [stage.result() for stage in resources.stages]
         sampled, scored = results[-1].sampled, results[-1].scored
@@ -269,17 +267,7 @@ class Generation:
         progress.scored += len(scored)
         progress.scored_tokens += sum(map(len, scored.values()))
         progress.computed_prompt_tokens += begun.prompt_tokens
-        ended = resources.sweeps.advance(begun.batches, stopped, resources.release)
-        return ended, [result.seconds for result in results]
-
-    def _note(self, begun: Begun, seconds: list[float], whole: float) -> None:
-        """Give the watch of each stage of this process its seconds. Seconds outside of stages are divided evenly.
-        whole: of the sweep. With stages in other processes, those in which this process waited are left out."""
-        own = [(stage, s) for stage, s in zip(self.resources.stages, seconds, strict=True)
-               if isinstance(stage, LocalStage)]  # fmt: skip
-        rest = (whole if len(own) == len(seconds) else begun.busy) - sum(s for _, s in own)
-        for stage, s in own:
-            stage.watch.note(begun.batches, s + rest / len(own), stage.executor.times.busy)
+        return resources.sweeps.advance(begun.batches, stopped, resources.release)
 
     def _leave(self, sequence: Sequence) -> Result | None:
         """Record a finished sequence. Return the row's result if all sequences of the row are finished, else None."""

@@ -142,8 +142,7 @@ class Job:
             reports.end(failed)
             resources.close()
             core.machine.give_back()
-            for stage in resources.local:
-                state.take_busy(stage.executor.times.busy)
+            state.take_busy(resources.own.executor.times.busy)
             self.summary = self._summarise(state, self.watch)
             self._write_trace()
         self.planner.rates.learn(self.watch)
@@ -170,9 +169,9 @@ class Job:
         disks = self.core.machine.disks
         reports = SweepReports(
             listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
-            best_read_rate(watch.cost.hardware), resources.pending_bytes,
+            best_read_rate(watch.cost.hardware), resources.own.pending_bytes,
         )  # fmt: skip
-        resources.watch(reports.look)
+        resources.own.executor.watchdog.look = reports.look
         return reports
 
     def _prepare(self, watch: SweepMonitor, state: JobState) -> JobResources:

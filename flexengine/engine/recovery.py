@@ -72,7 +72,7 @@ def renewed_worker(
     state.note_loss()
     if state.losses > RENEWALS or core.driver is not None:
         raise loss
-    (stage,) = resources.local
+    stage = resources.own
     watch = planner.watch(stage.watch.cost.workload, stage.layout)
     try:
         home = core.renew(stage, loss.place, watch)

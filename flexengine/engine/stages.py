@@ -4,7 +4,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from flexengine.errors import InvalidInput
@@ -190,18 +190,17 @@ class JobResources:
     """The resources of a job: admission, and the stages that compute. As a context manager, it starts and ends lanes.
 
     Attributes:
-        stages: in the order of their layers.
+        own: the stage of this process, which is the first one.
+        stages: all stages, in the order of their layers.
         sweeps: admission, and the gpu_batches of each sweep.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        """Chain stages. Raise InvalidInput as `check_chain`."""
-        self.stages = tuple(stages)
+    def __init__(self, own: LocalStage, others: Sequence[Stage] = (), cohorts: int | None = None) -> None:
+        """Chain stages. Raise InvalidInput as `check_chain`. cohorts: None for one per stage."""
+        self.own, self.stages = own, (own, *others)
         check_chain(self.stages)
-        first = self.stages[0]
-        pools = {tier: tuple(pool for each in self.stages for pool in each.pools[tier]) for tier in first.pools}
-        cohorts = 1 if len(self.local) == len(self.stages) else len(self.stages)
-        self.sweeps = Sweeps(first.policy, pools, cohorts)
+        pools = {tier: tuple(pool for each in self.stages for pool in each.pools[tier]) for tier in own.pools}
+        self.sweeps = Sweeps(own.policy, pools, cohorts or len(self.stages))
         self._lanes = contextlib.ExitStack()
 
     def __enter__(self) -> "JobResources":
@@ -213,24 +212,9 @@ class JobResources:
         self._lanes.__exit__(*error)
 
     @property
-    def local(self) -> list[LocalStage]:
-        """The stages that compute in this process."""
-        return [stage for stage in self.stages if isinstance(stage, LocalStage)]
-
-    @property
     def cuda(self) -> bool:
         """Whether a stage computes on a CUDA GPU."""
         return any(stage.cuda for stage in self.stages)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of weights that the first sweep reads into the memory of this process."""
-        return sum(stage.pending_bytes for stage in self.local)
-
-    def watch(self, look: Callable[[int], None]) -> None:
-        """Call `look` during sweeps; see `Watchdog`."""
-        for stage in self.local:
-            stage.executor.watchdog.look = look
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         """Take KV pages in every stage until the sequence can hold `tokens` tokens."""

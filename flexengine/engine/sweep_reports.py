@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexengine.activity import Activity, Listener, RunningActivity
@@ -70,29 +70,19 @@ class SweepReports:
         self._began = self._swept = time.monotonic()
         self._finished = progress.rows + progress.failed
         self._tokens, self._bytes = Rate(TOKEN_SECONDS), Rate(DISK_SECONDS)
-        self._cells: tuple[int, ...] = ()
-        self._stage = self._expected = 0
+        self._cells = self._expected = 0
         self._loading, self._read_before = loading, bytes_read()
         self._work = RunningActivity(listener, Activity(GENERATING, f"generating at most {progress.most:,} tokens",
                                              total=progress.most, unit="tokens"))  # fmt: skip
 
-    def begin_sweep(self, cells: Sequence[int], tokens: int) -> None:
-        """Note the start of a sweep.
-
-        Args:
-            cells: cells of each stage.
-            tokens: tokens that it generates.
-        """
+    def begin_sweep(self, cells: int, tokens: int) -> None:
+        """Note the start of a sweep of so many cells, which generates so many tokens."""
         self._swept = time.monotonic()
-        self._cells, self._expected = tuple(cells), tokens
-
-    def begin_stage(self, number: int) -> None:
-        """Note the start of a stage of the sweep."""
-        self._stage = number
+        self._cells, self._expected = cells, tokens
 
     def look(self, cells: int) -> None:
-        """Report a sweep under way. cells: that the present stage has computed."""
-        share = min(1.0, (sum(self._cells[: self._stage]) + cells) / max(1, sum(self._cells)))
+        """Report a sweep under way. cells: that are computed."""
+        share = min(1.0, cells / max(1, self._cells))
         self._update(self.progress.tokens + share * self._expected, share)
 
     def end_sweep(self) -> None:

@@ -212,7 +212,7 @@ def test_stages_must_hold_every_layer_once(families: Any, ranges: Any) -> None:
             ports = Ports(RamPort() if first else None, RamPort() if end < 4 else None)
             stages.append(stage_of(core, Policy(8, 1), ports))
         with pytest.raises(InvalidInput, match="must hold each layer of one model once"):
-            JobResources(stages)
+            JobResources(stages[0], stages[1:])
     finally:
         for stage in stages:
             stage.worker.close()

@@ -32,20 +32,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
-    """A sweep of 40 cells in two stages that generates 10 tokens, 5 of 20 rows were done before."""
+    """A sweep of 40 cells that generates 10 tokens, 5 of 20 rows were done before."""
     heard, read, progress = Heard(), [0], Progress(most=100)
     reports = SweepReports(heard, progress, JobRows(20, 4, 1), lambda: read[0], 50e6, loading=100_000_000)
-    reports.begin_sweep([30, 10], 10)
-    reports.begin_stage(0)
+    reports.begin_sweep(40, 10)
     clock[0] += 1.0
     read[0] = 20_000_000
     reports.look(15)
     assert heard[-1] == Activity(GENERATING, "generating at most 100 tokens", 3.75, 100, "tokens",
                                  ("5 of 20 rows", "1 failed", "reading weights 20 %"), "running")  # fmt: skip
-    reports.begin_stage(1)
     clock[0] += 1.0
     read[0] = 60_000_000
-    reports.look(2)
+    reports.look(32)
     assert heard[-1].done == 8.0
     assert heard[-1].details == ("5 of 20 rows", "1 failed", "reading weights 60 %",
                                  "disk 40.0 of 50.0 MB/s", "sweep 1: 80 %")  # fmt: skip
@@ -83,8 +81,7 @@ def test_no_estimate_before_tokens_come_at_a_steady_rate(clock: list[float]) -> 
     reports = SweepReports(heard, progress, JobRows(200))
     shown = []
     for seconds, prefill in ((50.0, True), (1.0, False), (1.0, False), (1.0, False)):
-        reports.begin_sweep([10], 200)
-        reports.begin_stage(0)
+        reports.begin_sweep(10, 200)
         clock[0] += seconds / 2
         reports.look(5)
         shown.append([text for text in heard[-1].details if "left" in text])

@@ -67,7 +67,7 @@ class Chain:
             planner = self._planner(core, policy)
             ports = Ports(between[i - 1] if i else None, between[i] if i < len(between) else None)
             stages.append(core.stage(planner.watch(workload, planner.layout(workload)), ports=ports))
-        resources = JobResources(stages)
+        resources = JobResources(stages[0], stages[1:], 1)
         reports = SweepReports(None, Progress(), JobRows())
         arrangement = Arrangement(reader.requests(rows, params), True)
         generation = Generation(resources, arrangement, last.tokenizer, last.eos, reports)
