@@ -123,8 +123,10 @@ def run_job(
 ) -> dict[str, Any]:
     """Run the rows that remain, write the output file, and return the summary as JSON values, of which only `job` is
     returned if no row remained."""
-    from flexengine.engine.engine_runner import EngineRunner  # imported here, as they import numpy and --help must not
-    from flexengine.engine.file_job import FileJob
+    from flexengine.engine.file_job import (
+        EngineRunner,  # imported here, as they import numpy and --help must not
+        FileJob,
+    )
 
     if note := store.take_note():
         say(note)

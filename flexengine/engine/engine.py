@@ -244,7 +244,7 @@ class Engine(Session):
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
         """
         self._check_idle()
-        from flexengine.engine.engine_runner import run_job  # other jobs read no file
+        from flexengine.engine.file_job import run_job  # other jobs read no file
 
         return run_job(
             self, input, output, SamplingParams() if params is None else params, prompt_column=prompt_column,

@@ -8,12 +8,13 @@ import pytest
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.lossy import Lossy
+from flexengine.places import USED_READ
 from flexengine.schedule.order import Cell
 from flexengine.schedule.tasks import Op, Task
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
-from flexengine.worker.on_demand import LANE, DemandReads
+from flexengine.worker.on_demand import DemandReads
 
 
 def test_reads_are_noted_with_the_cell_in_which_they_began() -> None:
@@ -28,7 +29,7 @@ def test_reads_are_noted_with_the_cell_in_which_they_began() -> None:
     reads.read_by(read)
     reads.read_by(lambda: 5)
     assert [(task.op, task.lane, task.cell) for task, _, _ in noted] == [
-        (Op.READ_USED, LANE, Cell(3, 1, 0)), (Op.READ_USED, LANE, Cell(3, 1, 1)),
+        (Op.READ_USED, USED_READ, Cell(3, 1, 0)), (Op.READ_USED, USED_READ, Cell(3, 1, 1)),
     ]  # fmt: skip
     (_, one, two), (_, three, four) = noted
     assert one <= two <= three <= four

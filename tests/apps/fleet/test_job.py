@@ -27,8 +27,7 @@ from flexengine.apps.fleet.member import (
 from flexengine.apps.fleet.space import Share
 from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
-from flexengine.engine.engine_runner import EngineRunner
-from flexengine.engine.file_job import FileJob
+from flexengine.engine.file_job import EngineRunner, FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
 from flexengine.guests.attention_workers.network import RemoteWorker
 from flexengine.job.inputs import InputRows
