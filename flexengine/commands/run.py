@@ -123,10 +123,8 @@ def run_job(
 ) -> dict[str, Any]:
     """Run the rows that remain, write the output file, and return the summary as JSON values, of which only `job` is
     returned if no row remained."""
-    from flexengine.engine.file_job import (
-        EngineRunner,  # imported here, as they import numpy and --help must not
-        FileJob,
-    )
+    # Imported here, as it imports numpy, and --help must not.
+    from flexengine.engine.file_job import EngineRunner, FileJob
 
     if note := store.take_note():
         say(note)
