@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.bits import pack, packed_bytes, unpack
-from flexengine.codec.groupwise import HALF, Groupwise
+from flexengine.codec.groupwise import HALF, Groupwise, pack, unpack
 from flexengine.errors import InvalidInput
 
 BITS = (8, 4, 2)
@@ -93,7 +92,7 @@ class CacheFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of the codes of one token's K, or V, of one head."""
-        return packed_bytes(self.dim, self.bits)
+        return self.dim * self.bits // 8
 
     @property
     def panel_bytes(self) -> int:
@@ -143,13 +142,11 @@ class CacheFormat:
         groups = x.float().reshape(*x.shape[:-1], self.groups, self.group)
         bad = ~(groups.abs() <= HALF.max).all(-1)
         codes, scale, minimum = self.codec.fit(groups.masked_fill(bad[..., None], 0.0))
-        together = codes.view(*groups.shape[:-1], 8 // self.bits, -1).transpose(-1, -2).flatten(-3)
-        nan = float("nan")
-        return pack(together, self.bits), scale.masked_fill(bad, nan), minimum.masked_fill(bad, nan)
+        packed = pack(codes.unflatten(-1, (8 // self.bits, -1)), self.bits).flatten(-3)
+        return packed, scale.masked_fill(bad, torch.nan), minimum.masked_fill(bad, torch.nan)
 
     def dequantize(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the dequantized rows, fp32 [..., dim]."""
-        together = unpack(codes, self.bits).reshape(*scale.shape, -1, 8 // self.bits)
-        groups = together.transpose(-1, -2).flatten(-2).float()
+        groups = unpack(codes.reshape(*scale.shape, 1, -1), self.bits).flatten(-2).float()
         rows: Tensor = minimum.float()[..., None] + groups * scale.float()[..., None]
         return rows.flatten(-2)

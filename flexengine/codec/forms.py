@@ -5,9 +5,9 @@ bytes themselves are entries of `kernels.formats`.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
-from functools import cache
-from importlib import import_module
+from dataclasses import dataclass, replace
+from math import prod
+from pkgutil import resolve_name
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -102,13 +102,32 @@ FORMS = {name: f"flexengine.codec.packed:{name}" for name in ("int8", "int4", "i
 
 def make_form(name: str, rows: int, columns: int) -> Form:
     """Return a format of FORMS for a matrix. Raise InvalidInput if there is none of this name."""
-    return _maker(name)(rows=rows, columns=columns)
-
-
-@cache
-def _maker(name: str) -> MakeForm:
     if name not in FORMS:
         raise InvalidInput(f"there is no format {name!r} of weights; known are {', '.join(FORMS)}")
-    module, _, attribute = FORMS[name].partition(":")
-    maker: MakeForm = getattr(import_module(module), attribute)
-    return maker
+    maker: MakeForm = resolve_name(FORMS[name])
+    return maker(rows=rows, columns=columns)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Format of one encoded parameter.
+
+    Attributes:
+        packed: format of a matrix.
+        count: number of experts, each with its own matrix; 0 for a single matrix without experts.
+        transposed: whether the checkpoint stores the matrix as [in, out].
+    """
+
+    packed: Form
+    count: int = 0
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the uint8 tensor that holds the parameter."""
+        return (self.count, self.packed.nbytes) if self.count else (self.packed.nbytes,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return prod(self.shape)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.bits import BITS
 from flexengine.errors import InvalidInput
 
-GROUPS = (8, 16, 32, 64, 128)
+BITS, GROUPS = (2, 3, 4, 8), (8, 16, 32, 64, 128)
 HALF = torch.finfo(torch.float16)
 START, ROUNDS = 0.95, 3  # a fit starts with this share of the range and improves codes and range this many times
 ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of the range that the faster search tries, cut equally from both ends
@@ -63,7 +62,7 @@ class Groupwise:
     @property
     def levels(self) -> int:
         """The largest code."""
-        return int(2**self.bits - 1)
+        return (1 << self.bits) - 1
 
     def encode(self, x: Tensor, importance: Tensor | None = None) -> GroupCodes:
         """Return the codes of a matrix. Copies of the last column fill up the last group.
@@ -89,16 +88,14 @@ class Groupwise:
             matters: [..., group], weight of each element's squared error; None for equal weights.
         """
         low, high = groups.amin(-1), groups.amax(-1)
-        scale, minimum = self._scale_and_minimum(low, high)
-        if self.fitted:
-            search = self._best if self.alike else self._fitted
-            scale, minimum = search(groups, matters, low, high)
+        if not self.fitted:
+            scale, minimum = self._scale_and_minimum(low, high)
+        else:
+            scale, minimum = (self._best if self.alike else self._fitted)(groups, matters, low, high)
         return GroupCodes(self._codes(groups, scale, minimum), scale, minimum)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """Return x as [rows, groups, group]; copies of the last column fill up the last group."""
-        missing = -x.shape[1] % self.group
-        if missing:
+        if missing := -x.shape[1] % self.group:
             x = torch.cat([x, x[:, -1:].expand(-1, missing)], 1)
         return x.reshape(len(x), -1, self.group)
 
@@ -115,10 +112,7 @@ class Groupwise:
         return codes.round().clamp(0, self.levels).to(torch.uint8)
 
     def _fitted(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and minimum of a least-squares fit.
-
-        Each round computes the codes, then fits a line through the points (code, number).
-        """
+        """Return scale and minimum of a least-squares line through the points (code, number), with codes by round."""
         weights = torch.ones_like(groups) if matters is None else matters + 1e-12
         total, cut = weights.sum(-1), (1 - START) / 2 * (high - low)
         scale, minimum = self._scale_and_minimum(low + cut, high - cut)
@@ -134,19 +128,30 @@ class Groupwise:
 
     def _best(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and minimum of the range in ALIKE with the least squared error over the group."""
-        best_scale, best_minimum = self._scale_and_minimum(low, high)
-        best = self._error(groups, matters, best_scale, best_minimum)
-        for share in ALIKE[1:]:
+        best = [torch.full_like(low, torch.inf), low.half(), low.half()]
+        for share in ALIKE:
             cut = (1 - share) / 2 * (high - low)
-            scale, minimum = self._scale_and_minimum(low + cut, high - cut)
-            error = self._error(groups, matters, scale, minimum)
-            better = error < best
-            best = torch.where(better, error, best)
-            best_scale = torch.where(better, scale, best_scale)
-            best_minimum = torch.where(better, minimum, best_minimum)
-        return best_scale, best_minimum
+            scale, minimum = self._scale_and_minimum(low + cut if share < 1 else low, high - cut)
+            codes = self._codes(groups, scale, minimum).float()
+            squares = (minimum.float()[..., None] + codes * scale.float()[..., None] - groups) ** 2
+            error = (squares if matters is None else squares * matters).sum(-1)
+            better = error < best[0]
+            best = [torch.where(better, *both) for both in zip((error, scale, minimum), best, strict=True)]
+        return best[1], best[2]
 
-    def _error(self, groups: Tensor, matters: Tensor | None, scale: Tensor, minimum: Tensor) -> Tensor:
-        decoded = minimum.float()[..., None] + self._codes(groups, scale, minimum).float() * scale.float()[..., None]
-        squares = (decoded - groups) ** 2
-        return (squares if matters is None else squares * matters).sum(-1)
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes in fewer bits: uint8 [..., n * bits / 8, width]. Bits i * bits .. (i + 1) * bits - 1 of byte row p
+    hold row p * 8 / bits + i. codes: uint8 [..., n, width], below 2^bits; n is a multiple of 8 / bits."""
+    apart = codes.reshape(*codes.shape[:-2], -1, 8 // bits, codes.shape[-1])
+    return (apart << _shifts(bits, codes)).sum(-2, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes that `pack` packed."""
+    codes: Tensor = packed[..., None, :] >> _shifts(bits, packed) & (2**bits - 1)
+    return codes.flatten(-3, -2)
+
+
+def _shifts(bits: int, like: Tensor) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)[:, None]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.forms import Form
-from flexengine.codec.groupwise import Groupwise
+from flexengine.codec.groupwise import Groupwise, pack, unpack
 from flexengine.errors import InvalidInput
 
 ROWS = 16
@@ -87,10 +87,11 @@ class Packed(Form):
         rows = torch.nn.functional.pad(x, (0, 0, 0, down * ROWS - self.rows))
         codes, *halves = self.codec.encode(rows, importance)
         quads = codes.view(down, ROWS, right, -1, 4).permute(0, 2, 3, 1, 4).flatten(3)  # [down, right, quads, 64]
-        pieces = [_bytes(half.view(down, ROWS, right).transpose(1, 2)) for half in halves]
+        apart = (half.view(down, ROWS, right).transpose(1, 2) for half in halves)
+        pieces = [half.contiguous().view(torch.uint8) for half in apart]
         low = 0
         for bits in PLANES[self.codec.bits]:
-            pieces.append(_plane(quads >> low & (2**bits - 1), bits))
+            pieces.append(pack(quads >> low & (2**bits - 1), bits).flatten(2))
             low += bits
         return torch.cat(pieces, 2).flatten()
 
@@ -103,7 +104,8 @@ class Packed(Form):
         codes, offset, low = torch.zeros(1, dtype=torch.uint8, device=data.device), 4, 0
         for bits in PLANES[self.codec.bits]:
             size = self.codec.group * bits // 8
-            codes = codes | _quads(row_bytes[..., offset : offset + size], bits) << low
+            plane = row_bytes[..., offset : offset + size].unflatten(-1, (-1, 4))
+            codes = codes | unpack(plane, bits).flatten(-2) << low
             offset, low = offset + size, low + bits
         return (minimum[..., None] + codes.float() * scale[..., None]).flatten(1)[:, : self.columns]
 
@@ -114,26 +116,6 @@ class Packed(Form):
         quads = torch.arange(self.codec.group * self.codec.bits // 32, device=device)[:, None] * 4 * ROWS
         codes = (quads + torch.arange(4, device=device)).flatten() + 4 * ROWS + 4 * row
         return torch.cat([*halves, codes], 1)
-
-
-def _bytes(half: Tensor) -> Tensor:
-    return half.contiguous().view(torch.uint8)
-
-
-def _plane(quads: Tensor, bits: int) -> Tensor:
-    """Return one plane: numbers below 2^bits, uint8 [..., quads, 64], packed into uint8 [..., bytes]."""
-    each = 8 // bits
-    shifts = torch.arange(each, dtype=torch.uint8, device=quads.device)[:, None] * bits
-    apart = quads.view(*quads.shape[:-2], -1, each, quads.shape[-1])
-    return (apart << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
-
-
-def _quads(plane: Tensor, bits: int) -> Tensor:
-    """Return the bits [..., group] that a plane holds of a row's codes; plane: the row's bytes, uint8 [..., bytes]."""
-    each = 8 // bits
-    shifts = torch.arange(each, dtype=torch.uint8, device=plane.device)[:, None] * bits
-    codes: Tensor = plane.reshape(*plane.shape[:-1], -1, 1, 4) >> shifts & (2**bits - 1)
-    return codes.flatten(-3)
 
 
 # Groups run along the input, where errors do less harm than along the output channel.

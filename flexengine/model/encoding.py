@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity, advance, tick
-from flexengine.codec.forms import FORMS
+from flexengine.codec.forms import FORMS, WeightFormat
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
-from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.loading import ByteRange, Origin
 from flexengine.model.overlap import overlap

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from flexengine.codec.forms import make_form
-from flexengine.model.form import WeightFormat
+from flexengine.codec.forms import WeightFormat, make_form
 from flexengine.model.linear import FastLinear
 from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.skeleton import ParamRef, Skeleton

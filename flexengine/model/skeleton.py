@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexengine.model.form import WeightFormat
+from flexengine.codec.forms import WeightFormat
 from flexengine.model.forward import Attend, Head, Layer, PausingHead, Query, Rows
 from flexengine.model.linear import FastLinear, Product
 from flexengine.model.loading import Loading

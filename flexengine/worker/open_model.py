@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from flexengine.codec.cache import CacheFormat
+from flexengine.codec.forms import WeightFormat
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
@@ -18,7 +19,6 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
 from flexengine.model.files import set_links
-from flexengine.model.form import WeightFormat
 from flexengine.model.loading import ByteRange, Origin, differ, origins
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.activity import activity
-from flexengine.codec.forms import Form
-from flexengine.model.form import WeightFormat
+from flexengine.codec.forms import Form, WeightFormat
 from flexengine.model.native.layer import release
 from flexengine.places import DISK, off_device, place_of
 from flexengine.plan.layout import Layout

@@ -1,7 +1,5 @@
 """Every format of weights passes the same class; one that is registered by a line holds the weights of a model."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from flexengine.codec import forms
@@ -12,10 +10,8 @@ from tests.helpers.forms import FormConformance, Thirds
 
 
 @pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(forms.FORMS, "thirds", "tests.helpers.forms:Thirds")  # the line
-    yield
-    forms._maker.cache_clear()
 
 
 class TestInt8(FormConformance):
