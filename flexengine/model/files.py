@@ -24,7 +24,6 @@ def set_links(directory: Path, allowed: bool) -> None:
     link that is made or changed later is refused.
 
     Args:
-        directory: directory of the model.
         allowed: False forbids links that an earlier call for this directory allowed.
     """
     root = directory.absolute()
@@ -58,19 +57,27 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
             " or give --allow-symlinks if you trust the link"
         )
     if not stat.S_ISREG(kind):
-        raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
+        kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+        name = next((name for test, name in kinds.items() if test(kind)), "a device")
+        raise BadCheckpoint(f"{file} ({target}) is {name}; a model consists of regular files")
     return file
 
 
-def read_json(file: Path, most: int) -> Any:
-    """Return the content of a JSON file. Raise BadCheckpoint if it is not regular, over `most` bytes or not JSON."""
+def read_limited(file: Path, most: int) -> bytes:
+    """Return the content of a file. Raise BadCheckpoint if it is not regular, over `most` bytes or not readable."""
     try:
         if (size := regular_file(file).stat().st_size) > most:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
         with opened(file) as stream:
-            return json.loads(stream.read().decode("utf-8"))
+            return stream.read()
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+
+
+def read_json(file: Path, most: int) -> Any:
+    """Return the content of a JSON file. Raise BadCheckpoint as `read_limited`, or if it is not JSON."""
+    try:
+        return json.loads(read_limited(file, most).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
     except (ValueError, RecursionError) as error:
@@ -96,8 +103,3 @@ def indexed_files(index: Path) -> list[Path]:
 def is_snapshot(root: Path) -> bool:
     """Return whether `root` is a revision of a repository in the hub's cache."""
     return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
-    return next((name for test, name in kinds.items() if test(mode)), "a device")

@@ -14,31 +14,21 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from shlex import quote
-from typing import Any
+from typing import Any, TypeVar
 
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
+from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, read_limited, regular_file
 from flexengine.read_retries import opened
 
 SUMS = "SHA256SUMS"
 # All files that transformers or flexengine may read in a model directory; the last ones are vocabularies of tokenizers.
 READ = (
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "additional_chat_templates/*",
-    "*.py",
-    "tokenizer*",
-    "*.model",
-    "*.txt",
-    "*.tiktoken",
-    "*.spm",
-    "*.bpe",
-    "*.codes",
-    "*.tokenizer",
+    *("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*", "*.model", "*.txt"),
+    *("*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer"),
 )
 _BIN = "pytorch_model*.bin"  # read if there are no safetensors
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -52,6 +42,7 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 Tick = Callable[[int], Any]
 OnFault = Callable[[Path, str], None]
+T = TypeVar("T")
 
 
 class NoSums(InvalidInput):
@@ -65,13 +56,13 @@ class Verifier:
         files: number of files verified.
         bytes: bytes of the files verified.
         seconds: time spent so far.
+
+    Args:
+        on_fault: called with the path of each file that is missing, differs or is not listed, and the reason; the
+            comparison then continues. None raises BadCheckpoint instead.
     """
 
     def __init__(self, on_fault: OnFault | None = None) -> None:
-        """Args:
-        on_fault: called with the path of each file that is missing, differs or is not listed, and the reason; the
-            comparison then continues. None raises BadCheckpoint instead.
-        """
         self.files, self.bytes, self.seconds = 0, 0, 0.0
         self._on_fault = on_fault
 
@@ -84,19 +75,15 @@ class Verifier:
         """
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
         if is_snapshot(directory.resolve()):
-            says = f"the names of their blobs in {directory} say"
-            indexes = _indexes(directory)
-            self._compare(self._blobs(indexes), directory, says, len(read))
-            all_read = {*read, *self._named(indexes)}
-            others = self._blobs(sorted(all_read.difference(indexes)))
-            return self._compare(others, directory, says, len(all_read))
-        if not os.path.lexists(sums := directory / SUMS):
+            self._verify(directory, read, None)
+        elif os.path.lexists(directory / SUMS):
+            with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
+                self._verify(directory, read, read_sums(directory / SUMS))
+        else:
             raise NoSums(
                 f"there are no checksums to verify {directory} with; as long as it is known to be good,"
                 f" make them: cd {quote(str(directory))} && {_RECIPE}"
             )
-        with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
-            self._listed(directory, read_sums(sums), read)
 
     def gguf(self, file: Path) -> None:
         """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package.
@@ -113,7 +100,7 @@ class Verifier:
             )
         digest, says = known
         with _remedy("get it again"):
-            self._compare({file: digest}, None, says)
+            self._compare({file: digest}, None, says, count=1)
 
     def prepared(self, directory: Path) -> None:
         """Verify a directory that flexengine made. Raise BadCheckpoint if a file is missing or differs.
@@ -123,88 +110,80 @@ class Verifier:
         with _remedy(f"remove {directory}, and it will be made again"):
             if not os.path.lexists(directory / SUMS):
                 raise BadCheckpoint(f"{directory} has no {SUMS}: an earlier version made it, or it is damaged")
-            self._listed(directory, read_sums(directory / SUMS), _files(directory, ("**/*",)))
+            self._verify(directory, _files(directory, ("**/*",)), read_sums(directory / SUMS))
 
-    def _listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
-        says, indexes = f"{directory / SUMS} says", _indexes(directory)
-        self._check_listed(directory, sums, read)
-        first = {index: sums[index.name] for index in indexes if index.name in sums}
-        self._compare(first, directory, says, len(sums))
-        self._check_listed(directory, sums, self._named(indexes))
-        others = {directory / name: digest for name, digest in sums.items()}
-        self._compare({f: digest for f, digest in others.items() if f not in first}, directory, says, len(sums))
+    def _verify(self, directory: Path, read: Iterable[Path], sums: Mapping[str, str] | None) -> None:
+        """Compare a directory with its sums; None for the names of the blobs that its files link to."""
+        files = {*read, *(directory / name for name in sums or ())} - {directory / SUMS}
+        says = f"the names of their blobs in {directory} say" if sums is None else f"{directory / SUMS} says"
 
-    def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str, count: int = 1) -> None:
+        def digest(file: Path) -> str:
+            if sums is None:
+                return _blob(file)
+            if (name := file.relative_to(directory).as_posix()) not in sums:
+                raise BadCheckpoint(f"not listed in {SUMS}")
+            return sums[name]
+
+        def compare(some: Iterable[Path]) -> None:
+            known, faults = self._each(sorted(some), digest)
+            if faults and sums is not None:
+                names = [file.relative_to(directory).as_posix() for file in faults]
+                raise BadCheckpoint(f"{directory / SUMS} does not list {_some(names)}")
+            if faults:
+                raise BadCheckpoint(_some([*faults.values()]))
+            self._compare(known, directory, says, len(files))
+
+        indexes = files & {directory / name for name in _INDEXES}
+        compare(indexes)  # first, as a damaged one may name other files
+        shards, faults = self._each(sorted(indexes), indexed_files)  # they can have any name
+        if faults:
+            raise BadCheckpoint(_some([*faults.values()]))
+        files.update(*shards.values())
+        compare(files - indexes)
+
+    def _each(self, files: Iterable[Path], check: Callable[[Path], T]) -> tuple[dict[Path, T], dict[Path, str]]:
+        """Return what `check` returns for each file, and why it raised BadCheckpoint or OSError for others; none if
+        `on_fault` was called with them."""
+        results, faults = dict[Path, T](), dict[Path, str]()
+        for file in files:
+            try:
+                results[file] = check(file)
+            except (BadCheckpoint, OSError) as error:
+                if self._on_fault:
+                    self._on_fault(file, str(error))
+                else:
+                    faults[file] = str(error)
+        return results, faults
+
+    def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str, count: int) -> None:
         """Compare files with their digests. Raise BadCheckpoint if a file is missing or differs.
 
         Args:
-            sums: digest of each file.
             directory: all files must lie in it; None for no check, as for a file that the user named.
-            says: source of the digests, for the message.
-            count: number of files of the whole model, for the message.
+            says: source of the digests, for the message, as `count`, of the files of the whole model.
         """
         if not sums:
             return
-        began, faults, sizes = time.perf_counter(), [], 0
+        began = time.perf_counter()
+
+        def check(file: Path) -> int:
+            if not os.path.lexists(file):
+                raise BadCheckpoint("missing")
+            if directory:
+                regular_file(file, directory)
+            actual = digest_of(file, tick, git=len(sums[file]) == 40)
+            self.bytes += file.stat().st_size
+            if actual != sums[file]:
+                raise BadCheckpoint(f"has {actual}, expected {sums[file]}")
+            return 1
+
         with _reading("verifying", "comparing the model's files with their checksums", sums) as tick:
-            for file, digest in sums.items():
-                name = file.relative_to(directory) if directory else file
-                try:
-                    if directory:
-                        regular_file(file, directory)
-                    actual = digest_of(file, tick, git=len(digest) == 40)
-                    sizes += file.stat().st_size
-                except (BadCheckpoint, OSError) as error:
-                    fault = str(error) if os.path.lexists(file) else "missing"
-                else:
-                    fault = "" if actual == digest else f"has {actual}, expected {digest}"
-                if fault and self._on_fault:
-                    self._on_fault(file, fault)
-                elif fault:
-                    faults.append(f"{name} ({fault})")
+            _, faults = self._each(sums, check)
         if faults:
-            raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(faults)}")
-        self.files, self.bytes = self.files + len(sums), self.bytes + sizes
+            names = [f"{file.relative_to(directory) if directory else file} ({why})" for file, why in faults.items()]
+            raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(names)}")
+        self.files += len(sums)
         self.seconds += time.perf_counter() - began
-
-    def _check_listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
-        names = (file.relative_to(directory).as_posix() for file in read)
-        unlisted = sorted(set(names) - {*sums, SUMS})
-        if unlisted and not self._on_fault:
-            raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
-        for name in unlisted:
-            self._report(directory / name, f"not listed in {SUMS}")
-
-    def _named(self, indexes: Iterable[Path]) -> list[Path]:
-        """Return the weight files that shard indexes name; a file can have any name."""
-        named: set[Path] = set()
-        for index in indexes:
-            try:
-                named.update(indexed_files(index))
-            except BadCheckpoint as error:
-                self._report(index, error)
-        return sorted(named)
-
-    def _blobs(self, files: Iterable[Path]) -> dict[Path, str]:
-        """Return the hash that names each file's blob in the hub's cache."""
-        blobs = {}
-        for file in files:
-            try:
-                blobs[file] = _blob(file)
-            except BadCheckpoint as error:
-                self._report(file, error)
-        return blobs
-
-    def _report(self, file: Path, fault: str | BadCheckpoint) -> None:
-        """Call `on_fault`. Raise the fault if there is none."""
-        if self._on_fault is None:
-            raise fault if isinstance(fault, BadCheckpoint) else BadCheckpoint(f"{file}: {fault}")
-        self._on_fault(file, str(fault))
-
-
-def _indexes(directory: Path) -> list[Path]:
-    """Return the shard indexes of a directory. They are verified first, as a damaged one may name other files."""
-    return [directory / name for name in _INDEXES if os.path.lexists(directory / name)]
 
 
 def write_sums(directory: Path) -> None:
@@ -216,8 +195,13 @@ def write_sums(directory: Path) -> None:
 def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
     """Return the content of SHA256SUMS in a directory for files below it, with digests of their contents."""
     with _reading("hashing", "computing checksums, which --verify and flexengine verify compare", files) as tick:
-        lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
-    return os.fsencode("".join(lines))
+        digests = {file.relative_to(directory).as_posix(): digest_of(file, tick) for file in files}
+    return os.fsencode("".join(_line(name, digest) for name, digest in digests.items()))
+
+
+def _line(name: str, digest: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return "\\" * (escaped != name) + f"{digest}  {escaped}\n"
 
 
 def read_sums(file: Path) -> dict[str, str]:
@@ -226,13 +210,7 @@ def read_sums(file: Path) -> dict[str, str]:
     Raises:
         BadCheckpoint: the file cannot be read, or a line is not valid; the message names the line and the fault.
     """
-    try:
-        if (size := regular_file(file).stat().st_size) > _MAX_SUMS_BYTES:
-            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MAX_SUMS_BYTES:,} are read")
-        with opened(file) as stream:
-            lines = os.fsdecode(stream.read()).removesuffix("\n").split("\n")
-    except OSError as error:
-        raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+    lines = os.fsdecode(read_limited(file, _MAX_SUMS_BYTES)).removesuffix("\n").split("\n")
     digests: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if (match := _LINE.fullmatch(line)) is None:
@@ -286,12 +264,6 @@ def _name(name: str, escaped: bool) -> str:
     return str(path)
 
 
-def _line(name: str, digest: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    mark = "\\" if escaped != name else ""
-    return f"{mark}{digest}  {escaped}\n"
-
-
 def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
     """Return the files that match a pattern, dead links included."""
     return sorted({file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()})
@@ -319,11 +291,8 @@ def has_sums(model: Path) -> bool:
 
 
 def _gguf_sum(file: Path) -> tuple[str, str] | None:
-    """Return the digest of a GGUF file and its source, for messages; None if there is none.
-
-    Raises:
-        BadCheckpoint: the list beside the file cannot be read, or does not list the file.
-    """
+    """Return the digest of a GGUF file and its source, for messages; None if there is none. Raise BadCheckpoint if the
+    list beside the file cannot be read, or does not list the file."""
     lists = [path for path in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS)) if os.path.lexists(path)]
     if lists:
         if (digest := read_sums(lists[0]).get(file.name)) is None:
@@ -331,23 +300,15 @@ def _gguf_sum(file: Path) -> tuple[str, str] | None:
         return digest, f"{lists[0]} says"
     if (target := file.resolve()).parent.name == "blobs" and _HASH.fullmatch(target.name):
         return target.name, "the name of its blob says"
-    installed = _installed(file)
-    return None if installed is None else (installed, f"was installed with {DEMO_PACKAGE}")
-
-
-def _installed(file: Path) -> str | None:
-    """Return the sum of this file that the installer of the demo package recorded; None if there is none."""
-    from importlib import metadata
-
     try:
-        listed = metadata.files(DEMO_PACKAGE) or []
+        installed = metadata.files(DEMO_PACKAGE) or []
     except metadata.PackageNotFoundError:
         return None
-    for entry in listed:
+    for entry in installed:
         hashed: Any = entry.hash
         known = hashed is not None and hashed.mode == "sha256"
         if known and entry.name == file.name and Path(str(entry.locate())).resolve() == file.resolve():
-            return base64.urlsafe_b64decode(f"{hashed.value}=").hex()
+            return base64.urlsafe_b64decode(f"{hashed.value}=").hex(), f"was installed with {DEMO_PACKAGE}"
     return None
 
 
