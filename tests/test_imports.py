@@ -208,7 +208,7 @@ def test_threads_are_made_in_few_places() -> None:
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
     known = {"runtime.lane", "runtime.watchdog", "tier.disk", "guests.flash.reader", "guests.flash.expert_reads",
-             "guests.stages.frames", "guests.wire.link", "model.overlap",
+             "guests.stages.frames", "guests.wire.link", "model.encoding",
              *(f"guests.attention_workers.{name}" for name in ("client", "network", "pool", "server"))}  # fmt: skip
     assert makers <= known
 

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ class Encoding:
 
     def __init__(self, model: str, weights: str, out: Path) -> None:
         from flexengine.lossy import Lossy
-        from flexengine.model import encoding, tensor_files
+        from flexengine.model import encoding, shards
         from flexengine.tier.memory import keep_freed
         from flexengine.worker.open_model import open_model
 
@@ -37,7 +37,7 @@ class Encoding:
         opened = open_model(model, None, "cpu", lossy=Lossy(weights=weights))
         self.encoding, self.forms, self.locations = encoding, opened.forms, opened.locations
         paths = {name: out / f"{number}.safetensors" for number, name in enumerate(self.forms)}
-        self.files = tensor_files.TensorFiles(paths, {name: form.shape for name, form in self.forms.items()})
+        self.files = shards.TensorFiles(paths, {name: form.shape for name, form in self.forms.items()})
         stored = {name: self.locations[name].nbytes for name in self.forms}
         self.facts = {
             "parameters": len(stored), "read_bytes": sum(stored.values()), "largest_bytes": max(stored.values()),
@@ -49,6 +49,9 @@ class Encoding:
         """Yield the pieces of all parameters."""
         for name, form in self.forms.items():
             yield from self.encoding._pieces(name, self.locations[name], form)
+
+    def _encode(self, pieces: Iterable[Any], write: Callable[[Any], None]) -> None:
+        self.encoding.in_threads(pieces, lambda piece: self.encoding._encoded(piece, None), write)
 
     def steps(self) -> Record:
         """Do each step alone. Return the seconds, and processor seconds, of each.
@@ -70,7 +73,7 @@ class Encoding:
         again, parts = self.pieces(), list[Any]()
         while pieces := list(islice(again, self.encoding.DEPTH)):
             with timed("encode"):
-                self.encoding.encode(pieces, None, parts.append)
+                self._encode(pieces, parts.append)
             with timed("write"):
                 deque(map(self.files.write, parts), maxlen=0)
             parts.clear()
@@ -78,7 +81,7 @@ class Encoding:
 
     def overlapped(self) -> Record:
         """Read, encode and write as the engine does."""
-        self.encoding.encode(self.pieces(), None, self.files.write)
+        self._encode(self.pieces(), self.files.write)
         return {}
 
 

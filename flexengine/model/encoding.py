@@ -7,6 +7,8 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,10 +22,8 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
 from flexengine.model.importance import Importances
 from flexengine.model.loading import ByteRange, Origin
-from flexengine.model.overlap import overlap
 from flexengine.model.prepare import fingerprint, prepared
-from flexengine.model.shards import check_room
-from flexengine.model.tensor_files import TensorFiles, TensorPart
+from flexengine.model.shards import TensorFiles, TensorPart, check_room
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
@@ -31,7 +31,7 @@ FIT = 1  # part of the key of weights that were fitted to importances; raise it 
 EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
-A = TypeVar("A")
+A, B = TypeVar("A"), TypeVar("B")
 _ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
 
@@ -107,14 +107,8 @@ def _write(
     importances: Importances | None,
     files: Mapping[str, str],
 ) -> None:
-    """Write one file per parameter, under a temporary name until it is complete.
-
-    A parameter that other encoded weights of the model hold in the same format is linked, so that mixes of formats
-    share the bytes of layers that they have in common.
-
-    Args:
-        files: name of each parameter's file, without suffix: the same for the same bytes.
-    """
+    """Write one file per parameter. files: their names without suffix, the same for the same bytes. A parameter that
+    other encoded weights of the model hold in the same format is linked, so that mixes of formats share bytes."""
     final = {name: directory / f"{file}.safetensors" for name, file in files.items()}
     missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
     if not missing:
@@ -129,14 +123,7 @@ def _write(
     pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
     shapes = {name: chosen[name].shape for name in missing}
     with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
-        encode(pieces, importances, out.write)
-
-
-def encode(
-    pieces: Iterable["MatrixPiece"], importances: Importances | None, write: Callable[[TensorPart], None]
-) -> None:
-    """Encode pieces while others are read and written."""
-    in_threads(pieces, lambda piece: _encoded(piece, importances), write)
+        in_threads(pieces, lambda piece: _encoded(piece, importances), out.write)
 
 
 def in_threads(make: Iterable[A], change: Callable[[A], TensorPart], write: Callable[[TensorPart], None]) -> None:
@@ -152,6 +139,52 @@ def in_threads(make: Iterable[A], change: Callable[[A], TensorPart], write: Call
             overlap(make, change, write, DEPTH, workers, lambda: torch.set_num_threads(threads // workers))
         finally:
             torch.set_num_threads(threads)  # new threads take the number that was set last, in any thread
+
+
+def overlap(
+    make: Iterable[A],
+    change: Callable[[A], B],
+    consume: Callable[[B], None],
+    depth: int,
+    workers: int = 1,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `consume(change(item))` for every item of `make`, in order.
+
+    `make` runs in the caller's thread, `change` in `workers` threads, which first call `begin`, and in the caller's
+    context (contextvars), `consume` in a thread. At most depth + 2 items exist: one is being made, `depth` wait or are
+    being changed, one is being consumed. All threads have ended when this function returns or raises.
+
+    Raises:
+        The error that belongs to the earliest item; an interrupt of the caller's thread in any case. All items before
+        it are consumed, so that finished work is not lost.
+    """
+    errors, context, room = list[Exception | KeyboardInterrupt](), copy_context(), threading.Semaphore(depth)
+
+    def finish(future: Future[B]) -> None:
+        room.release()
+        try:
+            if not errors:
+                consume(future.result())
+        except (Exception, KeyboardInterrupt) as error:  # raised by the caller
+            errors.append(error)
+
+    changing = ThreadPoolExecutor(workers, "flexengine-changing", begin)
+    try:
+        with ThreadPoolExecutor(1, "flexengine-consuming") as consuming, changing:
+            for item in make:
+                future = changing.submit(context.copy().run, change, item)
+                del item  # the next item is made without it
+                room.acquire()
+                if errors:
+                    break
+                consuming.submit(finish, future)
+                del future
+    except Exception:
+        if not errors:
+            raise
+    if errors:
+        raise errors.pop()
 
 
 def _linked(file: Path) -> bool:
@@ -185,11 +218,20 @@ class MatrixPiece(NamedTuple):
 
 
 def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiece]:
-    """Yield a parameter in pieces, in the order of its encoded bytes."""
-    count = max(1, form.count)
-    for number in range(count):
-        for rows in matrix_pieces(origin, number * (origin.nbytes // count), form):
-            yield MatrixPiece(name, number, form, rows)
+    """Yield a parameter in pieces of whole blocks of rows, in the order of its encoded bytes."""
+    matrices, size = max(1, form.count), origin.dtype.itemsize
+    rows, columns, together = form.packed.rows, form.packed.columns, form.packed.step
+    step = max(together, CHUNK // columns // together * together)
+    for number in range(matrices):
+        start = number * (origin.nbytes // matrices)
+        whole = read_part(origin, start, rows * columns * size).view(columns, rows).t() if form.transposed else None
+        for low in range(0, rows, step):
+            count = min(step, rows - low)
+            if whole is None:
+                part = read_part(origin, start + low * columns * size, count * columns * size).view(count, columns)
+            else:
+                part = whole[low : low + count]
+            yield MatrixPiece(name, number, form, part)
 
 
 def _encoded(piece: MatrixPiece, importances: Importances | None) -> TensorPart:
@@ -204,22 +246,6 @@ def _encoded(piece: MatrixPiece, importances: Importances | None) -> TensorPart:
         raise BadCheckpoint(f"tensor {piece.name}: {error}") from error
     advance(piece.rows.nbytes)
     return TensorPart(piece.name, data)
-
-
-def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
-    """Yield one matrix, whose bytes start at `start`, in pieces of whole blocks of rows, in the stored dtype."""
-    rows, columns = form.packed.rows, form.packed.columns
-    together = form.packed.step
-    step = max(together, CHUNK // columns // together * together)
-    size = origin.dtype.itemsize
-    if form.transposed:
-        whole = read_part(origin, start, rows * columns * size).view(columns, rows)
-        for low in range(0, rows, step):
-            yield whole[:, low : low + step].t()
-        return
-    for low in range(0, rows, step):
-        count = min(step, rows - low)
-        yield read_part(origin, start + low * columns * size, count * columns * size).view(count, columns)
 
 
 def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:

@@ -1,19 +1,25 @@
-"""Writer of safetensors shards, tensor by tensor, with bounded memory."""
+"""Writers of safetensors files with bounded memory: shards of whole tensors, and files of one encoded parameter."""
 
 import errno
 import json
+import math
+import os
 import shutil
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Self
+
+import safetensors.torch
+import torch
+from torch import Tensor
 
 from flexengine.errors import BadCheckpoint, OutOfMemory
-
-if TYPE_CHECKING:
-    import torch
+from flexengine.read_retries import located
 
 SHARD_BYTES = 128 * 10**6
 INDEX = "model.safetensors.index.json"
+ALIGNMENT = 8  # bytes; safetensors fills up its header with spaces to a multiple
 
 
 def check_room(directory: Path, what: str, needed: int) -> None:
@@ -25,15 +31,19 @@ def check_room(directory: Path, what: str, needed: int) -> None:
         raise OutOfMemory("disk", what, needed, used, disk.total, remedy)
 
 
-def save(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
+def save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file. Raise OSError with its name if that fails, also for the library's own errors."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise BadCheckpoint if a floating-point tensor holds NaN or infinity. Needs no copy of the tensor."""
+    plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1  # not torch's formats of 8 bits
+    if plain and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
+        raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
 
 
 class ShardWriter:
@@ -48,16 +58,16 @@ class ShardWriter:
 
     def __init__(self, directory: Path, limit: int = SHARD_BYTES) -> None:
         self._directory, self._limit = directory, limit
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, Tensor] = {}
         self._held_bytes = self._total_bytes = 0
         self._shards: list[list[str]] = []
 
-    def add(self, name: str, tensor: "torch.Tensor") -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Add one tensor. Raise BadCheckpoint if it is not finite or its name was added before."""
         if name in self._held or any(name in shard for shard in self._shards):
             raise BadCheckpoint(f"tensor {name} is there twice")
         check_finite(name, tensor)
-        if self._held and self._held_bytes + tensor.nbytes > self._limit:
+        if self._held_bytes + tensor.nbytes > self._limit:
             self._flush()
         self._held[name] = tensor
         self._held_bytes += tensor.nbytes
@@ -75,18 +85,77 @@ class ShardWriter:
         (self._directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
     def _flush(self) -> None:
-        if not self._held:
-            return
-        self._shards.append(list(self._held))
-        save(self._held, self._directory / f"shard-{len(self._shards)}")
-        self._held, self._held_bytes = {}, 0
+        if self._held:
+            self._shards.append(list(self._held))
+            save(self._held, self._directory / f"shard-{len(self._shards)}")
+            self._held, self._held_bytes = {}, 0
 
 
-def check_finite(name: str, tensor: "torch.Tensor") -> None:
-    """Raise BadCheckpoint if a floating-point tensor holds NaN or infinity. Needs no copy of the tensor."""
-    import torch
+class TensorPart(NamedTuple):
+    """The next bytes of a parameter; data: uint8, contiguous, on the CPU."""
 
-    if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and tensor.numel():
-        low, high = torch.aminmax(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
+    name: str
+    data: Tensor
+
+
+class TensorFiles:
+    """Context manager that writes one file per parameter, under a temporary name until it is complete and on the disk.
+
+    Parts of one parameter must come in a row and in order. At its end, a file that is not complete keeps its temporary
+    name, and is overwritten the next time.
+
+    Attributes:
+        shapes: shape of each parameter, in bytes.
+
+    Args:
+        files: path of the file of each parameter.
+    """
+
+    def __init__(self, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._files, self.shapes = files, shapes
+        self._open: FileIO | None = None
+        self._path, self._left = Path(), 0
+
+    def write(self, part: TensorPart) -> None:
+        """Write the next part. Raise OSError with the path of the file if that fails."""
+        data = part.data.numpy().data
+        if self._open is None:
+            start, self._left = self.start(part.name)
+            self._path = self._files[part.name].with_suffix(".writing")
+            self._open = self._path.open("wb", buffering=0)
+            self._append(self._open, memoryview(start))
+        self._append(self._open, data)
+        self._left -= data.nbytes
+        if not self._left:
+            with self._open as file:
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    raise located(error, "syncing", self._path, file.tell()) from error
+            self._open = None
+            self._path.rename(self._files[part.name])
+
+    def start(self, name: str) -> tuple[bytes, int]:
+        """Return the bytes of a file before the data of its parameter, here those of a safetensors file with one uint8
+        tensor, and the bytes of the data."""
+        shape = self.shapes[name]
+        nbytes = math.prod(shape)
+        tensor = {"dtype": "U8", "shape": shape, "data_offsets": (0, nbytes)}
+        content = {"__metadata__": {"format": "pt"}, name: tensor}
+        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text, nbytes
+
+    def _append(self, file: FileIO, data: memoryview) -> None:
+        try:
+            while data.nbytes:
+                data = data[file.write(data) :]
+        except OSError as error:
+            raise located(error, "writing", self._path, file.tell()) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()

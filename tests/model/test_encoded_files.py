@@ -180,7 +180,7 @@ def test_a_file_that_ends_early(families: Any, tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_pieces(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the writer is held up, the reader stops after DEPTH + 2 pieces."""
-    from flexengine.model.tensor_files import TensorFiles
+    from flexengine.model.shards import TensorFiles
 
     monkeypatch.setattr(encoding, "CHUNK", 1)  # pieces of 16 rows
     monkeypatch.setattr(encoding, "DEPTH", 3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.model.overlap import overlap
+from flexengine.model.encoding import overlap
 from tests.helpers.patience import in_time
 
 DEPTH = 3
@@ -55,7 +55,7 @@ def test_the_steps_run_at_the_same_time() -> None:
     make = (met(n, 0) for n in range(12))
     overlap(make, lambda n: met(n, 1), lambda n: found.append(met(n, 2)), DEPTH)
     assert found == list(range(12))
-    assert threads == {"flexengine-making", "flexengine-changing_0", "flexengine-consuming"}
+    assert threads == {threading.current_thread().name, "flexengine-changing_0", "flexengine-consuming_0"}
 
 
 def test_several_items_are_changed_at_the_same_time() -> None:
@@ -168,7 +168,7 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
     real = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        if thread.name == "flexengine-consuming":
+        if thread.name == "flexengine-consuming_0":
             time.sleep(0.05)  # no room is left by now
             raise RuntimeError("can't start new thread")
         real(thread)

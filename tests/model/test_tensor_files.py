@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.faults.failing import Failing, Fault
-from flexengine.model.tensor_files import TensorFiles, TensorPart
+from flexengine.model.shards import TensorFiles, TensorPart
 
 NAMES = ("a", "model.layers.0.mlp.down_proj.weight", 'quote" and back\\slash', "naïve 名")
 

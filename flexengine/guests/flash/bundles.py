@@ -20,8 +20,7 @@ from flexengine.guests.flash.feed_forward import FeedForward
 from flexengine.model.encoding import in_threads, read_part
 from flexengine.model.loading import Origin
 from flexengine.model.prepare import directory_for, prepared
-from flexengine.model.shards import check_room
-from flexengine.model.tensor_files import TensorFiles, TensorPart
+from flexengine.model.shards import TensorFiles, TensorPart, check_room
 from flexengine.model.verify import Verifier
 
 FORMAT = 1  # part of the key of all bundles; raise it if the bytes of a record change
@@ -77,9 +76,9 @@ def prepare_bundles(
 ) -> tuple[Bundle | None, ...]:
     """Return the bundle of each layer, after making the missing ones; None for a layer without a block.
 
-    Reading, bundling and writing overlap, see model.overlap. In memory are at most two strips of `down`, of STRIP bytes
-    each, and model.encoding.DEPTH + 2 pieces of PIECE bytes, stored or as records. An interrupted run continues with
-    the first file that is missing.
+    Reading, bundling and writing overlap, see model.encoding.overlap. In memory are at most two strips of `down`, of
+    STRIP bytes each, and model.encoding.DEPTH + 2 pieces of PIECE bytes, stored or as records. An interrupted run
+    continues with the first file that is missing.
 
     Args:
         source: the model directory.
