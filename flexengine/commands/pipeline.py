@@ -78,7 +78,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
             from flexengine.guests.stages.launch import LocalStages
-            from flexengine.model.layer_count import named_layers
+            from flexengine.model.source import named_layers
             from flexengine.plan.stages import stage_layers
 
             if (layers := named_layers(args.model)) is not None:  # else each stage compares its own

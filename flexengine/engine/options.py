@@ -14,7 +14,7 @@ from flexengine.engine.guests import ProcessGroup, guest
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
-from flexengine.model.dtypes import named_dtype
+from flexengine.model.config import named_dtype
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.tier.base import Tier

@@ -12,7 +12,7 @@ from flexengine.engine.guests import guest
 from flexengine.engine.options import MachineOptions
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.measure import store
-from flexengine.model.dtypes import named_dtype
+from flexengine.model.config import named_dtype
 from flexengine.plan.assumed import assumed
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware

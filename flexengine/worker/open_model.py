@@ -16,8 +16,7 @@ from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.build import build
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.config import load_config
-from flexengine.model.dtypes import choose_dtype
+from flexengine.model.config import choose_dtype, load_config
 from flexengine.model.files import set_links
 from flexengine.model.loading import ByteRange, Origin, differ, origins
 from flexengine.model.skeleton import Skeleton
@@ -230,7 +229,7 @@ def open_model(
 
     Args:
         model: see `model.source.resolve`.
-        dtype: see `model.dtypes.named_dtype`.
+        dtype: see `model.config.named_dtype`.
         kind: kind of machine: cpu, sim or cuda.
         trust_remote_code: whether the model's own Python code may run.
         weights: False also accepts a directory that has only a config.json; its weights then count as stored in the

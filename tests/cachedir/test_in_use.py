@@ -13,8 +13,7 @@ import pytest
 from flexengine.cachedir import items as listing
 from flexengine.cachedir import removal
 from flexengine.cachedir.open_files import open_files
-from flexengine.model.in_use import hold
-from flexengine.model.prepare import prepared
+from flexengine.model.prepare import hold, prepared
 from tests.helpers.caches import Cache, K, full, process
 
 USE = """

