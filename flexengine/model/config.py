@@ -6,6 +6,7 @@ transformers builds a model of any size that a config states; a number with a fe
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,17 @@ from flexengine.model.files import read_json
 
 _MAX_BYTES = 16 * 2**20
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
-_LIMITS = tuple(
-    (re.compile(pattern), most)
-    for pattern, most in (
-        (r"vocab", 10**8),
-        (r"(layers?|depths?|blocks|stages|groups|block_count)$", 10**4),
-        (r"label|expert|head|key_length|value_length", 10**5),
-        (r"position|context|window|seq|ctx", 10**9),
-        (r"hidden|embd|embed|model$|inner|ffn|intermediate|feed_forward", 10**6),
-        (r"length", 10**9),
-        (r"seed|param|flos|token|theta|base|date|version|id$", 2**64),
-        (r"", 10**7),
-    )
-)
-_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")  # at least 1 in any model
+_LIMITS = {
+    r"vocab": 10**8,
+    r"(layers?|depths?|blocks|stages|groups|block_count)$": 10**4,
+    r"label|expert|head|key_length|value_length": 10**5,
+    r"position|context|window|seq|ctx": 10**9,
+    r"hidden|embd|embed|model$|inner|ffn|intermediate|feed_forward": 10**6,
+    r"length": 10**9,
+    r"seed|param|flos|token|theta|base|date|version|id$": 2**64,
+    r"": 10**7,
+}
+_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -53,19 +51,18 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
     if not isinstance(raw, dict):
         raise BadCheckpoint(f"{path} holds a JSON {type(raw).__name__}; a config is an object")
     check_limits(path, raw)
-    _check_quantisation(path, raw)
-    _check_code(path, raw, trust_remote_code)
+    _check_sources(path, raw, trust_remote_code)
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        counts = {name: getattr(config.get_text_config(), name, None) for name in _COUNTS}
+        text = config.get_text_config()
+        counts = {name: getattr(text, name, None) for name in _COUNTS}
         layers, experts = size_of(config)
         if not all(isinstance(name, str) for name in config.architectures or []):
             raise TypeError(f"architectures is {config.architectures!r}; it must be a list of class names")
     except Exception as error:  # transformers raises errors of many types for bad configs
         raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
-    counts["max_position_embeddings"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
             raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")
@@ -78,10 +75,8 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
 def check_limits(path: Path, values: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel if a number of the config, at any depth, exceeds its limit; the message names it."""
     for key, value in _numbers(values):
-        most = next(most for pattern, most in _LIMITS if pattern.search(key))
-        if isinstance(value, int) and not abs(value) <= most:
-            raise UnsupportedModel(f"{path}: {key} is {value}; at most {most:,} is supported")
-        if isinstance(value, float) and most <= 10**6 and abs(value) > most:
+        most = next(most for pattern, most in _LIMITS.items() if re.search(pattern, key))
+        if abs(value) > most and (isinstance(value, int) or most <= 10**6):
             raise UnsupportedModel(f"{path}: {key} is {value}; at most {most:,} is supported")
 
 
@@ -130,27 +125,23 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
         yield key, values
 
 
-def _check_quantisation(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel if the weights are quantised, as they would be read as plain numbers."""
-    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
-    for part in parts:
-        for key in ("quantization_config", "compression_config"):
-            if not (entry := part.get(key)):
-                continue
-            settings = entry if isinstance(entry, Mapping) else {}
-            method = settings.get("quant_method") or next((k for k in settings if k.startswith("load_in")), "unknown")
-            if method == "gguf" and settings.get("dequantize") is True:
-                continue  # left over from a GGUF file that was saved as plain floating point
-            raise UnsupportedModel(
-                f"{path}: the weights are quantised ({key}: {method}), which is not supported;"
-                " take the model's unquantised checkpoint or a GGUF file"
-            )
-
-
-def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise UnsupportedModel if the config would run code from other sources, or refers to other config files."""
+def _check_sources(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Raise UnsupportedModel if the weights are quantised, as they would be read as plain numbers, or if the config
+    would run code from other sources, or refers to other config files."""
     from transformers import CONFIG_MAPPING
 
+    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
+    for part, key in product(parts, ("quantization_config", "compression_config")):
+        if not (entry := part.get(key)):
+            continue
+        settings = entry if isinstance(entry, Mapping) else {}
+        method = settings.get("quant_method") or next((k for k in settings if k.startswith("load_in")), "unknown")
+        if method == "gguf" and settings.get("dequantize") is True:
+            continue  # left over from a GGUF file that was saved as plain floating point
+        raise UnsupportedModel(
+            f"{path}: the weights are quantised ({key}: {method}), which is not supported;"
+            " take the model's unquantised checkpoint or a GGUF file"
+        )
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise UnsupportedModel(
@@ -161,7 +152,6 @@ def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> 
         raise UnsupportedModel(
             f"{path} refers to other config files (configuration_files); remove that entry and use one config.json"
         )
-    parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
         raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")
 

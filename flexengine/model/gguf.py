@@ -7,10 +7,13 @@ tensors without a target, and RoPE scaling; here both are either carried over or
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
@@ -22,13 +25,10 @@ from flexengine.model.source import ModelSource
 from flexengine.read_retries import opened
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
     from flexengine.model.verify import Verifier
 
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
-_KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
@@ -104,7 +104,6 @@ def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> N
 
 def _config(header: Header) -> Any:
     """Return the transformers config of the file, with the dtype of its weights and its RoPE scaling."""
-    import torch
     from transformers import AutoConfig
 
     path = header.path
@@ -115,7 +114,9 @@ def _config(header: Header) -> Any:
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers has no config for it: {error}") from error
     check_backed(path, size, [math.prod(tensor.shape) for tensor in header.tensors])
-    config.dtype = getattr(torch, _dtype_name(header.tensors))
+    kinds = {tensor.kind.name for tensor in header.tensors}
+    plain = kinds <= set(_KEPT) and next((kind for kind in ("BF16", "F16") if kind in kinds), None)
+    config.dtype = _KEPT[plain] if plain else torch.float32
     _carry_shape(header, config)
     _carry_rope(header, config)
     return config
@@ -134,17 +135,8 @@ def _carry_shape(header: Header, config: Any) -> None:
         config.sliding_window = window
 
 
-def _dtype_name(tensors: Iterable[GgufTensor]) -> str:
-    """Return the dtype for the config: float32 if any tensor is quantised, else a 16-bit dtype if any tensor has it."""
-    types = {tensor.kind.name for tensor in tensors}
-    if not types <= set(_KEPT):
-        return "float32"
-    return next(_KEPT[kind] for kind in ("BF16", "F16", "F32") if kind in types)
-
-
 def _skeleton(path: Path, config: Any) -> Any:
     """Return the model on the meta device, which gives names, shapes, tied weights and the generation config."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     try:
@@ -170,11 +162,8 @@ class _Names:
 
 
 def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[GgufTensor, str]]:
-    """Return transformers' map of names, and the parameter name of each tensor.
-
-    Raises:
-        UnsupportedModel: a tensor has no parameter in the model.
-    """
+    """Return transformers' map of names, and the parameter name of each tensor. Raise UnsupportedModel if there is no
+    parameter of a tensor."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -194,7 +183,7 @@ def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str]
     return names, targets
 
 
-def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
+def _tensors(header: Header, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, tensor). Tensors that are merged into one parameter are read in succession."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -214,9 +203,8 @@ def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, to
         yield from merged.items()
 
 
-def _read(path: Path, tensor: GgufTensor) -> "np.ndarray[Any, Any]":
+def _read(path: Path, tensor: GgufTensor) -> np.ndarray[Any, Any]:
     """Return one tensor as float32. It is read, not mapped, so that file pages do not count as process memory."""
-    import numpy as np
     from gguf.quants import dequantize
 
     rows = math.prod(tensor.shape[:-1])
@@ -235,17 +223,11 @@ def _read(path: Path, tensor: GgufTensor) -> "np.ndarray[Any, Any]":
     return out.reshape(tensor.shape)
 
 
-def _as_stored(weights: "np.ndarray[Any, Any]", kind: str) -> "torch.Tensor":
+def _as_stored(weights: np.ndarray[Any, Any], kind: str) -> torch.Tensor:
     """Return float32 values as a tensor; in F16 or BF16 if the file stores them so and the conversion is exact."""
-    import numpy as np
-    import torch
-
     tensor = torch.from_numpy(np.ascontiguousarray(weights))
-    if kind in ("F16", "BF16"):
-        half = tensor.to(getattr(torch, _KEPT[kind]))
-        if torch.equal(half.to(torch.float32), tensor):
-            return half
-    return tensor
+    half = tensor.to(_KEPT.get(kind, torch.float32))
+    return half if torch.equal(half.to(torch.float32), tensor) else tensor
 
 
 def _result_bytes(tensor: GgufTensor) -> int:
@@ -268,44 +250,18 @@ def _carry_rope(header: Header, config: Any) -> None:
     stored = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FREQS), None)
     if stored is None:
         return
-    divisors = [float(value) for value in _read(path, stored).ravel()]
-    if all(value == 1 for value in divisors):
+    divisors = _read(path, stored).ravel()
+    if (divisors == 1).all():
         return
-    base = float(parameters.get("rope_theta", 0))
-    llama3 = {
-        "factor": max(divisors),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    formula = llama3_divisors(base, len(divisors), **llama3) if base else []
-    if len(formula) != len(divisors) or any(abs(a - b) > 1e-4 * b for a, b in zip(divisors, formula, strict=True)):
+    base, factor, low, high, context = float(parameters.get("rope_theta", 0)), float(divisors.max()), 1.0, 4.0, 8192
+    # Llama 3's frequencies base^(-i / count) are divided by 1 for short waves, by the factor for long ones.
+    turns = context / (2 * np.pi * max(base, 1) ** (np.arange(len(divisors)) / len(divisors)))
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    if not base or not np.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-4, atol=0):
         raise UnsupportedModel(f"{path} carries RoPE factors that are not Llama 3's; use the safetensors checkpoint")
+    llama3 = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    llama3["original_max_position_embeddings"] = context
     config.rope_parameters = {**parameters, "rope_type": "llama3", **llama3}
-
-
-def llama3_divisors(
-    base: float,
-    count: int,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_position_embeddings: float,
-) -> list[float]:
-    """Return the divisors of Llama 3.1's RoPE frequencies base^(-i/count): 1 for short waves, `factor` for long ones.
-
-    Args:
-        base: rope_theta.
-        count: number of frequencies.
-        factor, low_freq_factor, high_freq_factor, original_max_position_embeddings: as in transformers' configs.
-    """
-    divisors = []
-    for i in range(count):
-        turns = original_max_position_embeddings / (2 * math.pi * base ** (i / count))
-        smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        smooth = min(max(smooth, 0.0), 1.0)
-        divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return divisors
 
 
 def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
@@ -320,7 +276,6 @@ def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers cannot build its tokenizer: {error}") from error
-    length = getattr(config, "max_position_embeddings", None)
-    if isinstance(length, int):
+    if isinstance(length := getattr(config, "max_position_embeddings", None), int):
         tokenizer.model_max_length = length
     tokenizer.save_pretrained(directory)

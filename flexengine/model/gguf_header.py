@@ -21,15 +21,8 @@ _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousan
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Location of one tensor in the file.
-
-    Attributes:
-        name: name of the tensor.
-        kind: a GGMLQuantizationType.
-        shape: in torch's order of dimensions.
-        offset: first byte in the file.
-        nbytes: size in bytes in the file.
-    """
+    """Location of one tensor in the file: bytes offset .. offset + nbytes - 1. kind: a GGMLQuantizationType; shape: in
+    torch's order of dimensions."""
 
     name: str
     kind: Any
@@ -40,13 +33,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a GGUF file.
-
-    Attributes:
-        path: path of the file.
-        values: scalar and string metadata, without arrays.
-        tensors: locations of all tensors.
-    """
+    """Header of a GGUF file. values: scalar and string metadata, without arrays."""
 
     path: Path
     values: Mapping[str, Any]
@@ -109,7 +96,11 @@ class _Cursor:
             raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
         start = -(-self._at // alignment) * alignment
         tensors = tuple(self._stored(start, *info) for info in infos)
-        _check_apart(tensors)
+        if len({tensor.name for tensor in tensors}) != len(tensors):
+            raise ValueError("two tensors have one name")
+        for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
+            if before.offset + before.nbytes > after.offset:
+                raise ValueError(f"tensors {before.name} and {after.name} overlap")
         return values, tensors
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
@@ -163,12 +154,3 @@ class _Cursor:
         if stored.offset + stored.nbytes > len(self._data):
             raise ValueError(f"tensor {name} goes beyond the end of the file")
         return stored
-
-
-def _check_apart(tensors: tuple[GgufTensor, ...]) -> None:
-    if len({tensor.name for tensor in tensors}) != len(tensors):
-        raise ValueError("two tensors have one name")
-    ordered = sorted(tensors, key=lambda tensor: tensor.offset)
-    for before, after in pairwise(ordered):
-        if before.offset + before.nbytes > after.offset:
-            raise ValueError(f"tensors {before.name} and {after.name} overlap")

@@ -6,9 +6,11 @@ import mmap
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint
@@ -18,10 +20,7 @@ from flexengine.model.shards import ShardWriter, check_room
 from flexengine.model.source import ModelSource
 
 if TYPE_CHECKING:
-    import torch
-
     from flexengine.model.verify import Verifier
-
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -47,15 +46,12 @@ def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: "Verifier
 
 
 def bin_shards(path: Path) -> list[Path]:
-    """Return the pytorch_model*.bin files of a directory, from its index if it has one.
-
-    Raises:
-        BadCheckpoint: a file is missing or no regular file.
-    """
+    """Return the pytorch_model*.bin files of a directory, from its index if it has one. Raise BadCheckpoint if a file
+    is missing or no regular file."""
     index = path / "pytorch_model.bin.index.json"
-    if not os.path.lexists(index):
-        return [regular_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
-    return indexed_files(index)
+    if os.path.lexists(index):
+        return indexed_files(index)
+    return [regular_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
 
 
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
@@ -75,30 +71,25 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
     nbytes = sum(file.stat().st_size for file in shards)
     check_room(directory, f"weights of {shards[0].parent}", nbytes)
     text = f"converting {shards[0].parent.name} to safetensors, once for this model ({nbytes / 1e9:.2f} GB)"
+    writer = ShardWriter(directory)
     with activity("converting", text, nbytes, "B", logging.INFO) as work:
-        _convert(shards, directory, work.advance)
+        for file in shards:
+            state = _load_bin(file)
+            while state:
+                name, tensor = state.popitem()
+                try:
+                    writer.add(name, tensor.detach().clone().contiguous())
+                except BadCheckpoint as error:
+                    raise BadCheckpoint(f"{file}: {error}") from error
+                _forget(tensor)
+                work.advance(tensor.nbytes)
+        writer.close()
     for file in copied:
         shutil.copyfile(file, directory / file.name)
 
 
-def _convert(shards: Sequence[Path], directory: Path, advance: Callable[[int], None]) -> None:
-    writer = ShardWriter(directory)
-    for file in shards:
-        state = _load_bin(file)
-        while state:
-            name, tensor = state.popitem()
-            try:
-                writer.add(name, tensor.detach().clone().contiguous())
-            except BadCheckpoint as error:
-                raise BadCheckpoint(f"{file}: {error}") from error
-            _forget(tensor)
-            advance(tensor.nbytes)
-    writer.close()
-
-
-def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
-    import torch
-
+def _load_bin(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, the last one first. Raise BadCheckpoint if it holds others than dense ones."""
     try:  # files written before torch 1.6 are no zip archives and cannot be mapped
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored_zip(file))
     except BadCheckpoint:
@@ -111,7 +102,12 @@ def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
     ):
         raise BadCheckpoint(f"{file} is refused: it does not hold a plain dictionary of tensors")
     for name, tensor in state.items():
-        _check_plain(file, name, tensor)
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+            raise BadCheckpoint(f"{file} is refused: tensor {name} is {kind}; only dense tensors are converted")
+        if tensor.nbytes > (held := tensor.untyped_storage().nbytes()):
+            claim = f"tensor {name} claims {tensor.nbytes:,} bytes of a storage of {held:,}"
+            raise BadCheckpoint(f"{file} is refused: {claim}")
     return dict(reversed(state.items()))
 
 
@@ -125,18 +121,7 @@ def _is_stored_zip(file: Path) -> bool:
     return True
 
 
-def _check_plain(file: Path, name: str, tensor: "torch.Tensor") -> None:
-    """Raise BadCheckpoint if the tensor is not dense, not on the CPU, or larger than its storage."""
-    import torch
-
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
-        raise BadCheckpoint(f"{file} is refused: tensor {name} is {kind}; only dense tensors are converted")
-    if tensor.nbytes > (held := tensor.untyped_storage().nbytes()):
-        raise BadCheckpoint(f"{file} is refused: tensor {name} claims {tensor.nbytes:,} bytes of a storage of {held:,}")
-
-
-def _forget(tensor: "torch.Tensor") -> None:
+def _forget(tensor: torch.Tensor) -> None:
     """Drop the resident pages of a mapped, unmodified tensor, which otherwise count as memory until the file is closed.
 
     Only for tensors of torch.load(mmap=True), as a private file mapping is read again on access. Only whole pages
