@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.codec.forms import Form
-from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.steps import Steps
 
 # While active, torch functions do not call `products.Invariance`: a dozen calls take longer than all other work before
 # a kernel starts.
@@ -67,31 +65,9 @@ class Product:
                 return kernel.product(x if kernel.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or (weight.dtype == x.dtype and (x.dtype != torch.float32 or x.device.type != "cpu")):
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
-            return kernels.load().linear(x, weight, bias, self._rounding(weight), packed)
+            return kernels.load().linear(x, weight, bias, self.rounding(weight), packed)
 
-    def add_to(
-        self,
-        steps: Steps,
-        x: Tensor,
-        module: "FastLinear",
-        bias: Tensor | None,
-        residual: Tensor | None,
-        beside: bool,
-        out: Tensor | None,
-    ) -> Tensor:
-        """Add the product of a module, with fp32 x on a CPU, to steps of native kernels; see `Steps.linear`.
-
-        Args:
-            bias: the module's bias in fp32; None for none.
-        """
-        weight = module.weight
-        form = module.forms.get("weight")
-        if form is not None:
-            assert isinstance(form, Packed)  # others are not computed by steps, see formats.in_steps
-            return steps.product(x, weight, form, bias, self.compute, residual, beside, out)
-        return steps.linear(x, weight, bias, self._rounding(weight), residual, beside, module.packed, out)
-
-    def _rounding(self, weight: Tensor) -> Literal["bf16"] | None:
+    def rounding(self, weight: Tensor) -> Literal["bf16"] | None:
         """Return the dtype that activations are rounded to before a product with this plain weight."""
         return "bf16" if weight.dtype == torch.bfloat16 and self.compute == "bf16" else None
 

@@ -11,7 +11,7 @@ weights and pages are at hand. native/recognise.py tells which layers compute so
 passes that watch or replace modules use the modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import greenlet
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.codec.packed import Packed
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.formats import in_steps
 from flexengine.kernels.paged import PagedAttention
@@ -27,7 +28,7 @@ from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
 from flexengine.model.native.fused import ACTS
-from flexengine.model.native.parts import HEAD_NORMS, LayerParts
+from flexengine.model.native.parts import LayerParts
 from flexengine.model.native.shared import LayerKind
 
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
@@ -72,7 +73,6 @@ class NativeLayer:
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
-        self._head_norms = self.attention._modules.keys() >= HEAD_NORMS
         self._linear: list[FastLinear] = [m for m in modules if isinstance(m, FastLinear)]
         self._layer_norms = [m for m in modules if isinstance(m, nn.LayerNorm)]
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
@@ -95,17 +95,16 @@ class NativeLayer:
                 return False
         if getattr(greenlet.getcurrent(), "queries_first", False) or not self._unchanged:
             return False
-        return self.kind.trial is None or self.kind.trial.succeeded
+        return self.kind.proven()
 
     @property
     def _unchanged(self) -> bool:
         """Whether nothing watches or replaces the layer's modules."""
         if self._act_name not in ACTS or any(self._hooks):
             return False
-        if not all(type(module) is FastLinear for module in self._linear):  # as with records of neurons (neurons.py)
-            return False
-        if not all(in_steps(module.forms.get("weight")) for module in self._linear):
-            return False
+        for module in self._linear:  # the class differs with records of neurons
+            if type(module) is not FastLinear or not in_steps(module.forms.get("weight")):
+                return False
         return not any("forward" in attributes for attributes in self._attributes)
 
     @property
@@ -131,36 +130,32 @@ class NativeLayer:
             assert angles is not None
             if layers := self._together(len(x)):
                 return len(layers), self._layers(x, angles, layers)[None]
-            q, k, v = (y.transpose(0, 1)[None] for y in self._projected(x, angles))
+            # The rows whose output is computed; None for all, as when over half of them have logits.
+            keep = this_pass().inputs.keep if self.last else None
+            if keep is not None and 2 * len(keep) > len(x):
+                keep = None
+            q, k, v = (y.transpose(0, 1)[None] for y in self._projected(x, angles, keep))
         attended, _ = attend(self.attention, q, k, v, None, **self.options)
         del q, k, v
         with unwatched():
-            return 1, self._rest(x, attended.reshape(len(x), -1))[None]
+            attended = attended.reshape(len(x), -1)
+            if keep is None:
+                return 1, self._run("after", x, attended)[0][None]
+            out = self._empty(x.shape).zero_()
+            if len(keep):
+                out[keep] = self._run("after", x[keep], attended[keep])[0]
+            return 1, out[None]
 
-    def _kept(self, rows: int) -> Tensor | None:
-        """Return the rows whose output is computed; None for all, as when over half of them have logits."""
-        keep = this_pass().inputs.keep if self.last else None
-        return keep if keep is not None and 2 * len(keep) <= rows else None
-
-    def _projected(self, x: Tensor, angles: Sequence[Tensor]) -> list[Tensor]:
+    def _projected(self, x: Tensor, angles: Sequence[Tensor], keep: Tensor | None) -> list[Tensor]:
         """Return queries, keys and values, [rows, heads, head_dim]. Queries that are not computed are 0."""
-        if (keep := self._kept(len(x))) is None:
-            return self._run(self._before, (x, *angles))
-        k, v = self._run(self._keys_and_values, (x, *angles))
+        if keep is None:
+            return self._run("qkv", x, *angles)
+        k, v = self._run("kv", x, *angles)
         dim = self.attention.head_dim
         q = self._empty((len(x), self.parts.q.out_features // dim, dim)).zero_()
         if len(keep):
-            q[keep] = self._run(self._queries, (x[keep], *(y[keep] for y in angles)))[0]
+            q[keep] = self._run("q", x[keep], *(y[keep] for y in angles))[0]
         return [q, k, v]
-
-    def _rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output, [rows, hidden]. Rows that are not computed are 0."""
-        if (keep := self._kept(len(x))) is None:
-            return self._run(self._after, (x, attended))[0]
-        out = self._empty(x.shape).zero_()
-        if len(keep):
-            out[keep] = self._run(self._after, (x[keep], attended[keep]))[0]
-        return out
 
     def most_layers(self, rows: int) -> int:
         """Return the most layers of one call for a number of tokens."""
@@ -173,9 +168,8 @@ class NativeLayer:
         sizes = parts.q.out_features // dim, parts.k.out_features // dim, dim
         if not given or (given[0].heads, given[0].room.kv_heads, given[0].room.dim) != sizes:
             return []
-        most = self.most_layers(rows)
         format, layer = self._bind().format, cast(NativeLayer | None, self)
-        for paged in given[:most]:
+        for paged in given[: self.most_layers(rows)]:
             if layer is None or (found and not (layer.joined and layer.kind is self.kind and layer._unchanged)):
                 break
             if layer._bind().format != format or (layer.last and paged.pieces is not None):
@@ -187,17 +181,11 @@ class NativeLayer:
     def _layers(
         self, x: Tensor, angles: Sequence[Tensor], layers: Sequence[tuple["NativeLayer", PagedAttention]]
     ) -> Tensor:
-        """Compute whole layers. Return the output of the last one, [rows, hidden].
-
-        Args:
-            x: [rows, hidden], input of the first layer.
-            angles: as in `LayerKind.angles`.
-            layers: what `_together` returned.
-        """
+        """Compute whole layers, which `_together` returned. Return the output of the last one, [rows, hidden]."""
         x, paged, bound, recent = x.contiguous(), layers[0][1], self._bind(), self.kind.recent
         key = bound.format, paged.sizes
         if recent is None or recent[0] is not paged.tables or recent[1] != key:
-            call = self._call(self._whole, bound, (x, *angles), paged)
+            call = self._call("whole", bound, (x, *angles), paged)
             self.kind.recent = recent = paged.tables, key, call
         results = self._results(recent[2])
         rows, source = list[list[int]](), x
@@ -208,13 +196,8 @@ class NativeLayer:
         recent[2].run(*rows)
         return results[0]
 
-    def _run(self, part: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
-        """Run a part of the layer. Return its results, [rows, ...].
-
-        Args:
-            part: the method that adds the part's steps.
-            given: its arguments, [rows, ...].
-        """
+    def _run(self, part: str, *given: Tensor) -> list[Tensor]:
+        """Run a part of the layer on the tensors `given` of `_steps`. Return its results, [rows, ...]."""
         bound = self._bind()
         call = self._call(part, bound, given)
         results = self._results(call)
@@ -237,28 +220,17 @@ class NativeLayer:
         return [*(x.data_ptr() for x in given), *bound.addresses, *(x.data_ptr() for x in to)]
 
     def _call(
-        self,
-        part: Callable[..., list[Tensor]],
-        bound: BoundWeights,
-        given: Sequence[Tensor],
-        paged: PagedAttention | None = None,
+        self, part: str, bound: BoundWeights, given: Sequence[Tensor], paged: PagedAttention | None = None
     ) -> RecordedSteps:
-        """Return the call of a part of the layer, or of the whole, for tensors of these shapes.
-
-        Args:
-            part: the method that adds the steps.
-            bound: weights.
-            given: its arguments, [rows, ...].
-            paged: the last argument of `_whole`.
-        """
+        """Return the call of a part of the layer for tensors of these shapes. Arguments as in `_steps`."""
 
         def record() -> RecordedSteps:
-            steps, last = cast(NativeKernels, kernels.load()).steps(), [] if paged is None else [paged]
+            steps = cast(NativeKernels, kernels.load()).steps()
             tensors = (*given, *(paged.tensors if paged else ()), *bound.given)
-            return steps.recorded(tensors, part(steps, bound, *given, *last))
+            return steps.recorded(tensors, self._steps(part, steps, bound, given, paged))
 
         sizes = [(len(given[0]), *(x.stride() for x in given)), bound.format, torch.get_num_threads()]
-        return self.kind.call((part.__name__, *sizes, *(paged.sizes if paged else ())), record)
+        return self.kind.call((part, *sizes, *(paged.sizes if paged else ())), record)
 
     def release(self) -> None:
         """Drop the references to weights, and the tensors of all layers of this kind."""
@@ -287,89 +259,77 @@ class NativeLayer:
         self._bound = BoundWeights(parameters, how, biases, given, addresses, number)
         return self._bound
 
-    def _before(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
-        return self._projections(steps, bound, x, angles, (self.parts.q, self.parts.k, self.parts.v))
+    def _steps(
+        self, part: str, steps: Steps, bound: BoundWeights, given: Sequence[Tensor], paged: PagedAttention | None
+    ) -> list[Tensor]:
+        """Add the steps of a part of the layer. Return their results.
 
-    def _keys_and_values(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
-        return self._projections(steps, bound, x, angles, (self.parts.k, self.parts.v))
-
-    def _queries(self, steps: Steps, bound: BoundWeights, x: Tensor, *angles: Tensor) -> list[Tensor]:
-        return self._projections(steps, bound, x, angles, (self.parts.q,))
+        Args:
+            part: "after", with x and attention's output; projections, as in "qkv", with x and the angles; or "whole".
+            given: [rows, ...].
+            paged: attention of "whole".
+        """
+        if part == "after":
+            return [self._after(steps, bound, *given)]
+        x, *angles = given
+        if paged is None:
+            return self._projections(part, steps, bound, x, angles)
+        q, k, v = self._projections("qkv", steps, bound, x, angles)
+        attended = steps.append_and_attend(q, k, v, paged, self.options["scaling"], self.options["softcap"])
+        return [self._after(steps, bound, x, attended.flatten(1)), q, k, v, attended]
 
     def _projections(
-        self, steps: Steps, bound: BoundWeights, x: Tensor, angles: Sequence[Tensor], modules: Sequence[FastLinear]
+        self, which: str, steps: Steps, bound: BoundWeights, x: Tensor, angles: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the results of the layer's projections for queries, keys and values, or of some of these."""
-        dim = self.attention.head_dim
-        results = [steps.new((len(x), module.out_features // dim, dim)) for module in modules]
+        """Return queries, keys and values, [rows, heads, head_dim], or some of these."""
+        parts, dim = self.parts, self.attention.head_dim
+        results = {name: steps.new((len(x), getattr(parts, name).out_features // dim, dim)) for name in which}
+        norms = {name: norm for name, norm in (("q", parts.q_norm), ("k", parts.k_norm)) if norm is not None}
         for rows in steps.parts(len(x), PART):
-            self._project(steps, bound, x[rows], [y[rows] for y in angles], modules, [y[rows] for y in results])
-        return results
+            normed, made = _norm(steps, x[rows], parts.before), dict[str, Tensor]()
+            outs = {name: y[rows] for name, y in results.items()}
+            for name, out in outs.items():
+                follows = name != "v" and bool(angles or norms)  # then the product is not the result yet
+                to = None if follows else out.flatten(1)
+                made[name] = _product(steps, bound, normed, getattr(parts, name), beside=bool(made), out=to)
+            heads = which.removesuffix("v")
+            for name in heads if norms else "":
+                to = None if angles else outs[name].flatten(0, 1)
+                made[name] = _norm(steps, made[name].view(-1, dim), norms[name], beside=name != heads[0], out=to)
+            for name in heads if angles else "":
+                cos, sin = (y[rows] for y in angles)
+                steps.rotate(made[name].view(outs[name].shape), cos, sin, beside=name != heads[0], out=outs[name])
+        return list(results.values())
 
-    def _project(
-        self,
-        steps: Steps,
-        bound: BoundWeights,
-        x: Tensor,
-        angles: Sequence[Tensor],
-        modules: Sequence[FastLinear],
-        results: Sequence[Tensor],
-    ) -> None:
-        """Write the projections of some rows to the results, [rows, heads, head_dim]."""
-        parts, normed = self.parts, _norm(steps, x, self.parts.before)
-        norms = {parts.q: self.attention.q_norm, parts.k: self.attention.k_norm} if self._head_norms else {}
-        products, rotated = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        for module, result in zip(modules, results, strict=True):
-            follows = module is not parts.v and bool(angles or norms)  # then the product is not the result yet
-            out = None if follows else result.flatten(1)
-            products.append(self._product(steps, bound, normed, module, beside=bool(products), out=out))
-        for module, y, result in zip(modules, products, results, strict=True):
-            if module is parts.v:
-                continue
-            if module in norms:
-                out = None if angles else result.flatten(0, 1)
-                y = _norm(steps, y.view(-1, result.shape[-1]), norms[module], beside=bool(rotated), out=out)
-            rotated.append((y.view(result.shape), result))
-        if angles:
-            cos, sin = angles
-            for i, (y, result) in enumerate(rotated):
-                steps.rotate(y, cos, sin, beside=i > 0, out=result)
-
-    def _after(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor) -> list[Tensor]:
-        out = steps.new(x.shape)
+    def _after(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output."""
+        parts, act, result = self.parts, ACTS[self._act_name], steps.new(x.shape)
         for rows in steps.parts(len(x), PART):
-            self._feed(steps, bound, x[rows], attended[rows], out[rows])
-        return [out]
+            middle = _product(steps, bound, attended[rows], parts.out, residual=x[rows])
+            normed = _norm(steps, middle, parts.after)
+            if parts.gate is None:
+                inner = steps.gate(_product(steps, bound, normed, parts.up), None, act)
+            else:
+                gate = _product(steps, bound, normed, parts.gate)
+                inner = steps.gate(gate, _product(steps, bound, normed, parts.up, beside=True), act)
+            _product(steps, bound, inner, parts.down, residual=middle, out=result[rows])
+        return result
 
-    def _feed(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor, out: Tensor) -> None:
-        """Write the layer's output of some rows."""
-        parts, act = self.parts, ACTS[self._act_name]
-        x = self._product(steps, bound, attended, parts.out, residual=x)
-        normed = _norm(steps, x, parts.after)
-        if parts.gate is None:
-            inner = steps.gate(self._product(steps, bound, normed, parts.up), None, act)
-        else:
-            gate = self._product(steps, bound, normed, parts.gate)
-            inner = steps.gate(gate, self._product(steps, bound, normed, parts.up, beside=True), act)
-        self._product(steps, bound, inner, parts.down, residual=x, out=out)
 
-    def _whole(self, steps: Steps, bound: BoundWeights, x: Tensor, *rest: Any) -> list[Tensor]:
-        *angles, paged = rest
-        q, k, v = self._before(steps, bound, x, *angles)
-        attended = steps.append_and_attend(q, k, v, paged, self.options["scaling"], self.options["softcap"])
-        return [*self._after(steps, bound, x, attended.flatten(1)), q, k, v, attended]
-
-    @staticmethod
-    def _product(
-        steps: Steps,
-        bound: BoundWeights,
-        x: Tensor,
-        module: FastLinear,
-        residual: Tensor | None = None,
-        beside: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return module.product.add_to(steps, x, module, bound.biases[module], residual, beside, out)
+def _product(
+    steps: Steps,
+    bound: BoundWeights,
+    x: Tensor,
+    module: FastLinear,
+    residual: Tensor | None = None,
+    beside: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    weight, bias, form = module.weight, bound.biases[module], module.forms.get("weight")
+    if form is not None:
+        assert isinstance(form, Packed)  # others are not computed by steps, see formats.in_steps
+        return steps.product(x, weight, form, bias, module.product.compute, residual, beside, out)
+    return steps.linear(x, weight, bias, module.product.rounding(weight), residual, beside, module.packed, out)
 
 
 def _norm(steps: Steps, x: Tensor, module: Any, beside: bool = False, out: Tensor | None = None) -> Tensor:

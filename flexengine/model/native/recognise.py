@@ -8,7 +8,7 @@ models are recognised, not those of a checkpoint's own Python code.
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
         model: with pausing layers, fast linear and fused modules.
         attends: by layer, its pause at attention in a pass on the meta device.
     """
-    if any(_package(base) not in _KNOWN for module in model.modules() for base in type(module).__mro__):
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    if any(cls.__module__.partition(".")[0] not in _KNOWN for cls in classes):
         return
     kinds: dict[Any, LayerKind] = {}
     scratch = Scratch()
@@ -58,20 +59,14 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
         if (parts := parts_of(layer)) is not None and event.sinks is None:
             norms = tuple(m.rms for m in layer.modules() if hasattr(m, "rms"))
             key = type(layer), _settings(layer), norms, event.scale, event.softcap
-            kind = kinds.setdefault(
-                key, LayerKind(LayerTrial(type(layer), model.config, layer.self_attn.layer_idx), scratch)
-            )
+            proven = cache(partial(_alike, type(layer), model.config, layer.self_attn.layer_idx))
+            kind = kinds.setdefault(key, LayerKind(proven, scratch))
             module.native = NativeLayer(layer, parts, _options(event, parts), kind)
             if before is not None and before.native is not None:
                 before.native.following = module.native
         before = module
     if before is not None and before.native is not None:
         before.native.last = _ends(model)
-
-
-def _package(cls: type) -> str:
-    """Return the name of the package that defines a class."""
-    return cls.__module__.partition(".")[0]
 
 
 def _ends(model: Any) -> bool:
@@ -99,57 +94,51 @@ def _settings(layer: Any) -> tuple[Any, ...]:
     )
 
 
-class LayerTrial:
-    """Comparison of the two calls with a small layer of transformers, of the same class and settings.
+def _alike(layer: Any, config: Any, index: int) -> bool:
+    """Return whether native kernels are at hand, and the calls compute the same, but for rounding, as small layers of a
+    class.
 
     Args:
-        kind: class of the layer.
+        layer: class of the layer.
         config: the model's configuration.
         index: number of the layer.
     """
+    try:
+        native = isinstance(kernels.load(), NativeKernels)
+        return native and all(_compare(*_small(layer, config, index, size)) for size in _WEIGHTS)
+    except FlexError:
+        raise
+    except Exception:  # the layer needs what a trial does not have
+        return False
 
-    def __init__(self, kind: Any, config: Any, index: int) -> None:
-        self._kind, self._config, self._index = kind, config, index
 
-    @cached_property
-    def succeeded(self) -> bool:
-        """Whether native kernels are at hand, and both compute the same but for rounding."""
-        try:
-            return isinstance(kernels.load(), NativeKernels) and all(map(self._compare, _WEIGHTS))
-        except FlexError:
-            raise
-        except Exception:  # the layer needs what a trial does not have
-            return False
+def _small(layer: Any, config: Any, index: int, weights: float) -> tuple[Any, int, torch.Generator]:
+    """Return a small layer with random weights, matrices of a standard deviation, and the width of its input."""
+    rng, config = torch.Generator().manual_seed(0), copy.deepcopy(config.get_text_config())
+    for name, size in _SMALL.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, size)
+    config._attn_implementation = ATTENTION
+    small = layer(config, index).float().eval().requires_grad_(False)
+    for tensor in small.parameters():
+        tensor.copy_(torch.randn(tensor.shape, generator=rng) * (weights if tensor.dim() > 1 else 1.0))
+    return small, config.hidden_size, rng
 
-    def _compare(self, weights: float) -> bool:
-        """Return whether both compute the same. weights: standard deviation of matrices."""
-        rng = torch.Generator().manual_seed(0)
-        own, width = self._small(weights, rng)
-        ours = copy.deepcopy(own)
-        use_fast_linear(ours, Product(torch.float32))
-        use_fused(ours)
-        if (parts := parts_of(ours)) is None:
-            return False
-        x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
-        positions = {"position_embeddings": (cos, sin)} if parts.rotary else {}
-        event, theirs = _run(lambda: own(x.clone(), **positions))
-        native = NativeLayer(ours, parts, _options(event, parts), LayerKind(None, Scratch()))
-        found, result = _run(lambda: native(x.clone(), positions.get("position_embeddings"))[1])
-        pairs = [(event.q * event.scale, found.q * found.scale), (event.k, found.k), (event.v, found.v)]
-        pairs.append((theirs, result))
-        return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
 
-    def _small(self, weights: float, rng: torch.Generator) -> tuple[Any, int]:
-        """Return a small layer with random weights, and the width of its input."""
-        config = copy.deepcopy(self._config.get_text_config())
-        for name, size in _SMALL.items():
-            if getattr(config, name, None) is not None:
-                setattr(config, name, size)
-        config._attn_implementation = ATTENTION
-        layer = self._kind(config, self._index).float().eval().requires_grad_(False)
-        for tensor in layer.parameters():
-            tensor.copy_(torch.randn(tensor.shape, generator=rng) * (weights if tensor.dim() > 1 else 1.0))
-        return layer, config.hidden_size
+def _compare(own: Any, width: int, rng: torch.Generator) -> bool:
+    """Return whether the calls compute the same as a layer of transformers."""
+    ours = copy.deepcopy(own)
+    use_fast_linear(ours, Product(torch.float32))
+    use_fused(ours)
+    if (parts := parts_of(ours)) is None:
+        return False
+    x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
+    positions = {"position_embeddings": (cos, sin)} if parts.rotary else {}
+    event, theirs = _run(lambda: own(x.clone(), **positions))
+    native = NativeLayer(ours, parts, _options(event, parts), LayerKind(lambda: True, Scratch()))
+    found, result = _run(lambda: native(x.clone(), positions.get("position_embeddings"))[1])
+    pairs = [(event.q * event.scale, found.q * found.scale), (event.k, found.k), (event.v, found.v), (theirs, result)]
+    return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
 
 
 def _run(layer: Callable[[], Tensor]) -> tuple[Attend, Tensor]:

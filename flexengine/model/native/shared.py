@@ -1,7 +1,7 @@
 """Calls and memory that layers of equal settings share if native kernels compute them (native/layer.py)."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +10,6 @@ from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.recycled import Recycled
 
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
-
-
-class LayerProof(Protocol):
-    """Comparison of the calls with the modules (native/recognise.py)."""
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether both compute the same."""
 
 
 class Scratch:
@@ -32,11 +24,6 @@ class Scratch:
         self.block = torch.empty(0, dtype=torch.uint8)
         self.results = Recycled()
 
-    def make_room(self, nbytes: int) -> None:
-        """Make the block at least this large."""
-        if self.block.nbytes < nbytes:
-            self.block = torch.empty(nbytes, dtype=torch.uint8)
-
     def release(self) -> None:
         """Free the memory."""
         self.block = torch.empty(0, dtype=torch.uint8)
@@ -47,14 +34,14 @@ class LayerKind:
     """Calls and memory of layers of equal settings.
 
     Attributes:
-        trial: shows whether they compute so; None in a trial.
+        proven: returns whether they compute so (native/recognise.py).
         scratch: memory of calls.
         formats: a number for each combination of shapes and formats of a layer's weights.
         recent: page tables, key and call of the last whole layer; the next layers of a sweep have the same.
     """
 
-    def __init__(self, trial: "LayerProof | None", scratch: Scratch) -> None:
-        self.trial, self.scratch, self.formats = trial, scratch, dict[Hashable, int]()
+    def __init__(self, proven: Callable[[], bool], scratch: Scratch) -> None:
+        self.proven, self.scratch, self.formats = proven, scratch, dict[Hashable, int]()
         self._calls: dict[Hashable, RecordedSteps] = {}  # the one used last is the last one
         self.release()
 
@@ -65,13 +52,14 @@ class LayerKind:
         self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
 
     def call(self, key: Hashable, record: Callable[[], RecordedSteps]) -> RecordedSteps:
-        """Return the call with a key, and make room for it. If there is none, record it."""
+        """Return the call with a key, and make the scratch memory as large as it needs. If there is none, record it."""
         if (found := self._calls.pop(key, None)) is None:
             found = record()
             if len(self._calls) >= MOST_CALLS:
                 del self._calls[next(iter(self._calls))]
         self._calls[key] = found
-        self.scratch.make_room(found.nbytes)
+        if self.scratch.block.nbytes < found.nbytes:
+            self.scratch.block = torch.empty(found.nbytes, dtype=torch.uint8)
         return found
 
     def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
