@@ -17,11 +17,10 @@ from pathlib import Path
 
 from flexengine.activity import activity, message, tick
 from flexengine.codec.packed import CODECS
-from flexengine.config import Result
 from flexengine.engine.calibrator import Calibrator
 from flexengine.engine.core import Core
 from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
-from flexengine.guests.calibration import PIECE, ROWS
+from flexengine.guests.calibration import PIECE, ROWS, check_read
 from flexengine.lossy import Lossy, weights_text
 from flexengine.model.encoding import encoded
 from flexengine.model.formats import forms
@@ -134,14 +133,18 @@ class Bits:
                 engine.use(Lossy(weights=formats))
                 opened = engine.core.opened
                 opened.origins = opened.locations | {name: probe[name] for name in opened.forms}
-                return _logprobs(engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows]))
+                results = engine.score([row[:CONTEXT] for row in rows], [row[CONTEXT:] for row in rows])
+                check_read(results)
+                return [place["logprob"] for result in results for place in result.logprobs or ()]
 
             exact, found = scores(plain), _read(file)
             work.advance(len(found))
             for layer in range(len(found), total):
                 changed = scores((*plain[:layer], PROBE, *plain[layer + 1 :]))
                 found.append(sum((a - b) ** 2 for a, b in zip(changed, exact, strict=True)) / (2 * len(exact)))
-                _write(file, found)
+                part = file.with_suffix(".writing")  # the file is whole at any time
+                part.write_text(json.dumps(found), encoding="utf-8")
+                part.rename(file)
                 work.advance(1)
 
 
@@ -152,20 +155,6 @@ def _read(file: Path) -> list[float]:
     except (FileNotFoundError, ValueError):
         return []
     return found if isinstance(found, list) and all(isinstance(each, float) for each in found) else []
-
-
-def _write(file: Path, harms: list[float]) -> None:
-    """Write a file whole or not at all."""
-    part = file.with_suffix(".writing")
-    part.write_text(json.dumps(harms), encoding="utf-8")
-    part.rename(file)
-
-
-def _logprobs(results: Sequence[Result]) -> list[float]:
-    """Return the log probabilities of all forced tokens."""
-    if bad := next((r for r in results if r.error is not None), None):
-        raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
-    return [place["logprob"] for result in results for place in result.logprobs or ()]
 
 
 def step_ratio(codec: str) -> float:

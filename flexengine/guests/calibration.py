@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine import texts
+from flexengine.config import Result
 from flexengine.engine.calibrator import Score
 from flexengine.engine.core import Core
 from flexengine.errors import InvalidInput
@@ -71,12 +72,9 @@ class Calibration:
         Raises:
             InvalidInput: `measured` raised OSError. Its other errors are raised unchanged.
         """
-        key = {"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)}
-
-        def build(directory: Path) -> None:
-            save(_explained_read(source, measured), directory / FILE)
-
-        return load(prepared(source, files, build, json.dumps(key), verifier, _short(dtype)) / FILE)
+        build = partial(_build, source, measured, save, FILE)
+        key = self._key("calibration", VERSION, dtype)
+        return load(prepared(source, files, build, key, verifier, _short(dtype)) / FILE)
 
     def magnitudes(
         self,
@@ -87,23 +85,20 @@ class Calibration:
         verifier: Verifier | None = None,
     ) -> Magnitudes:
         """Return the magnitudes of a model's activations. Arguments and errors as of `importances`."""
-        key = {"magnitudes": MAGNITUDES_VERSION, "rows": self.digest, "dtype": str(dtype)}
-
-        def build(directory: Path) -> None:
-            _explained_read(source, measured).write(directory / MAGNITUDES)
-
-        made = prepared(source, files, build, json.dumps(key), verifier, f"magnitudes, {_short(dtype)}")
+        build = partial(_build, source, measured, Magnitudes.write, MAGNITUDES)
+        key = self._key("magnitudes", MAGNITUDES_VERSION, dtype)
+        made = prepared(source, files, build, key, verifier, f"magnitudes, {_short(dtype)}")
         return magnitudes.load(made / MAGNITUDES)
 
+    def _key(self, kind: str, version: int, dtype: torch.dtype) -> str:
+        return json.dumps({kind: version, "rows": self.digest, "dtype": str(dtype)})
+
     def measure(self, core: Core, score: Score) -> dict[str, Tensor]:
-        """Return the importances of the matrices of an engine's model.
+        """Return the importances of the matrices of an engine's model. Raise InvalidInput if a stretch cannot be run.
 
         Args:
             core: the engine's core.
             score: the engine's `score`.
-
-        Raises:
-            InvalidInput: a stretch cannot be run.
         """
         recorder = ImportanceRecorder(core.skeleton)
         self._read(recorder.watching(), score)
@@ -117,21 +112,28 @@ class Calibration:
 
     def _read(self, watching: AbstractContextManager[None], score: Score) -> None:
         with watching:
-            results = score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows])
-        if bad := next((r for r in results if r.error is not None), None):
-            raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
+            check_read(score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows]))
+
+
+def check_read(results: Sequence[Result]) -> None:
+    """Raise InvalidInput if a stretch of the text could not be run."""
+    if bad := next((r for r in results if r.error is not None), None):
+        raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _explained_read(source: Path, measured: Callable[[], T]) -> T:
-    """Return what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
+def _build(
+    source: Path, measured: Callable[[], T], write: Callable[[T, Path], None], file: str, directory: Path
+) -> None:
+    """Write what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
     try:
-        return measured()
+        result = measured()
     except OSError as error:  # of the checkpoint or the offload directory, not of the cache's directory
         raise InvalidInput(f"calibrating with {source} failed: {error}") from error
+    write(result, directory / file)
 
 
 def check(name: str, tokenizer: Any) -> None:

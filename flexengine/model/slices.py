@@ -6,14 +6,14 @@ operation, so no graph of the model is needed.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,13 +96,23 @@ def slices_of(skeleton: Skeleton) -> Slices:
 
 
 def _traced(skeleton: Skeleton) -> Slices:
+    model, trace, names = skeleton.model, _Trace(), _paths(skeleton.model)
     ids, positions = (torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     inputs = Inputs(ids, positions, torch.zeros(TOKENS, dtype=torch.int64, device="meta"))
-    trace, moved, answer = _Trace(), list[tuple[tuple[SlicedTensor, ...], SlicedTensor]](), None
-    forward = Forward(skeleton.model, inputs, _Both(trace, skeleton.invariance))
-    with _on_meta(skeleton.model), _naming(skeleton.model, trace):
-        trace.know((*skeleton.model.parameters(), *skeleton.model.buffers(), ids, positions, inputs.keep))
-        while not isinstance(event := forward.resume(answer), Logits):
+    forward, answer = Forward(model, inputs), None
+    moved = list[tuple[tuple[SlicedTensor, ...], SlicedTensor]]()
+
+    def name(module: nn.Module, _: Any, output: Any) -> None:
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+            trace.name(tensor, names.get(module, HIDDEN))
+
+    with _on_meta(model), register_module_forward_hook(name):
+        trace.know((*model.parameters(), *model.buffers(), ids, positions, inputs.keep))
+        while True:
+            with trace, skeleton.invariance:
+                event = forward.resume(answer)
+            if isinstance(event, Logits):
+                break
             answer = skeleton.trial_answer(event)
             if isinstance(event, Layer):
                 trace.name(event.hidden, HIDDEN)
@@ -120,19 +130,14 @@ def _heads(name: str, tensor: Tensor, dimension: int) -> SlicedTensor:
     return SlicedTensor(name, shape, tensor.nbytes // TOKENS)
 
 
-class _Both:
-    """Context manager of two modes that can be entered again."""
-
-    def __init__(self, *modes: Any) -> None:
-        self._modes = modes
-
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        for mode in self._modes:
-            self._stack.enter_context(mode)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module in its layer, or in the model; HIDDEN for a layer itself."""
+    paths, layer = dict[nn.Module, str](), None
+    for path, module in model.named_modules():
+        layer = path if isinstance(module, PausingLayer) else layer
+        inside = layer is not None and f"{path}.".startswith(f"{layer}.")
+        paths[module] = (path[len(layer or "") + 1 :].removeprefix("layer").lstrip(".") if inside else path) or HIDDEN
+    return paths
 
 
 @dataclass
@@ -145,15 +150,33 @@ class _Memory:
         of_tokens: whether the values depend on more than token ids and positions.
         name: module or operation that made it.
         named: whether `name` is that of a module.
-        views: by attention that lies between making and reading, the views that are read.
+        reads: attentions before each read, and the view that was read.
     """
 
     storage: Any
     made: int
     of_tokens: bool
     name: str
-    named: bool
-    views: dict[int, set[_View]]
+    named: bool = False
+    reads: set[tuple[int, _View]] = field(default_factory=set)
+
+    def part(self, attention: int) -> SlicedTensor | None:
+        """Return one token's part of the elements that are read after an attention; None if none are."""
+        views = {view for before, view in self.reads if before > attention}
+        if self.made > attention or not views:
+            return None
+        elements = set[int]()
+        for sizes, strides, offset, _ in views:
+            end = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+            elements.update(torch.arange(end).as_strided(sizes, strides, offset).flatten().tolist())
+        count = len(elements) // TOKENS
+        sizes, _, _, itemsize = max(views)
+        shape = [n for n in sizes if n != 1]
+        if TOKENS in shape:
+            shape.remove(TOKENS)
+        if math.prod(shape) != count:  # several views of one memory
+            shape = [count]
+        return SlicedTensor(self.name, tuple(shape), count * itemsize)
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -179,10 +202,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         sources = [self._memory(x, "input", of_tokens=True) for x in read if _key(x) not in self._known]
         of_tokens = any(memory.of_tokens for memory in sources)
-        is_view = not func._schema.is_mutable and {_key(x) for x in made} <= {_key(x) for x in read}
-        if not is_view:
-            for tensor in read:
-                self._note(tensor)
+        if func._schema.is_mutable or not {_key(x) for x in made} <= {_key(x) for x in read}:  # it is no view
+            for x in read:
+                if (memory := self._made.get(_key(x))) is not None:
+                    view = tuple(x.shape), x.stride(), int(x.storage_offset()), x.element_size()
+                    memory.reads.add((self.attentions, view))
         for tensor in made:
             if _key(tensor) not in self._known:
                 memory = self._memory(tensor, func._schema.name.split("::")[1], of_tokens)
@@ -197,48 +221,21 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def kept(self, attention: int) -> tuple[SlicedTensor, ...]:
         """Return the tensors of tokens' values that were made before an attention and read after it."""
-        crossing = (m for m in self._made.values() if m.of_tokens and attention in m.views)
-        return tuple(_part(memory.name, memory.views[attention]) for memory in crossing)
+        return tuple(filter(None, (m.part(attention) for m in self._made.values() if m.of_tokens)))
 
     @property
     def tables(self) -> tuple[SlicedTensor, ...]:
         """The tensors made from ids and positions alone that were made before any attention and read after it."""
-        crossing = (m for m in self._made.values() if not m.of_tokens and m.views)
-        return tuple(_part(memory.name, set().union(*memory.views.values())) for memory in crossing)
+        return tuple(filter(None, (m.part(m.made) for m in self._made.values() if not m.of_tokens)))
 
     def _memory(self, tensor: Tensor, name: str, of_tokens: bool) -> _Memory:
-        made = _Memory(tensor.untyped_storage(), self.attentions, of_tokens, name, False, defaultdict(set))
+        made = _Memory(tensor.untyped_storage(), self.attentions, of_tokens, name)
         return self._made.setdefault(_key(tensor), made)
-
-    def _note(self, tensor: Tensor) -> None:
-        memory = self._made.get(_key(tensor))
-        if memory is not None:
-            view = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
-            for attention in range(memory.made, self.attentions):
-                memory.views[attention].add(view)
 
 
 def _key(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def _part(name: str, views: set[_View]) -> SlicedTensor:
-    """Return one token's part of the elements that some views of a memory read."""
-    elements = []
-    for sizes, strides, offset, _ in views:
-        at = torch.tensor(offset)
-        for size, stride in zip(sizes, strides, strict=True):
-            at = at[..., None] + stride * torch.arange(size)
-        elements.append(at.reshape(-1))
-    count = int(torch.cat(elements).bincount().count_nonzero()) // TOKENS
-    sizes, _, _, itemsize = max(views)
-    shape = [n for n in sizes if n != 1]
-    if TOKENS in shape:
-        shape.remove(TOKENS)
-    if math.prod(shape) != count:  # several views of one memory
-        shape = [count]
-    return SlicedTensor(name, tuple(shape), count * itemsize)
 
 
 @contextmanager
@@ -252,27 +249,3 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for holder, name, buffer in buffers:
             holder[name] = buffer
-
-
-@contextmanager
-def _naming(model: nn.Module, trace: _Trace) -> Iterator[None]:
-    """Name the outputs of all modules of the model while the block runs: by their path in the layer."""
-
-    def hook_of(path: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in filter(torch.is_tensor, tree_leaves(output)):
-                trace.name(tensor, path)
-
-        return hook
-
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, PausingLayer)}
-    hooks = []
-    for path, module in model.named_modules():
-        layer = next((name for name in layers if f"{path}.".startswith(f"{name}.")), None)
-        inside = path[len(layer) + 1 :].removeprefix("layer").lstrip(".") if layer is not None else path
-        hooks.append(module.register_forward_hook(hook_of(inside or HIDDEN)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

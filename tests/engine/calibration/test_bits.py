@@ -94,15 +94,15 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
 
 def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the exact scores and those of two layers; the exact scores are computed again."""
-    real, calls = bits._logprobs, list[int]()
+    real, calls = bits.check_read, list[int]()
 
-    def counted(results: Any) -> list[float]:
+    def counted(results: Any) -> None:
         if len(calls) == 3:
             raise KeyboardInterrupt
         calls.append(1)
-        return real(results)
+        real(results)
 
-    monkeypatch.setattr(bits, "_logprobs", counted)
+    monkeypatch.setattr(bits, "check_read", counted)
     with Engine(model, device="sim", lossy=mixed(150_000)) as engine, pytest.raises(KeyboardInterrupt):
         engine.choose_bits()
     calls[:] = [0] * 10
