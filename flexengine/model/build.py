@@ -38,13 +38,6 @@ _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
 ADAPTERS = dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj"), "flexengine.model.adapters:adapt")
 
 
-def _why(error: Exception) -> str:
-    """Return the reason why a trial pass failed."""
-    if "meta" in str(error):
-        return "its forward pass reads tensor values, so it cannot be checked on the meta device"
-    return f"a trial pass without weights failed ({error or type(error).__name__})"
-
-
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
     """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read.
 
@@ -61,7 +54,10 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
-        raise UnsupportedModel(f"{name}: {_why(error)}") from error
+        reason = f"a trial pass without weights failed ({error or type(error).__name__})"
+        if "meta" in str(error):
+            reason = "its forward pass reads tensor values, so it cannot be checked on the meta device"
+        raise UnsupportedModel(f"{name}: {reason}") from error
     return skeleton
 
 
@@ -97,10 +93,8 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
 
 
 def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
-    """Return parent, attribute and full name of the decoder's ModuleList of `count` layers.
-
-    The decoder's own list is preferred, as other parts of a model may have lists of the same length.
-    """
+    """Return parent, attribute and full name of the ModuleList of `count` layers, of the decoder if it has such a list:
+    other parts of a model may have lists of the same length."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for name, module in sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in inside):
@@ -115,11 +109,16 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     loading = Loading(model)
     count = config.get_text_config().num_hidden_layers
     parent, attribute, path = _layer_list(model, count)
-    _refuse_mixing(getattr(parent, attribute))
+    modules = getattr(parent, attribute)
+    for layer_name, module in modules.named_modules():  # only attention separates packed sequences
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            text = f"layer {layer_name} is a convolution over tokens; it keeps state beyond the KV cache"
+            raise UnsupportedModel(text)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
         raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
     names = {module: module_name for module_name, module in model.named_modules()}
+    embedding_weight, head_weight = f"{names[embedding]}.weight", f"{names[head]}.weight"
     persistent = set(model.state_dict(keep_vars=True))
     layers: list[dict[str, ParamRef]] = [{} for _ in range(count)]
     others: dict[str, ParamRef] = {}
@@ -137,25 +136,22 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     use_fast_linear(model, product)
     use_product(model, product)
     use_fused(model)
-    for j, layer in enumerate(modules := getattr(parent, attribute)):
+    for j, layer in enumerate(modules):
         modules[j] = PausingLayer(layer, j)
-    model.set_input_embeddings(PausingEmbedding(embedding, f"{names[embedding]}.weight"))
+    model.set_input_embeddings(PausingEmbedding(embedding, embedding_weight))
     step = LogitStep(model, path.partition(".")[0], head.in_features)
     model.set_output_embeddings(pausing := PausingHead(head.out_features, 1, product, step))
     wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
-    weights = {f"{names[embedding]}.weight", f"{names[head]}.weight"}
     return Skeleton(
         model,
         config,
         name,
         layers,
         others,
-        embedding=(f"{names[embedding]}.weight", tuple(embedding.weight.shape)),
-        head=(f"{names[head]}.weight", tuple(head.weight.shape)),
+        embedding=(embedding_weight, tuple(embedding.weight.shape)),
+        head=(head_weight, tuple(head.weight.shape)),
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
-        tied=any({target, source} == weights for target, source in loading.tied.items()),
-        cache=CacheShape(0, 0),
-        heads=0,
+        tied=any({*both} == {embedding_weight, head_weight} for both in loading.tied.items()),
         width=wide,
         head_module=pausing,
         product=product,
@@ -163,13 +159,6 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         loading=loading,
         total=count,
     )
-
-
-def _refuse_mixing(layers: nn.Module) -> None:
-    """Raise UnsupportedModel if a layer mixes neighbouring tokens, as only attention separates packed sequences."""
-    for name, module in layers.named_modules():
-        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            raise UnsupportedModel(f"layer {name} is a convolution over tokens; it keeps state beyond the KV cache")
 
 
 def _probe(skeleton: Skeleton) -> None:

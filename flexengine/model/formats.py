@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flexengine.codec.forms import WeightFormat, make_form
 from flexengine.model.linear import FastLinear
-from flexengine.model.products import FastConv1D, is_experts
+from flexengine.model.products import FastConv1D
 from flexengine.model.skeleton import ParamRef, Skeleton
 
 EDGES = "int8"  # format of embedding and output projection if layers are encoded
@@ -27,7 +27,7 @@ def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict
         codec = codecs if isinstance(codecs, str) else codecs[number]
         if codec is None:
             continue
-        experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
+        experts = {slot.shape[0] for slot in layer.values() if slot.of_experts}
         for name, slot in layer.items():
             if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
                 formats[name] = form
@@ -42,7 +42,7 @@ def _form(slot: ParamRef, codec: str) -> WeightFormat | None:
         turned = isinstance(slot.module, FastConv1D)
         rows, columns = reversed(slot.shape) if turned else slot.shape
         return WeightFormat(make_form(codec, rows, columns), transposed=turned)
-    if len(slot.shape) == 3 and is_experts(slot.module):
+    if slot.of_experts:
         turned = bool(slot.module.is_transposed)
         count, *shape = slot.shape
         return WeightFormat(make_form(codec, *(reversed(shape) if turned else shape)), count, turned)

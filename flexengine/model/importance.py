@@ -6,8 +6,9 @@ squared error of the weight times the importance of the column.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flexengine.errors import BadCheckpoint
 from flexengine.model.linear import FastLinear
-from flexengine.model.products import FastConv1D, is_experts
+from flexengine.model.products import FastConv1D
 from flexengine.model.skeleton import ParamRef, Skeleton
 
 COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
@@ -76,25 +77,19 @@ class ImportanceRecorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the inputs of the modules while the block runs. Hooks are installed before and removed after."""
-        hooks, experts = [], [slot for slot in self._slots.values() if len(slot.shape) == 3]
-        for name, slot in self._slots.items():
-            if len(slot.shape) == 3:
-                slot.module.__dict__.setdefault("watch", {})[slot.name] = self._noter(name)
-            else:
-                hooks.append(slot.module.register_forward_pre_hook(self._hook(name)))
-        try:
+        with ExitStack() as watched:
+            for name, slot in self._slots.items():
+                if len(slot.shape) == 3:
+                    watch = slot.module.__dict__.setdefault("watch", {})
+                    watch[slot.name] = partial(self._note, name)
+                    watched.callback(slot.module.__dict__.pop, "watch", None)
+                else:
+                    hook = slot.module.register_forward_pre_hook(partial(self._note_input, name))
+                    watched.enter_context(hook)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for slot in experts:
-                slot.module.__dict__.pop("watch", None)
 
-    def _hook(self, name: str) -> Any:
-        return lambda _, args: self._note(name, 0, args[0])
-
-    def _noter(self, name: str) -> Any:
-        return lambda expert, x: self._note(name, expert, x)
+    def _note_input(self, name: str, _: Any, args: tuple[Tensor]) -> None:
+        self._note(name, 0, args[0])
 
     def _note(self, name: str, number: int, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
@@ -126,6 +121,6 @@ def _columns(slot: ParamRef) -> int:
     module = slot.module
     if slot.name == "weight" and isinstance(module, FastLinear | FastConv1D):
         return slot.shape[0 if isinstance(module, FastConv1D) else 1]
-    if len(slot.shape) == 3 and is_experts(module):
+    if slot.of_experts:
         return slot.shape[1 if module.is_transposed else 2]
     return 0

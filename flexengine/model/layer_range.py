@@ -4,8 +4,9 @@ Modules are not changed, so positions and masks are computed as for the whole mo
 their input. The pass ends at the pause of the first layer after the range. The first layer of the range gets number 0.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,14 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         InvalidInput: the model does not have these layers.
         UnsupportedModel: the layers read values that earlier layers or the embedding computed, beside hidden states.
     """
-    first, end = _checked(layers, skeleton)
+    count = len(skeleton.layers)
+    numbers: Any = layers if isinstance(layers, tuple) and len(layers) == 2 else ()
+    if not numbers or any(type(n) is not int for n in numbers) or not 0 <= numbers[0] < numbers[1] <= count:
+        raise InvalidInput(
+            f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
+            f" {skeleton.name} has {count} layers"
+        )
+    first, end = numbers
     modules = pausing_layers(skeleton.model)
     try:
         with marked(ATTENTION), torch.enable_grad():
@@ -49,33 +57,17 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         ) from error
 
 
-def _checked(layers: Any, skeleton: Skeleton) -> tuple[int, int]:
-    count = len(skeleton.layers)
-    numbers = layers if isinstance(layers, tuple) and len(layers) == 2 else ()
-    if not numbers or any(type(n) is not int for n in numbers) or not 0 <= numbers[0] < numbers[1] <= count:
-        raise InvalidInput(
-            f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
-            f" {skeleton.name} has {count} layers"
-        )
-    return numbers[0], numbers[1]
-
-
 def _set_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
     """Set `outputs` of every layer: a skipped layer must return as many values."""
 
-    def noted(module: PausingLayer) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            module.outputs = len(output) if isinstance(output, tuple) else None
+    def note(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:
+        module.outputs = len(output) if isinstance(output, tuple) else None
 
-        return hook
-
-    hooks = [module.layer.register_forward_hook(noted(module)) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.layer.register_forward_hook(partial(note, module)))
         for _ in _trial(skeleton):
             pass
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _refuse_leaks(skeleton: Skeleton) -> None:
@@ -88,23 +80,21 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
     def requiring_gradients(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output.detach().requires_grad_().clone()  # clone, as a leaf must not be changed in place
 
-    hook = skeleton.model.get_input_embeddings().register_forward_hook(requiring_gradients)
-    try:
+    with skeleton.model.get_input_embeddings().register_forward_hook(requiring_gradients):
         for tensors in _trial(skeleton):
             if any(tensor.requires_grad for tensor in tensors):
                 raise UnsupportedModel(
                     f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
                     " so it can be run only as a whole"
                 )
-    finally:
-        hook.remove()
 
 
 def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
     """Run two packed tokens on the meta device. Yield the tensors of each pause in the range, then the logits."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     answer: Any = None
-    with _ending(Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)) as forward:
+    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
+    try:
         while not isinstance(event := forward.resume(answer), Logits):
             answer = skeleton.trial_answer(event)
             if isinstance(event, Layer):
@@ -115,11 +105,5 @@ def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
             elif isinstance(event, Attend):
                 yield event.q, event.k, event.v
         yield (event.values,)
-
-
-@contextmanager
-def _ending(forward: Forward) -> Iterator[Forward]:
-    try:
-        yield forward
     finally:
         forward.end()

@@ -13,7 +13,7 @@ tries it once, when the model is opened.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -97,16 +97,12 @@ def recorded(model: nn.Module) -> Iterator[list[Call | None]]:
     def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[number] = module, args, kwargs
 
-    hooks = [
-        module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
-        for number, layer in enumerate(layers)
-        if (module := _attention(layer)) is not None
-    ]
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            if (module := _attention(layer)) is not None:
+                hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
+                hooks.enter_context(hook)
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def separable(calls: Sequence[Call | None]) -> bool:
@@ -129,11 +125,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _attention(layer: nn.Module) -> nn.Module | None:
     """Return the module of a layer that has one linear projection each for queries, keys and values; None if there is
     not exactly one."""
-    found = [
-        module
-        for module in layer.modules()
-        if all(isinstance(getattr(module, name, None), FastLinear) for name in PROJECTIONS)
-    ]
+    found = [m for m in layer.modules() if all(isinstance(getattr(m, p, None), FastLinear) for p in PROJECTIONS)]
     return found[0] if len(found) == 1 else None
 
 

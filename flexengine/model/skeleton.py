@@ -31,6 +31,11 @@ class ParamRef(NamedTuple):
         """Whether it is the weight of a linear layer, which only a Product reads."""
         return self.name == "weight" and isinstance(self.module, FastLinear)
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether it holds experts' matrices, [expert, out, in] or transposed."""
+        return len(self.shape) == 3 and is_experts(self.module)
+
     def bind(self, tensor: Tensor) -> None:
         """Make `tensor` the module's parameter or buffer."""
         self.holder[self.name] = tensor
@@ -81,13 +86,13 @@ class Skeleton:
     head: tuple[str, tuple[int, ...]]
     head_bias: str | None
     tied: bool
-    cache: CacheShape
-    heads: int
     width: int
     head_module: PausingHead
     product: Product
     invariance: Invariance
     loading: Loading
+    cache: CacheShape = CacheShape(0, 0)
+    heads: int = 0
     windows: dict[int, int | None] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)
     total: int = 0
@@ -138,14 +143,13 @@ class Skeleton:
     def matrices(self) -> set[str]:
         """Names of the parameters that only a Product or an embedding reads: they can keep their stored dtype."""
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
-        read = {n for n, slot in slots if slot.linear or _reads_rows(slot)}
+        read = {n for n, slot in slots if slot.linear or (slot.of_experts and not slot.module.is_transposed)}
         return read | {self.embedding[0], self.head[0]}
 
     @property
     def experts(self) -> dict[str, int]:
         """Number of experts of each parameter that holds the matrices of experts."""
-        slots = [item for layer in self.layers for item in layer.items()]
-        return {n: slot.shape[0] for n, slot in slots if len(slot.shape) == 3 and is_experts(slot.module)}
+        return {n: slot.shape[0] for layer in self.layers for n, slot in layer.items() if slot.of_experts}
 
     @property
     def active(self) -> int:
@@ -180,8 +184,3 @@ class Skeleton:
         shape = self.head[1] if isinstance(event, Head) else self.embedding[1]
         weight = torch.empty(shape, device="meta", dtype=self.model.dtype)
         return (weight, None, None) if isinstance(event, Head) else (weight, event.ids)
-
-
-def _reads_rows(slot: ParamRef) -> bool:
-    """Return whether the parameter holds experts' matrices [expert, out, in], which a Product reads one at a time."""
-    return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
