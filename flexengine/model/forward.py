@@ -26,23 +26,13 @@ from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PagedAttention
-from flexengine.model.logits import LogitStep
-from flexengine.model.score import Scores
+from flexengine.model.logits import LogitStep, Scores
 
 ATTENTION = "flexengine"
 OUTSIDE = "a flexengine model runs only inside Forward"  # message of an error
 # Passed by some modules, without effect on a packed, causal forward pass without gradients.
-_HARMLESS = {
-    "dropout",
-    "is_causal",
-    "position_ids",
-    "output_attentions",
-    "use_cache",
-    "cache_position",
-    "logits_to_keep",
-}
-
-
+_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions"}
+_HARMLESS |= {"use_cache", "cache_position", "logits_to_keep"}
 EMBEDDING = -1  # `Rows.layer` of rows that are read before the first layer
 
 
@@ -201,8 +191,8 @@ class PausingLayer(nn.Module):
 
 def pausing_layers(model: nn.Module) -> list[PausingLayer]:
     """Return the layers with a number of 0 or more, in order."""
-    found = [module for module in model.modules() if isinstance(module, PausingLayer) and module.index >= 0]
-    return sorted(found, key=lambda module: module.index)
+    layers = [module for module in model.modules() if isinstance(module, PausingLayer) and module.index >= 0]
+    return sorted(layers, key=lambda layer: layer.index)
 
 
 class PausingEmbedding(nn.Module):
@@ -251,8 +241,7 @@ class PausingHead(nn.Module):
         scores = current.inputs.scores
         count = hidden.shape[1] - (len(scores) if scores else 0)
         hidden, scored = hidden[:, :count], hidden[:, count:]
-        logits: Tensor | None = None
-        first = 0  # vocabulary row
+        logits, first = hidden, 0  # first: vocabulary row
         for chunk in range(self.chunks):
             weights = pause(Head(chunk))  # weight, bias, form
             part = self.linear(hidden, *weights)
@@ -260,11 +249,10 @@ class PausingHead(nn.Module):
                 scores.add(self.step(self.linear(some, *weights))[0], row, first)
             if part.shape[-1] == self.vocabulary:
                 return part
-            if logits is None:
+            if not first:
                 logits = part.new_empty((*part.shape[:-1], self.vocabulary))
             logits[..., first : first + part.shape[-1]] = part
             first += part.shape[-1]
-        assert logits is not None
         return logits
 
 
@@ -346,16 +334,13 @@ class Forward:
             queries_first: whether the pass pauses at queries. `queries.use_queries_first` prepares the model.
             recycles: see `Pass`; not if the memory of outputs is freed while the pass is paused.
         """
-        self._model, self.inputs, self._mode, self._queries_first = model, inputs, mode, queries_first
-        self._recycles = recycles
+        self._model, self.inputs, self._mode = model, inputs, mode
+        self._settings = {"inputs": inputs, "queries_first": queries_first, "recycles": recycles}
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
-        inputs = self.inputs
-        out = self._model(
-            input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, logits_to_keep=inputs.keep
-        )
-        return Logits(out.logits)
+        packed = {"input_ids": self.inputs.ids, "position_ids": self.inputs.positions}
+        return Logits(self._model(**packed, use_cache=False, logits_to_keep=self.inputs.keep).logits)
 
     def resume(self, value: Any = None, paged: Sequence[PagedAttention] = ()) -> Pause:
         """Run to the next pause, and return its event.
@@ -368,8 +353,7 @@ class Forward:
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = Pass(self._run)
-                self._greenlet.inputs, self._greenlet.queries_first = self.inputs, self._queries_first
-                self._greenlet.recycles = self._recycles
+                vars(self._greenlet).update(self._settings)
                 event: Pause = self._greenlet.switch()
             else:
                 self._greenlet.paged = paged

@@ -81,7 +81,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
     tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
     return [
-        Sampled(token, None, ()) if token == NONFINITE or _plain(draw) else _row(logits[i].double(), draw)
+        Sampled(token, None, ()) if token == NONFINITE or _plain(draw.sampling) else _row(logits[i].double(), draw)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
     ]
 
@@ -109,24 +109,20 @@ def _text(token: int, tokenizer: Any) -> str | None:
     return twice[len(once) :] if twice.startswith(once) else once
 
 
-def _plain(draw: Draw) -> bool:
-    """Return whether the row needs only its largest logit."""
-    s = draw.sampling
-    return s.temperature == 0 and s.logprobs is None and not _penalises(s)
-
-
-def _penalises(s: SamplingParams) -> bool:
-    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+def _plain(s: SamplingParams) -> bool:
+    """Return whether a row needs only its largest logit."""
+    penalises = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    return s.temperature == 0 and s.logprobs is None and not penalises
 
 
 def _row(row: Tensor, draw: Draw) -> Sampled:
     """Return the next token of one row, fp64 [vocabulary], whose largest value is finite."""
-    s = draw.sampling
-    token = _choose(_penalised(row, draw) if _penalises(s) else row, draw)
-    if s.logprobs is None:
+    k = draw.sampling.logprobs
+    token = _choose(_penalised(row, draw), draw)
+    if k is None:
         return Sampled(token, None, ())
     logprobs = row.log_softmax(0)
-    return Sampled(token, float(logprobs[token]), _most_likely(logprobs, s.logprobs))
+    return Sampled(token, float(logprobs[token]), _most_likely(logprobs, k))
 
 
 def _penalised(row: Tensor, draw: Draw) -> Tensor:

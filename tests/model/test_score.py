@@ -8,9 +8,8 @@ import transformers
 from torch import Tensor
 
 from flexengine.model.build import build
-from flexengine.model.logits import LogitStep
+from flexengine.model.logits import LogitStep, Scores
 from flexengine.model.sample import NONFINITE
-from flexengine.model.score import Scores
 
 
 def scored(logits: Tensor, targets: list[int], rows: int, columns: int) -> Scores:
