@@ -20,7 +20,8 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`. If the module has a
     block (guests/flash/expert_blocks.py), which reads the chosen experts, the block computes the sum.
 
-    On a GPU this synchronises once, to read the router's choice, unless the GPU supports grouped products (`_grouped`).
+    On a GPU this synchronises once, to read the router's choice, unless transformers' grouped product computes the
+    experts: if the weights are plain bf16, the GPU supports it, and no recorder is active.
 
     Args:
         module: the experts.
@@ -35,7 +36,10 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     if (by_rows := module.__dict__.get("by_rows")) is not None:
         layer, names = by_rows
         pause(Rows(layer, names, chosen))
-    if _grouped(module, hidden):
+    plain = (
+        not getattr(module, "forms", {}) and "watch" not in module.__dict__ and module.down_proj.dtype == hidden.dtype
+    )
+    if plain and has_grouped_product(hidden):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
     out = torch.zeros_like(hidden)
     for expert, picked in by_expert(chosen, len(module.down_proj)):
@@ -46,8 +50,9 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 def by_expert(chosen: Tensor, number: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each chosen expert, rising, with its indices in the flattened `chosen`. number: of experts."""
     experts, order = chosen.reshape(-1).sort(stable=True)
+    counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
     start = 0
-    for expert, count in enumerate(_counts(experts, number)):
+    for expert, count in enumerate(counts.scatter_add_(0, experts, torch.ones_like(experts)).tolist()):
         if count:
             yield expert, order[start : start + count]
         start += count
@@ -68,8 +73,13 @@ def add_expert(
         row: its row in the stacked matrices.
     """
     tokens = picked // weights.shape[-1]
-    result = _expert(module, hidden[tokens], expert, row) * weights.reshape(-1)[picked, None]
-    out.index_add_(0, tokens, result.to(out.dtype))
+    x = _one(module, hidden[tokens], "gate_up_proj" if module.has_gate else "up_proj", expert, row)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = _one(module, x, "down_proj", expert, row)
+    if getattr(module, "has_post_expert_norm", False):
+        x = module.post_expert_norm(x)
+    x = x * weights.reshape(-1)[picked, None]
+    out.index_add_(0, tokens, x.to(out.dtype))
 
 
 def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
@@ -84,32 +94,10 @@ def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
         module.__dict__["by_rows"] = (layer, names)
 
 
-def _grouped(module: Any, hidden: Tensor) -> bool:
-    """Return whether transformers' grouped product computes these experts.
-
-    It does if the weights are plain bf16, the GPU supports grouped products, and no Recorder is active.
-    """
-    plain = not getattr(module, "forms", {}) and "watch" not in module.__dict__
-    return plain and module.down_proj.dtype == hidden.dtype and has_grouped_product(hidden)
-
-
-def _counts(experts: Tensor, number: int) -> list[int]:
-    """Return how often each of `number` experts occurs in `experts`."""
-    counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, experts, torch.ones_like(experts)).tolist()  # type: ignore[no-any-return]
-
-
-def _expert(module: Any, x: Tensor, expert: int, row: int) -> Tensor:
-    x = _one(module, x, "gate_up_proj" if module.has_gate else "up_proj", expert, row)
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _one(module, x, "down_proj", expert, row)
-    return cast(Tensor, module.post_expert_norm(x)) if getattr(module, "has_post_expert_norm", False) else x
-
-
 def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
     weight, form = getattr(module, name)[row], getattr(module, "forms", {}).get(name)
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    if watch := module.__dict__.get("watch"):  # see importance.Recorder
+    if watch := module.__dict__.get("watch"):  # see importance.ImportanceRecorder
         watch[name](expert, x)
     product: Product = module.product
     return product(x, weight.t() if module.is_transposed and form is None else weight, bias, form)

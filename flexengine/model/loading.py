@@ -6,12 +6,14 @@ The result gives the rows of which tensors a parameter consists of, and so its b
 from the user's own files. A conversion that changes the order inside rows (a transpose) is refused.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +38,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Location of a parameter in the checkpoint.
-
-    Attributes:
-        runs: byte ranges whose concatenation is the parameter.
-        dtype: dtype of the stored elements.
-        shape: shape of the parameter.
-    """
+    """Location of a parameter in the checkpoint: byte ranges whose concatenation it is, and the stored dtype."""
 
     runs: tuple[ByteRange, ...]
     dtype: torch.dtype
@@ -54,24 +50,13 @@ class Origin:
         return sum(run.nbytes for run in self.runs)
 
 
-class _Outline:
-    """Stand-in of a model for conversions: its config and the shapes of its parameters."""
-
-    def __init__(self, model: Any) -> None:
-        self.config = model.config
-        self._tensors = model.state_dict()
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._tensors[name]
-        return tensor
-
-
 class Loading:
     """Renames and conversions that transformers applies when it loads a model, taken from the meta model.
 
     Must be made before the model's modules are replaced.
 
     Attributes:
+        outline: stand-in of the model for conversions: its config and the shapes of its parameters.
         converters: conversions of tensors.
         renamings: renames without conversion.
         prefix: name of the base model.
@@ -85,11 +70,12 @@ class Loading:
         from transformers.core_model_loading import WeightConverter
 
         mapping = get_model_conversion_mapping(model)
-        self.outline = _Outline(model)
+        parameters: dict[str, torch.Tensor] = model.state_dict()
+        self.outline = SimpleNamespace(config=model.config, get_parameter=parameters.__getitem__)
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self.renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.prefix: str = model.base_model_prefix
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         ignored = [*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
@@ -106,17 +92,10 @@ class Loading:
 
 @dataclass
 class _Group:
-    """TensorLocation tensors that one conversion turns into parameters.
+    """Stored tensors that one conversion turns into parameters. converter: None for a rename without conversion."""
 
-    Attributes:
-        key: the first of these parameters.
-        converter: None for a rename without conversion.
-        names: names of the stored tensors.
-    """
-
-    key: str
-    converter: Any
-    names: list[str]
+    converter: Any = None
+    names: list[str] = field(default_factory=list)
 
 
 def origins(
@@ -136,14 +115,15 @@ def origins(
     """
     located: dict[str, Origin] = {}
     used: set[str] = set()
-    for group in _groups(tensors, loading).values():
-        for name, origin in _convert(group, tensors, loading).items():
+    for key, group in _groups(tensors, loading).items():
+        for name, origin in _convert(key, group, tensors, loading).items():
             located[name] = origin
             if name in wanted or name in loading.shapes:
                 used.update(group.names)
     for name in set(wanted) - set(located):  # tied parameters: the checkpoint may hold any of their names
-        other = next((o for o in _same(name, loading.tied) if o in located), None)
-        if other:
+        source = loading.tied.get(name, name)
+        same = {source, *(target for target, origin in loading.tied.items() if origin == source)}
+        if other := next((o for o in same if o in located), None):
             located[name] = located[other]
     unused = sorted(n for n in tensors if n not in used and not loading.ignored.search(n))
     _check(located, wanted, unused)
@@ -172,13 +152,8 @@ def differ(tensors: Mapping[str, TensorLocation], skeleton: Any) -> bool:
     return False
 
 
-def _same(name: str, tied: Mapping[str, str]) -> set[str]:
-    """Return the other parameters that share their tensor with `name`."""
-    source = tied.get(name, name)
-    return {source, *(target for target, other in tied.items() if other == source)} - {name}
-
-
 def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, _Group]:
+    """Return the stored tensors of each parameter; of several that are made together, by the first."""
     from transformers.core_model_loading import dot_natural_key
 
     by_pattern = {pattern: c for c in loading.converters for pattern in c.source_patterns}
@@ -187,7 +162,7 @@ def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str
         key, pattern = loading.target(name)
         if key not in loading.shapes:
             continue
-        group = groups.setdefault(key, _Group(key, None, []))
+        group = groups.setdefault(key, _Group())
         if pattern is not None:
             if group.converter is None:
                 group.converter = deepcopy(by_pattern[pattern])
@@ -199,35 +174,34 @@ def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str
 def _numbers(stored: TensorLocation, source: int) -> torch.Tensor:
     """Return the row numbers of a stored tensor; for a vector, its element numbers."""
     shape = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
-    count = 1
-    for n in shape:
-        count *= n
-    return (torch.arange(count) + source * _ROWS).view(shape)
+    return (torch.arange(math.prod(shape)) + source * _ROWS).view(shape)
 
 
-def _convert(group: _Group, tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, Origin]:
-    first = tensors[group.names[0]]
-    if group.converter is None:
-        if len(group.names) > 1:
-            raise BadCheckpoint(f"the tensors {', '.join(group.names)} are all {group.key}")
-        return {group.key: Origin((ByteRange(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
-    sources = [tensors[name] for name in group.names]
-    row = first.shape[-1] if len(first.shape) > 1 else 1
-    if any(s.dtype != first.dtype or (s.shape[-1] if len(s.shape) > 1 else 1) != row for s in sources):
-        raise BadCheckpoint(f"the tensors that make up {group.key} differ in dtype or row length: {group.names[:4]}")
+def _convert(key: str, group: _Group, tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, Origin]:
+    names, converter = group.names, group.converter
+    sources = [tensors[name] for name in names]
+    first = sources[0]
+    if converter is None:
+        if len(names) > 1:
+            raise BadCheckpoint(f"the tensors {', '.join(names)} are all {key}")
+        return {key: Origin((ByteRange(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
+    vector = len(first.shape) == 1
+    rows = {(source.dtype, source.shape[-1] if len(source.shape) > 1 else 1) for source in sources}
+    if len(rows) > 1:
+        raise BadCheckpoint(f"the tensors that make up {key} differ in dtype or row length: {names[:4]}")
+    ((dtype, row),) = rows
     try:
-        made = group.converter.convert(group.key, model=loading.outline, config=loading.outline.config)
+        made = converter.convert(key, model=loading.outline, config=loading.outline.config)
     except Exception as error:
-        raise BadCheckpoint(f"the tensors {group.names[:4]} cannot be made into {group.key}: {error}") from error
+        raise BadCheckpoint(f"the tensors {names[:4]} cannot be made into {key}: {error}") from error
     result = {}
     for name, numbers in made.items():
         numbers = numbers[0] if isinstance(numbers, list) else numbers
-        vector = len(first.shape) == 1
-        shape = tuple(numbers.shape) if vector else (*numbers.shape[:-1], row)
         if not vector and (numbers.dim() < 2 or numbers.shape[-1] != 1):
-            operations = ", ".join(type(operation).__name__ for operation in group.converter.operations)
+            operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise UnsupportedModel(f"{name} is made by {operations} on load, which reorders single numbers")
-        result[name] = Origin(_runs(numbers.reshape(-1), sources, row * first.dtype.itemsize), first.dtype, shape)
+        shape = tuple(numbers.shape) if vector else (*numbers.shape[:-1], row)
+        result[name] = Origin(_runs(numbers.reshape(-1), sources, row * dtype.itemsize), dtype, shape)
     return result
 
 
