@@ -15,32 +15,15 @@ from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
 from flexengine.read_retries import opened
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of one tensor in a shard.
-
-    Attributes:
-        path: path of the shard.
-        start: first byte in the file.
-        nbytes: size in bytes.
-        dtype: dtype of the elements.
-        shape: shape of the tensor.
-    """
+    """Location of one tensor: bytes start .. start + nbytes - 1 of the shard `path`."""
 
     path: Path
     start: int
@@ -73,7 +56,14 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
-    _check_filled(path, tensors, 8 + length, size)
+    end = 8 + length
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if stored.start != end:
+            fault = "overlaps another" if stored.start < end else "lies after a gap"
+            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {end})")
+        end += stored.nbytes
+    if end != size:
+        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
     return tensors
 
 
@@ -105,18 +95,6 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> TensorLo
     return TensorLocation(path, base + begin, end - begin, dtype, shape)
 
 
-def _check_filled(path: Path, tensors: dict[str, TensorLocation], start: int, size: int) -> None:
-    """Raise BadCheckpoint if the tensors do not fill bytes `start` to `size` of the file without overlaps and gaps."""
-    end = start
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if stored.start != end:
-            fault = "overlaps another" if stored.start < end else "lies after a gap"
-            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {end})")
-        end += stored.nbytes
-    if end != size:
-        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
-
-
 def read_checkpoint(directory: Path) -> dict[str, TensorLocation]:
     """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
 
@@ -136,9 +114,8 @@ def _shards(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if os.path.lexists(single):  # if both exist, transformers reads this one
         return [single]
-    if not os.path.lexists(index):
-        shards = sorted(directory.glob("*.safetensors"))
-        if not shards:
-            raise BadCheckpoint(f"{directory} holds no .safetensors file")
+    if os.path.lexists(index):
+        return indexed_files(index)
+    if shards := sorted(directory.glob("*.safetensors")):
         return shards
-    return indexed_files(index)
+    raise BadCheckpoint(f"{directory} holds no .safetensors file")

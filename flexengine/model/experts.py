@@ -36,10 +36,8 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     if (by_rows := module.__dict__.get("by_rows")) is not None:
         layer, names = by_rows
         pause(Rows(layer, names, chosen))
-    plain = (
-        not getattr(module, "forms", {}) and "watch" not in module.__dict__ and module.down_proj.dtype == hidden.dtype
-    )
-    if plain and has_grouped_product(hidden):
+    plain = not getattr(module, "forms", {}) and "watch" not in module.__dict__
+    if plain and module.down_proj.dtype == hidden.dtype and has_grouped_product(hidden):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
     out = torch.zeros_like(hidden)
     for expert, picked in by_expert(chosen, len(module.down_proj)):

@@ -1,13 +1,18 @@
 """Marks of a model's files, by which a resumed job detects that the model has changed.
 
-A mark holds a file's size, its modification time, a digest of samples of its contents and, if the whole model has at
-most WHOLE bytes, the SHA-256 of the file. A modification time alone is no change: a file that was copied or touched
-keeps its digests. Converted files in the cache have no marks, as they can be made again.
+A mark is a dict for JSON:
+
+    bytes      size of the file
+    mtime_ns   modification time in nanoseconds since 1970
+    sample     digest of the size and of samples; for a file without weights, of the whole content
+    sha256     SHA-256 of the whole content; None for weights of a model larger than WHOLE
+
+A modification time alone is no change: a file that was copied or touched keeps its digests. Converted files in the
+cache have no marks, as they can be made again.
 """
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +27,6 @@ SPACING = 64 << 20  # bytes; the start of one tensor per SPACING bytes is sample
 SAMPLE = 1 << 16  # bytes of a sample
 _READ = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
-
-
-@dataclass(frozen=True)
-class FileMark:
-    """Mark of a file.
-
-    Attributes:
-        bytes: size of the file.
-        mtime_ns: modification time in nanoseconds since 1970.
-        sample: digest of the size and the samples; for a file without weights, of the whole content.
-        sha256: SHA-256 of the whole content; None for weights of a model larger than WHOLE.
-    """
-
-    bytes: int
-    mtime_ns: int
-    sample: str
-    sha256: str | None
 
 
 def given_files(source: ModelSource) -> dict[str, Path]:
@@ -66,7 +54,7 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
     with activity("hashing", text, len(files), "files"):
         marks = dict[str, dict[str, Any]]()
         for name, path in files.items():
-            marks[name] = asdict(_mark(path, path in loaded, total <= WHOLE, known.get(name) or {}))
+            marks[name] = _mark(path, path in loaded, total <= WHOLE, known.get(name) or {})
             advance()
     return marks
 
@@ -79,16 +67,16 @@ def digest(files: Mapping[str, Path]) -> str:
     return whole.hexdigest()
 
 
-def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> FileMark:
+def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> dict[str, Any]:
     stat = path.stat()
+    mark: dict[str, Any] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     if path.suffix.lower() not in _WEIGHTS:
         whole = _hashed(path)
-        return FileMark(stat.st_size, stat.st_mtime_ns, whole, whole)
-    now = FileMark(stat.st_size, stat.st_mtime_ns, _sampled(path, stat.st_size, _tensor_starts(path, loaded)), None)
-    if not small:
-        return now
-    same = all(known.get(name) == getattr(now, name) for name in ("bytes", "mtime_ns", "sample"))
-    return replace(now, sha256=(known.get("sha256") if same else None) or _hashed(path))
+        return {**mark, "sample": whole, "sha256": whole}
+    mark["sample"] = _sampled(path, stat.st_size, _tensor_starts(path, loaded))
+    same = all(known.get(name) == value for name, value in mark.items())
+    whole = known.get("sha256") if same else None
+    return {**mark, "sha256": (whole or _hashed(path)) if small else None}
 
 
 def _hashed(path: Path) -> str:
