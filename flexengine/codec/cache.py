@@ -28,46 +28,29 @@ WIDEST = {8: 64, 4: 32, 2: 64}
 
 
 class PanelPart(NamedTuple):
-    """Location of one kind of data of a token's K, or V, in a panel.
+    """Location of one kind of data of a token's K, or V, in a panel. The token at `offset` in its page has its bytes at
+    start + offset * width."""
 
-    Attributes:
-        width: bytes per token and start.
-        starts: byte offsets in the panel; the token at `offset` in its page has its bytes at start + offset * width.
-    """
-
-    width: int
-    starts: tuple[int, ...]
+    width: int  # bytes per token and start
+    starts: tuple[int, ...]  # byte offsets in the panel
 
 
 class Panels(NamedTuple):
-    """Views of the pages of a pool. Index 1 is 0 for K, 1 for V.
+    """Views of the pages of a pool. Index 1 is 0 for K, 1 for V."""
 
-    Attributes:
-        codes: uint8 [n_pages, 2, kv_heads, page_tokens, row_bytes].
-        scale: fp16 [n_pages, 2, kv_heads, groups, page_tokens].
-        minimum: fp16 [n_pages, 2, kv_heads, groups, page_tokens].
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
+    codes: Tensor  # uint8 [n_pages, 2, kv_heads, page_tokens, row_bytes]
+    scale: Tensor  # fp16 [n_pages, 2, kv_heads, groups, page_tokens]
+    minimum: Tensor  # fp16, likewise
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Format of the encoded K and V of one layer. Groups run along the elements of a head, token by token.
+    """Format of the encoded K and V of one layer. Groups run along the elements of a head, token by token."""
 
-    Attributes:
-        bits: bits of a code.
-        kv_heads: key/value heads of the layer.
-        page_tokens: tokens of a page.
-        dim: elements of a head.
-    """
-
-    bits: int
+    bits: int  # of a code
     kv_heads: int
     page_tokens: int
-    dim: int
+    dim: int  # elements of a head
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.dim < 8 or self.dim % 8 or self.kv_heads < 1 or self.page_tokens < 1:

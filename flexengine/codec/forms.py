@@ -110,17 +110,11 @@ def make_form(name: str, rows: int, columns: int) -> Form:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of one encoded parameter.
+    """Format of one encoded parameter."""
 
-    Attributes:
-        packed: format of a matrix.
-        count: number of experts, each with its own matrix; 0 for a single matrix without experts.
-        transposed: whether the checkpoint stores the matrix as [in, out].
-    """
-
-    packed: Form
-    count: int = 0
-    transposed: bool = False
+    packed: Form  # of a matrix
+    count: int = 0  # of experts, each with its own matrix; 0 for a single matrix without experts
+    transposed: bool = False  # whether the checkpoint stores the matrix as [in, out]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -19,17 +19,11 @@ ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of the range that the faster search 
 
 
 class GroupCodes(NamedTuple):
-    """Encoded groups.
+    """Encoded groups."""
 
-    Attributes:
-        codes: uint8 [..., group].
-        scale: fp16 [...].
-        minimum: fp16 [...].
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
+    codes: Tensor  # uint8 [..., group]
+    scale: Tensor  # fp16 [...]
+    minimum: Tensor  # fp16 [...]
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,9 @@ PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of each plane by bits of
 
 @dataclass(frozen=True)
 class Packed(Form):
-    """Format of a matrix in group-wise codes.
+    """Format of a matrix in group-wise codes."""
 
-    Attributes:
-        codec: codec of a group of 32, 64 or 128 columns.
-        rows: output channels.
-        columns: inputs.
-    """
-
-    codec: Groupwise
+    codec: Groupwise  # of a group of 32, 64 or 128 columns
     rows: int
     columns: int
     step: ClassVar[int] = ROWS

@@ -24,20 +24,11 @@ CODED = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class RecordForm:
-    """Format of the records of one layer.
+    """Format of the records of one layer. Raise InvalidInput if the kind is unknown, or the width does not fit it."""
 
-    Attributes:
-        kind: format of a vector, from PLAIN or CODED.
-        width: elements of a vector, the model's hidden size; a multiple of 8 if encoded.
-        gated: whether a record has a vector of `up`.
-
-    Raises:
-        InvalidInput: the kind is unknown, or the width does not fit it.
-    """
-
-    kind: str
-    width: int
-    gated: bool = False
+    kind: str  # format of a vector, from PLAIN or CODED
+    width: int  # elements of a vector, the model's hidden size; a multiple of 8 if encoded
+    gated: bool = False  # whether a record has a vector of `up`
 
     def __post_init__(self) -> None:
         if self.kind not in (*PLAIN, *CODED):
@@ -91,7 +82,12 @@ class RecordForm:
         assert len(matrices) == self.vectors
         records = torch.zeros(len(matrices[0]), self.nbytes, dtype=torch.uint8)
         for index, matrix in enumerate(matrices):
-            self._vector(records, index).copy_(self._encoded(matrix))
+            if self.coded is None:
+                data = matrix.to(PLAIN[self.kind]).contiguous().view(torch.uint8)
+            else:
+                codes, *halves = self.coded.encode(matrix)
+                data = torch.cat([codes, *(half.contiguous().view(torch.uint8) for half in halves)], 1)
+            self._vector(records, index).copy_(data)
         return records
 
     def vectors_of(self, records: Tensor, index: int) -> Tensor:
@@ -115,10 +111,3 @@ class RecordForm:
 
     def _vector(self, records: Tensor, index: int) -> Tensor:
         return records[:, index * self.vector_bytes : (index + 1) * self.vector_bytes]
-
-    def _encoded(self, matrix: Tensor) -> Tensor:
-        """Return the bytes of vectors, uint8 [n, vector_bytes]."""
-        if self.coded is None:
-            return matrix.to(PLAIN[self.kind]).contiguous().view(torch.uint8)
-        codes, scale, minimum = self.coded.encode(matrix)
-        return torch.cat([codes, *(x.contiguous().view(torch.uint8) for x in (scale, minimum))], 1)

@@ -45,33 +45,23 @@ def _scores(kind: str, module: Any, attend: Any) -> Any:
 
 
 def slopes(heads: int) -> list[float]:
-    """Return ALiBi's slope of every head.
-
-    The slopes are a falling geometric series. If `heads` is no power of two, every second term of the next finer series
-    follows.
-    """
+    """Return ALiBi's slope of every head: a falling geometric series. If `heads` is no power of two, every second term
+    of the next finer series follows."""
     whole = 2 ** int(math.log2(heads))
     base = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     return base + [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
 
 
-@cache
-def _slopes(heads: int) -> Tensor:
-    """Return the slopes in fp64, in RAM."""
-    return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu")
+@cache  # a tensor made from a list would synchronise a GPU with the host in every call
+def _slopes(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 def _bloom(attend: Any) -> Any:
-    # Slopes by device and dtype: a tensor made from a list would synchronise a GPU with the host in every call.
-    made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
     def forward(self: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         q, k, v = self._reshape(self.query_key_value(hidden))
         scale = self.inv_norm_factor
-        slope = made.get((q.device, q.dtype))
-        if slope is None:
-            slope = made[q.device, q.dtype] = _slopes(self.num_heads).to(q.device, q.dtype)
-        slope = slope / scale
+        slope = _slopes(self.num_heads, q.device, q.dtype) / scale
         positions = greenlet.getcurrent().inputs.positions.to(k.dtype)  # type: ignore[attr-defined]
         q = torch.cat([q, slope.view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
         k = torch.cat([k, positions.view(1, 1, -1, 1).expand(*k.shape[:3], 1)], -1)

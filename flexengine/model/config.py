@@ -28,6 +28,7 @@ _LIMITS = {
     r"seed|param|flos|token|theta|base|date|version|id$": 2**64,
     r"": 10**7,
 }
+# At least 1 in any model.
 _COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 _FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
@@ -35,11 +36,7 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementati
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
-    """Return the transformers config of a model directory.
-
-    Args:
-        directory: holds config.json.
-        trust_remote_code: run the directory's own Python code if it has some.
+    """Return the transformers config of a model directory. trust_remote_code: run its own Python code if it has some.
 
     Raises:
         BadCheckpoint: config.json cannot be read, or the checkpoint's headers contradict it.
@@ -85,16 +82,15 @@ def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None
 
     Args:
         path: path of the config, for the message.
-        size: (layers, experts per layer) that the config states.
+        size: as `size_of` the config.
         elements: number of elements of each tensor of the checkpoint.
     """
-    layers, experts = size
+    (layers, experts), total = size, sum(elements)
     if layers > len(elements):
         raise BadCheckpoint(f"{path} states {layers:,} layers, but the checkpoint has only {len(elements):,} tensors")
-    if layers * experts > (total := sum(elements)):
-        raise BadCheckpoint(
-            f"{path} states {layers:,} times {experts:,} experts, but the checkpoint has only {total:,} weights"
-        )
+    if layers * experts > total:
+        stated = f"{layers:,} times {experts:,} experts"
+        raise BadCheckpoint(f"{path} states {stated}, but the checkpoint has only {total:,} weights")
 
 
 def size_of(config: Any) -> tuple[int, int]:

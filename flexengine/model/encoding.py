@@ -57,8 +57,7 @@ def encoded(
 
     Args:
         source: the model directory.
-        files: files of the checkpoint.
-        stored: location of each parameter in the checkpoint.
+        files, stored: files of the checkpoint, and location of each parameter in them.
         chosen: format of each parameter to encode.
         importances: importances of a calibration; None for equal weights of all columns.
         verifier: see prepare.prepared.
@@ -75,7 +74,10 @@ def encoded(
         shared = {name: hashlib.sha256(f"{model}{key}".encode()).hexdigest()[:32] for name, key in keys.items()}
         _write(directory, stored, chosen, importances, shared)
 
-    directory = prepared(source, files, build, json.dumps(keys), verifier, _label(chosen, importances))
+    counts = Counter(form.packed.name for form in chosen.values())
+    several = [name for name in FORMS if counts[name] > EDGE_MATRICES] or [*counts][:1]
+    label = f"{'+'.join(several)}{', calibrated' if importances else ''}"
+    directory = prepared(source, files, build, json.dumps(keys), verifier, label)
     origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
         for name, tensor in read_header(file).items():
@@ -91,13 +93,6 @@ def _key(name: str, form: WeightFormat, importances: Importances | None) -> str:
     packed = form.packed
     fit = [FIT, importances.digest] if importances is not None and packed.uses_importance else None
     return json.dumps([name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit])
-
-
-def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) -> str:
-    """Return the formats of the layers, and whether the weights are fitted to importances."""
-    counts = Counter(form.packed.name for form in chosen.values())
-    several = [name for name in FORMS if counts[name] > EDGE_MATRICES] or [*counts][:1]
-    return f"{'+'.join(several)}{', calibrated' if importances else ''}"
 
 
 def _write(
@@ -202,19 +197,12 @@ def _linked(file: Path) -> bool:
 
 
 class MatrixPiece(NamedTuple):
-    """Rows of a matrix to encode.
+    """Rows of a matrix to encode."""
 
-    Attributes:
-        name: of the parameter.
-        number: of the expert; 0 if there are no experts.
-        form: format of the parameter.
-        rows: [rows, columns], in the stored dtype.
-    """
-
-    name: str
-    number: int
+    name: str  # of the parameter
+    number: int  # of the expert; 0 if there are no experts
     form: WeightFormat
-    rows: Tensor
+    rows: Tensor  # [rows, columns], in the stored dtype
 
 
 def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPiece]:

@@ -41,29 +41,19 @@ class Rows(NamedTuple):
 
     For an embedding, the answer is a tensor with the rows, and the index in this tensor for each id. For experts, the
     answer is None: the pass reads rows of the bound parameters.
-
-    Attributes:
-        layer: number of the decoder layer, or EMBEDDING.
-        tensors: names of the parameters. The same rows of each are read.
-        ids: int64, of any shape, unsorted, with repeats: numbers of the rows.
     """
 
-    layer: int
-    tensors: tuple[str, ...]
-    ids: Tensor
+    layer: int  # or EMBEDDING
+    tensors: tuple[str, ...]  # names of the parameters; the same rows of each are read
+    ids: Tensor  # int64, of any shape, unsorted, with repeats: numbers of the rows
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Pause before a decoder layer, or after the last layer of a range.
-
-    Attributes:
-        index: number of the layer.
-        hidden: [1, tokens, hidden], input of the layer.
-    """
+    """Pause before the decoder layer `index`, or after the last layer of a range."""
 
     index: int
-    hidden: Tensor
+    hidden: Tensor  # [1, tokens, hidden], input of the layer
 
 
 class Attend(NamedTuple):
@@ -130,8 +120,7 @@ def attend(
 
     Raise UnsupportedModel if the module passes an option that the engine does not support.
     """
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
-    if unknown:
+    if unknown := sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS):
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -199,9 +188,8 @@ class PausingEmbedding(nn.Module):
     """An embedding whose table has only the rows of the current tokens. The module still applies scaling."""
 
     def __init__(self, embedding: nn.Embedding, name: str) -> None:
-        """Wrap an embedding. name: the table's name among the model's parameters."""
         super().__init__()
-        self.embedding, self.name = embedding, name
+        self.embedding, self.name = embedding, name  # name: the table's among the model's parameters
         embedding.padding_idx = None  # only for gradients; torch would compare it with the number of rows
 
     def forward(self, ids: Tensor) -> Any:
@@ -213,8 +201,7 @@ class PausingEmbedding(nn.Module):
             self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
     @property
-    def weight(self) -> Tensor:
-        """A table without rows, for modules that read its dtype or device."""
+    def weight(self) -> Tensor:  # a table without rows, for modules that read its dtype or device
         return self.embedding.weight
 
 

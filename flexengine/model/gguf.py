@@ -35,16 +35,11 @@ _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe
 
 
 def resolve_gguf(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
-    """Return the model of a GGUF file, after converting the file if the cache lacks it.
+    """Return the model of a GGUF file, after converting the file if the cache lacks it. Raise as `convert`.
 
     Args:
-        path: path of the GGUF file.
         trust_remote_code: unused, as such a file holds no code.
         verifier: compares the file, and converted ones, with their checksums; None for no check.
-
-    Raises:
-        BadCheckpoint: the file is damaged.
-        UnsupportedModel: the file needs a feature that is not supported.
     """
     if verifier:
         verifier.gguf(path)

@@ -27,15 +27,10 @@ PRIOR = 16  # a prior of this many tokens with equal columns limits the weight o
 
 @dataclass(frozen=True)
 class Importances:
-    """Importances of all matrices of a model.
+    """Importances of all matrices of a model."""
 
-    Attributes:
-        columns: by parameter, fp32 [columns]; for experts [experts, columns].
-        digest: digest of the file that holds the importances.
-    """
-
-    columns: Mapping[str, Tensor]
-    digest: str
+    columns: Mapping[str, Tensor]  # by parameter, fp32 [columns]; for experts [experts, columns]
+    digest: str  # of the file that holds the importances
 
     def of(self, name: str, number: int) -> Tensor | None:
         """Return the importances [columns] of expert `number` (0 for a single matrix), None if no token reached it."""

@@ -23,11 +23,8 @@ unwatched = torch._C.DisableTorchFunction
 
 
 def numerics(device: torch.device | None = None) -> str:
-    """Return a text that names the kernels, for a job's manifest: they determine the last bits of results.
-
-    An example is "native 512 bits and bf16", followed by the version of the native kernels. None for the device means a
-    CPU.
-    """
+    """Return a text that names the kernels, for a job's manifest: they determine the last bits of results. An example
+    is "native 512 bits and bf16", followed by the version of the native kernels. device: None means a CPU."""
     kernel: Any = kernels.load_for(device or torch.device("cpu"))
     if device is not None and device.type == "cuda":
         return str(kernel.numerics())

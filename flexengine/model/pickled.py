@@ -26,15 +26,12 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
-    """Return the model of a directory with pytorch_model*.bin, after converting it if the cache lacks it.
+    """Return the model of a directory with pytorch_model*.bin, after converting it if the cache lacks it. Raise as
+    `convert_bin`.
 
     Args:
-        path: the directory with the .bin files.
         trust_remote_code: copy its Python files too.
         verifier: compares converted files with their checksums; None for no check.
-
-    Raises:
-        BadCheckpoint: a file is damaged or refused.
     """
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
@@ -58,11 +55,6 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
     """Write the tensors of .bin files as safetensors, and copy small files. One .bin file is mapped at a time.
 
     Pickles are read with weights_only=True: a file with other objects than tensors is refused, never executed.
-
-    Args:
-        shards: the .bin files.
-        copied: files to copy.
-        directory: to write to.
 
     Raises:
         BadCheckpoint: a .bin file is refused; the message names the file.

@@ -45,12 +45,11 @@ _UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, _F.mish, _F.softplus, _F.elu, torch.s
 
 def padded_size(count: int, threads: int) -> int:
     """Return the smallest size, at least `count`, that gives every thread a multiple of _VECTOR elements."""
-    size = count
     while True:
-        unit = _VECTOR * math.lcm(min(threads, -(-size // _GRAIN)), threads if size >= _GELU else 1)
-        if size % unit == 0:
-            return size
-        size = -(-size // unit) * unit
+        unit = _VECTOR * math.lcm(min(threads, -(-count // _GRAIN)), threads if count >= _GELU else 1)
+        if count % unit == 0:
+            return count
+        count = -(-count // unit) * unit
 
 
 def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -83,12 +82,11 @@ class Invariance(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _UNSTEADY and not (kwargs and kwargs.get("inplace")):
             return steady(func, *args, **(kwargs or {}))
-        if func is _F.linear and not kwargs and self._ours(*args):
-            return self.product(*args)
+        if func is _F.linear and not kwargs:
+            x, weight = args[:2]
+            if x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2:
+                return self.product(*args)
         return func(*args, **(kwargs or {}))
-
-    def _ours(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-        return x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2
 
 
 def use_product(model: nn.Module, product: Product) -> None:

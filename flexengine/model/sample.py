@@ -19,21 +19,13 @@ NONFINITE = -1  # replaces a token id if the logits hold NaN or +inf, or only -i
 
 
 class Draw(NamedTuple):
-    """Parameters of the choice of one row's next token.
-
-    Attributes:
-        sampling: sampling parameters of the job.
-        row: number of the prompt in the job; with `sample` and the seed it determines the noise.
-        sample: number of the continuation, of n continuations of the prompt.
-        prompt: token ids.
-        generated: token ids so far; the next token has index len(generated).
-    """
+    """Parameters of the choice of one row's next token. Row, sample and seed determine the noise."""
 
     sampling: SamplingParams
-    row: int
-    sample: int
-    prompt: Sequence[int]
-    generated: Sequence[int]
+    row: int  # number of the prompt in the job
+    sample: int  # number of the continuation, of n continuations of the prompt
+    prompt: Sequence[int]  # token ids
+    generated: Sequence[int]  # token ids so far; the next token has index len(generated)
 
 
 class Sampled(NamedTuple):
@@ -140,8 +132,8 @@ def _penalised(row: Tensor, draw: Draw) -> Tensor:
 
 
 def _counts(tokens: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct tokens below the row's length, int64, and their counts, fp64, on the row's device."""
-    # The embedding may have more rows than the head.
+    """Return the distinct tokens below the row's length, as the embedding may have more rows than the head, and their
+    counts, in the row's dtype and on its device."""
     counts = {token: count for token, count in Counter(tokens).items() if token < len(row)}
     ids = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
     return ids, torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)

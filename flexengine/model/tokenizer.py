@@ -15,11 +15,7 @@ _HINT = "; it has its own Python code, which runs only with --trust-remote-code:
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model directory, None if it has none.
-
-    Args:
-        directory: directory of the model.
-        trust_remote_code: run the tokenizer's own Python code if it has some.
+    """Return the tokenizer of a model directory, None if it has none. trust_remote_code: run its own Python code.
 
     Raises:
         BadCheckpoint: a file is a link to a place outside the directory.
@@ -29,10 +25,16 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         return None
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
         regular_file(file, directory)
-    settings = _settings(directory)
+    path = directory / _CONFIG
+    try:
+        settings = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(settings, dict):
+        raise InvalidInput(f"{path} holds a JSON {type(settings).__name__}; it must be an object")
     for name in settings.get("fast_tokenizer_files") or []:
         if not isinstance(name, str) or Path(name).name != name:
-            raise InvalidInput(f"{directory / _CONFIG} names {name!r}, which is not a file name in that directory")
+            raise InvalidInput(f"{path} names {name!r}, which is not a file name in that directory")
     from transformers import AutoTokenizer
 
     try:
@@ -42,17 +44,6 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             raise
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    path = directory / _CONFIG
-    try:
-        content = json.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{path} holds a JSON {type(content).__name__}; it must be an object")
-    return content
 
 
 def eos_tokens(directory: Path, config: Any) -> set[int]:

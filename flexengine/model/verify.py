@@ -68,11 +68,7 @@ class Verifier:
 
     def directory(self, directory: Path) -> None:
         """Verify a model directory: every file in its sums must match, and every file that may be read must be listed.
-
-        Raises:
-            NoSums: the directory has no sums.
-            BadCheckpoint: a file is missing, differs or is not listed; the message names it.
-        """
+        Raise NoSums, or BadCheckpoint, which names the files that are missing, differ or are not listed."""
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
         if is_snapshot(directory.resolve()):
             self._verify(directory, read, None)
@@ -86,12 +82,8 @@ class Verifier:
             )
 
     def gguf(self, file: Path) -> None:
-        """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package.
-
-        Raises:
-            NoSums: there is no sum of the file.
-            BadCheckpoint: the file differs.
-        """
+        """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package. Raise NoSums, or
+        BadCheckpoint if the file differs."""
         if (known := _gguf_sum(file)) is None:
             name = quote(file.name)
             raise NoSums(
@@ -206,24 +198,18 @@ def _line(name: str, digest: str) -> str:
 
 def read_sums(file: Path) -> dict[str, str]:
     """Return the digests in a file that sha256sum wrote, by name relative to its directory, without its own entry.
-
-    Raises:
-        BadCheckpoint: the file cannot be read, or a line is not valid; the message names the line and the fault.
-    """
+    Raise BadCheckpoint if the file cannot be read, or a line is not valid; the message names the line and the fault."""
     lines = os.fsdecode(read_limited(file, _MAX_SUMS_BYTES)).removesuffix("\n").split("\n")
     digests: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if (match := _LINE.fullmatch(line)) is None:
-            raise BadCheckpoint(
-                f"{file}, line {number}: {line[:100]!r} is not what sha256sum writes, 64 hex digits,"
-                " two spaces and a name"
-            )
+            fault = "is not what sha256sum writes, 64 hex digits, two spaces and a name"
+            raise BadCheckpoint(f"{file}, line {number}: {line[:100]!r} {fault}")
         try:
             name = _name(match[3], escaped=bool(match[1]))
         except (KeyError, ValueError) as error:
-            raise BadCheckpoint(
-                f"{file}, line {number}: {match[3][:100]!r} is not the name of a file below that directory ({error})"
-            ) from error
+            fault = f"is not the name of a file below that directory ({error})"
+            raise BadCheckpoint(f"{file}, line {number}: {match[3][:100]!r} {fault}") from error
         if name in digests:
             raise BadCheckpoint(f"{file}, line {number}: {name[:100]!r} is there twice")
         digests[name] = match[2].lower()
@@ -232,15 +218,11 @@ def read_sums(file: Path) -> dict[str, str]:
 
 
 def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
-    """Return the digest of a file.
+    """Return the SHA-256 of a file. Raise OSError if the file cannot be read.
 
     Args:
-        file: to read.
         tick: called with the number of bytes after each read.
-        git: return git's SHA-1 of the content as a blob, instead of SHA-256.
-
-    Raises:
-        OSError: the file cannot be read.
+        git: return git's SHA-1 of the content as a blob instead.
     """
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
