@@ -30,21 +30,13 @@ class GroupCodes(NamedTuple):
 class Groupwise:
     """Codec with a scale and a minimum per group of elements of a row.
 
-    Encoding computes in fp32 and is deterministic: equal numbers give equal bits on every machine.
+    Encoding computes in fp32 and is deterministic: equal numbers give equal bits on every machine."""
 
-    Attributes:
-        name: for messages and file names.
-        bits: bits of a code.
-        group: number of elements that share a scale and a minimum.
-        fitted: choose scale and minimum for a small squared error, instead of the full range of the group.
-        alike: if fitted, take the best of the ranges in ALIKE, which is faster than a least-squares fit.
-    """
-
-    name: str
-    bits: int
-    group: int
-    fitted: bool = False
-    alike: bool = False
+    name: str  # for messages and file names
+    bits: int  # bits of a code
+    group: int  # number of elements that share a scale and a minimum
+    fitted: bool = False  # choose scale and minimum for a small squared error, instead of the full range of the group
+    alike: bool = False  # if fitted, take the best of the ranges in ALIKE, which is faster than a least-squares fit
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.group not in GROUPS:

@@ -3,11 +3,8 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import torch
 
 from flexengine.activity import Activity, Listener, activity
 from flexengine.config import Result
@@ -74,9 +71,8 @@ class Calibrator:
         if (text := self.text) is None:
             return None
         if text.digest not in self._importances:
-            self._importances[text.digest] = text.importances(
-                *self._model, partial(self._measure, text, text.measure), self.core.verifier
-            )
+            measured = partial(self._measure, text, text.measure)
+            self._importances[text.digest] = text.importances(self.core, measured)
         return self._importances[text.digest]
 
     @property
@@ -87,7 +83,7 @@ class Calibrator:
             return []
         if text.digest not in self._magnitudes:
             measured = partial(self._measure, text, text.measure_magnitudes)
-            self._magnitudes[text.digest] = text.magnitudes(*self._model, measured, self.core.verifier)
+            self._magnitudes[text.digest] = text.magnitudes(self.core, measured)
         self._check_trained(text)
         thresholds: list[float] = self._magnitudes[text.digest].thresholds(sparsity[0])
         return thresholds
@@ -102,10 +98,6 @@ class Calibrator:
             f" than {self._sparse_name} has now; train them again with the same --sparsify and"
             " --calibration-text: flexengine flash train MODEL"
         )
-
-    @property
-    def _model(self) -> tuple[Path, Sequence[Path], torch.dtype]:
-        return self.core.source.directory, self.core.opened.given, self.core.dtype
 
     def _measure(self, text: Any, measure: Callable[[Core, Score], T]) -> T:
         """Return what `measure`, of the text, returns for an engine of the exact model."""

@@ -48,11 +48,8 @@ class Bits:
     """
 
     def __init__(self, core: Core, calibrator: Calibrator) -> None:
-        """Compare the budget with the model. No weights are read.
-
-        Raises:
-            BudgetTooSmall: the budget is less than the model takes in the smallest formats.
-        """
+        """Compare the budget with the model. No weights are read. Raise BudgetTooSmall if the smallest formats take
+        more than the budget."""
         assert isinstance(core.lossy.budget, int)
         self.core, self.calibrator, self.budget = core, calibrator, core.lossy.budget
         facts, found = core.facts, {b: _bytes(core.opened, b) for b in self._usable()}

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor
 
 from flexengine import texts
@@ -25,7 +24,6 @@ from flexengine.model.importance import ImportanceRecorder, Importances, load
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
 from flexengine.model.tokenizer import opening, spread, token_ids
-from flexengine.model.verify import Verifier
 
 VERSION = 2  # part of the cache's key: raise it when the computed importances change
 MAGNITUDES_VERSION = 1  # likewise
@@ -37,80 +35,50 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calibration:
-    """The stretches of text that the exact model reads.
+    """The stretches of text that the exact model reads."""
 
-    Attributes:
-        rows: token ids, one tuple per stretch.
-        digest: hex digest of the token ids.
-        prefill_tokens: tokens of a prefill chunk when the model reads the text.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    prefill_tokens: ClassVar[int] = PIECE
+    rows: tuple[tuple[int, ...], ...]  # token ids, one tuple per stretch
+    prefill_tokens: ClassVar[int] = PIECE  # tokens of a prefill chunk when the model reads the text
 
     @cached_property
     def digest(self) -> str:
+        """Hex digest of the token ids."""
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
 
-    def importances(
-        self,
-        source: Path,
-        files: Sequence[Path],
-        dtype: torch.dtype,
-        measured: Callable[[], dict[str, Tensor]],
-        verifier: Verifier | None = None,
-    ) -> Importances:
-        """Return the importances of a model, from the cache if they have been measured before.
+    def importances(self, core: Core, measured: Callable[[], dict[str, Tensor]]) -> Importances:
+        """Return the importances of an engine's model, from the cache if they have been measured before. measured:
+        measure the importances; its OSErrors become InvalidInput, its other errors are raised unchanged."""
+        kind = "calibration", VERSION
+        return load(self._prepared(core, kind, FILE, "", lambda file: save(_read(core, measured), file)))
 
-        Args:
-            source: the model's directory.
-            files: the model's files, which are part of the cache's key.
-            dtype: dtype of the activations.
-            measured: measure the importances.
-            verifier: compares prepared files with their checksums; None if none are compared.
+    def magnitudes(self, core: Core, measured: Callable[[], Magnitudes]) -> Magnitudes:
+        """Return the magnitudes of the activations of an engine's model. Arguments and errors as of `importances`."""
+        kind = "magnitudes", MAGNITUDES_VERSION
+        made = self._prepared(core, kind, MAGNITUDES, "magnitudes, ", lambda file: _read(core, measured).write(file))
+        return magnitudes.load(made)
 
-        Raises:
-            InvalidInput: `measured` raised OSError. Its other errors are raised unchanged.
-        """
-        build = partial(_build, source, measured, save, FILE)
-        key = self._key("calibration", VERSION, dtype)
-        return load(prepared(source, files, build, key, verifier, _short(dtype)) / FILE)
-
-    def magnitudes(
-        self,
-        source: Path,
-        files: Sequence[Path],
-        dtype: torch.dtype,
-        measured: Callable[[], Magnitudes],
-        verifier: Verifier | None = None,
-    ) -> Magnitudes:
-        """Return the magnitudes of a model's activations. Arguments and errors as of `importances`."""
-        build = partial(_build, source, measured, Magnitudes.write, MAGNITUDES)
-        key = self._key("magnitudes", MAGNITUDES_VERSION, dtype)
-        made = prepared(source, files, build, key, verifier, f"magnitudes, {_short(dtype)}")
-        return magnitudes.load(made / MAGNITUDES)
-
-    def _key(self, kind: str, version: int, dtype: torch.dtype) -> str:
-        return json.dumps({kind: version, "rows": self.digest, "dtype": str(dtype)})
+    def _prepared(
+        self, core: Core, kind: tuple[str, int], file: str, label: str, write: Callable[[Path], None]
+    ) -> Path:
+        """Return a file of the cache, after writing it if it does not exist. kind: what is in it, and its version."""
+        key = json.dumps({kind[0]: kind[1], "rows": self.digest, "dtype": str(core.dtype)})
+        label += str(core.dtype).removeprefix("torch.")
+        source = core.source.directory, core.opened.given
+        return prepared(*source, lambda directory: write(directory / file), key, core.verifier, label) / file
 
     def measure(self, core: Core, score: Score) -> dict[str, Tensor]:
-        """Return the importances of the matrices of an engine's model. Raise InvalidInput if a stretch cannot be run.
-
-        Args:
-            core: the engine's core.
-            score: the engine's `score`.
-        """
+        """Return the importances of an engine's matrices. Raise InvalidInput if a stretch cannot be run."""
         recorder = ImportanceRecorder(core.skeleton)
-        self._read(recorder.watching(), score)
+        self._watch(recorder.watching(), score)
         return recorder.means()
 
     def measure_magnitudes(self, core: Core, score: Score) -> Magnitudes:
         """Return the magnitudes of the activations of an engine's model. Arguments and errors as of `measure`."""
         recorder = magnitudes.MagnitudeRecorder([block for block in core.opened.flash.feed_forward if block])
-        self._read(recorder.watching(), score)
+        self._watch(recorder.watching(), score)
         return recorder.magnitudes()
 
-    def _read(self, watching: AbstractContextManager[None], score: Score) -> None:
+    def _watch(self, watching: AbstractContextManager[None], score: Score) -> None:
         with watching:
             check_read(score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows]))
 
@@ -121,28 +89,17 @@ def check_read(results: Sequence[Result]) -> None:
         raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _build(
-    source: Path, measured: Callable[[], T], write: Callable[[T, Path], None], file: str, directory: Path
-) -> None:
-    """Write what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
+def _read(core: Core, measured: Callable[[], T]) -> T:
+    """Return what was measured. Raise InvalidInput if a file of the model cannot be read or written."""
     try:
-        result = measured()
+        return measured()
     except OSError as error:  # of the checkpoint or the offload directory, not of the cache's directory
-        raise InvalidInput(f"calibrating with {source} failed: {error}") from error
-    write(result, directory / file)
+        raise InvalidInput(f"calibrating with {core.source.directory} failed: {error}") from error
 
 
 def check(name: str, tokenizer: Any) -> None:
-    """Raise InvalidInput if there is no tokenizer or the file cannot be opened. Read at most one byte.
-
-    Args:
-        name: name of a UTF-8 file, or BUNDLED.
-        tokenizer: None if the checkpoint has none.
-    """
+    """Raise InvalidInput if there is no tokenizer or the file cannot be opened. Read at most one byte. Arguments as of
+    `calibration`."""
     if tokenizer is None:
         raise InvalidInput(
             "the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"

@@ -245,21 +245,14 @@ class PausingHead(nn.Module):
 
 @dataclass
 class Inputs:
-    """Packed tokens of one gpu_batch.
+    """Packed tokens of one gpu_batch."""
 
-    Attributes:
-        ids: int64 [1, tokens].
-        positions: int64 [1, tokens].
-        keep: int64 [n], indices of the tokens to compute logits for; last, those of the tokens that are scored.
-        scores: receives the logits of the tokens that are scored; None if there are none.
-        predicted: bool [tokens], in RAM: tokens whose neurons are predicted in blocks of records (neurons.py); the
-            others use all neurons. None if no token's are.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    scores: Scores | None = None
+    ids: Tensor  # int64 [1, tokens]
+    positions: Tensor  # int64 [1, tokens]
+    keep: Tensor  # int64 [n], indices of the tokens to compute logits for; last, those of the tokens that are scored
+    scores: Scores | None = None  # receives the logits of the tokens that are scored; None if there are none
+    # Bool [tokens], in RAM: tokens whose neurons are predicted in blocks of records (neurons.py); the others use all
+    # neurons. None if no token's are.
     predicted: Tensor | None = None
 
 
@@ -267,29 +260,21 @@ class Pass(greenlet.greenlet):  # type: ignore[misc]
     """The greenlet of a forward pass.
 
     Attributes:
-        inputs: of the pass, for modules that do not get them (adapters.py).
-        queries_first: whether it also pauses at queries (queries.py).
-        only_queries: whether the present run of an attention module computes queries only.
-        queries: output of the query projection, from the first to the second run of an attention module.
-        block: output of a feed-forward block of records, until the block's last module returns it.
         paged: attention of the next layer, and of layers after it, which need not pause at attention. They differ in
             nothing but `pool`. If it is empty, the next layer must pause at attention.
-        computed: number of the layer after the last one that calls of kernels (native/layer.py) have computed.
-        output: output of this layer before; None if modules compute it.
-        positions: position embeddings that this layer before got.
-        recycles: whether outputs of layers may be in memory that is used again (kernels/recycled.py).
     """
 
-    inputs: Inputs
-    queries_first = False
-    only_queries = False
+    inputs: Inputs  # of the pass, for modules that do not get them (adapters.py)
+    queries_first = False  # whether it also pauses at queries (queries.py)
+    only_queries = False  # whether the present run of an attention module computes queries only
+    # Output of the query projection, from the first to the second run of an attention module.
     queries: Tensor | None = None
-    block: Tensor | None = None
+    block: Tensor | None = None  # output of a feed-forward block of records, until the block's last module returns it
     paged: Sequence[PagedAttention] = ()
-    computed = 0
-    output: Tensor | None = None
-    positions: Any = None
-    recycles = False
+    computed = 0  # number of the layer after the last one that calls of kernels (native/layer.py) have computed
+    output: Tensor | None = None  # output of this layer before; None if modules compute it
+    positions: Any = None  # position embeddings that this layer before got
+    recycles = False  # whether outputs of layers may be in memory that is used again (kernels/recycled.py)
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__(run)

@@ -32,13 +32,12 @@ class Sampled(NamedTuple):
     """A row's next token.
 
     Attributes:
-        token: its id, or NONFINITE.
-        logprob: natural logarithm of its probability without penalties and temperature; None if not requested.
         top: (token id, logprob) of the most likely tokens, most likely first, of equal ones the lower id first. Tokens
             of probability 0 are left out.
     """
 
-    token: int
+    token: int  # its id, or NONFINITE
+    # Natural logarithm of its probability without penalties and temperature; None if not requested.
     logprob: float | None
     top: tuple[tuple[int, float], ...]
 

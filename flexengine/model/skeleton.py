@@ -51,53 +51,30 @@ class CacheShape:
 
 @dataclass
 class Skeleton:
-    """A model without weights, or a range of its layers (layer_range.py).
+    """A model without weights, or a range of its layers (layer_range.py)."""
 
-    Attributes:
-        model: a transformers.PreTrainedModel on the meta device, with pausing modules.
-        config: configuration of transformers.
-        name: class and directory of the model, for messages.
-        layers: per decoder layer of the range, its parameters by name.
-        others: parameters outside layers, embedding and head.
-        embedding: name and shape of the embedding's weight.
-        head: name and shape of the output projection's weight.
-        head_bias: name of the output projection's bias, None if there is none.
-        tied: whether head and embedding are one tensor.
-        cache: shape of a token in the KV cache.
-        heads: query heads.
-        width: elements per token of the widest activation of a layer.
-        head_module: module in place of the output projection.
-        product: computes the model's matrix products.
-        invariance: see `mode`.
-        loading: renames and conversions of the checkpoint.
-        windows: by layer, number of tokens that a query sees; None for all.
-        forms: format of each encoded parameter, by name.
-        total: number of decoder layers of the whole model.
-        first: number of `layers[0]` in the whole model.
-        queries_apart: whether queries can be computed before keys and values (queries.py).
-    """
-
-    model: Any
-    config: Any
-    name: str
-    layers: list[dict[str, ParamRef]]
-    others: dict[str, ParamRef]
-    embedding: tuple[str, tuple[int, ...]]
-    head: tuple[str, tuple[int, ...]]
-    head_bias: str | None
-    tied: bool
-    width: int
-    head_module: PausingHead
-    product: Product
-    invariance: Invariance
-    loading: Loading
-    cache: CacheShape = CacheShape(0, 0)
-    heads: int = 0
+    model: Any  # a transformers.PreTrainedModel on the meta device, with pausing modules
+    config: Any  # configuration of transformers
+    name: str  # class and directory of the model, for messages
+    layers: list[dict[str, ParamRef]]  # per decoder layer of the range, its parameters by name
+    others: dict[str, ParamRef]  # parameters outside layers, embedding and head
+    embedding: tuple[str, tuple[int, ...]]  # name and shape of the embedding's weight
+    head: tuple[str, tuple[int, ...]]  # name and shape of the output projection's weight
+    head_bias: str | None  # name of the output projection's bias, None if there is none
+    tied: bool  # whether head and embedding are one tensor
+    width: int  # elements per token of the widest activation of a layer
+    head_module: PausingHead  # module in place of the output projection
+    product: Product  # computes the model's matrix products
+    invariance: Invariance  # see `mode`
+    loading: Loading  # renames and conversions of the checkpoint
+    cache: CacheShape = CacheShape(0, 0)  # shape of a token in the KV cache
+    heads: int = 0  # query heads
+    # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
-    forms: dict[str, WeightFormat] = field(default_factory=dict)
-    total: int = 0
-    first: int = 0
-    queries_apart: bool = False
+    forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
+    total: int = 0  # number of decoder layers of the whole model
+    first: int = 0  # number of `layers[0]` in the whole model
+    queries_apart: bool = False  # whether queries can be computed before keys and values (queries.py)
 
     @property
     def layer_range(self) -> tuple[int, int]:

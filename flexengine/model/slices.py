@@ -28,34 +28,22 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int, int]  # sizes, strides, off
 
 
 class SlicedTensor(NamedTuple):
-    """A tensor of one token.
+    """A tensor of one token."""
 
-    Attributes:
-        name: q, k, v or output; of kept tensors, the module or the operation that made it.
-        shape: without the dimension of the tokens.
-        nbytes: bytes that are read.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
+    name: str  # q, k, v or output; of kept tensors, the module or the operation that made it
+    shape: tuple[int, ...]  # without the dimension of the tokens
+    nbytes: int  # bytes that are read
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The tensors that cross the cut at the attention of one layer, for one token.
+    """The tensors that cross the cut at the attention of one layer, for one token."""
 
-    Attributes:
-        sent: q, k and v, to attention.
-        fetched: output of attention.
-        kept: tensors that are made before attention and read after it, such as the residual stream.
-        window: tokens that a query sees, None for all.
-    """
-
-    sent: tuple[SlicedTensor, ...]
-    fetched: SlicedTensor
+    sent: tuple[SlicedTensor, ...]  # q, k and v, to attention
+    fetched: SlicedTensor  # output of attention
+    # Tensors that are made before attention and read after it, such as the residual stream.
     kept: tuple[SlicedTensor, ...]
-    window: int | None
+    window: int | None  # tokens that a query sees, None for all
 
     @property
     def sent_bytes(self) -> int:
@@ -70,15 +58,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Slices:
-    """A model that its n attentions cut into n + 1 slices.
+    """A model that its n attentions cut into n + 1 slices."""
 
-    Attributes:
-        cuts: of every layer.
-        tables: tensors made from token ids and positions alone that slices read, such as rotary cos and sin. Weights,
-            ids and positions are not among them.
-    """
-
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]  # of every layer
+    # Tensors made from token ids and positions alone that slices read, such as rotary cos and sin.
     tables: tuple[SlicedTensor, ...]
 
 
@@ -142,22 +125,14 @@ def _paths(model: nn.Module) -> dict[nn.Module, str]:
 
 @dataclass
 class _Memory:
-    """Memory of a tensor and of its views.
+    """Memory of a tensor and of its views."""
 
-    Attributes:
-        storage: kept, as its address is the key.
-        made: attentions before the memory was made.
-        of_tokens: whether the values depend on more than token ids and positions.
-        name: module or operation that made it.
-        named: whether `name` is that of a module.
-        reads: attentions before each read, and the view that was read.
-    """
-
-    storage: Any
-    made: int
-    of_tokens: bool
-    name: str
-    named: bool = False
+    storage: Any  # kept, as its address is the key
+    made: int  # attentions before the memory was made
+    of_tokens: bool  # whether the values depend on more than token ids and positions
+    name: str  # module or operation that made it
+    named: bool = False  # whether `name` is that of a module
+    # Attentions before each read, and the view that was read.
     reads: set[tuple[int, _View]] = field(default_factory=set)
 
     def part(self, attention: int) -> SlicedTensor | None:

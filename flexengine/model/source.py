@@ -25,16 +25,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on disk.
+    """A model on disk."""
 
-    Attributes:
-        directory: with config.json, *.safetensors and usually tokenizer files.
-        name: for messages.
-        given: the user's files that `directory` was converted from; empty if the directory is the user's own.
-    """
-
-    directory: Path
-    name: str
+    directory: Path  # with config.json, *.safetensors and usually tokenizer files
+    name: str  # for messages
+    # The user's files that `directory` was converted from; empty if the directory is the user's own.
     given: tuple[Path, ...] = ()
 
 

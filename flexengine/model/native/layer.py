@@ -36,23 +36,14 @@ MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on
 
 
 class BoundWeights(NamedTuple):
-    """The weights of a layer as they are bound now.
+    """The weights of a layer as they are bound now."""
 
-    Attributes:
-        parameters: the modules' weights and biases; None for no bias.
-        how: by linear module, whether its weight is reordered, and how activations are rounded.
-        biases: by linear module, its bias in fp32; None for none.
-        given: the tensors that the calls read.
-        addresses: of these.
-        format: their number in `LayerKind.formats`.
-    """
-
-    parameters: list[Any]
-    how: list[tuple[bool, Any]]
-    biases: dict[FastLinear, Tensor | None]
-    given: list[Tensor]
-    addresses: list[int]
-    format: int
+    parameters: list[Any]  # the modules' weights and biases; None for no bias
+    how: list[tuple[bool, Any]]  # by linear module, whether its weight is reordered, and how activations are rounded
+    biases: dict[FastLinear, Tensor | None]  # by linear module, its bias in fp32; None for none
+    given: list[Tensor]  # the tensors that the calls read
+    addresses: list[int]  # of these
+    format: int  # their number in `LayerKind.formats`
 
 
 class NativeLayer:

@@ -31,20 +31,16 @@ class LayerParts(NamedTuple):
     """The modules of a layer.
 
     Attributes:
-        attention: module that has the projections to queries, keys and values.
-        act: module with the activation function, and the name of its attribute.
-        rotary: whether positions are rotary; if not, the layer gets no cosines and sines.
-        factor: by which the layer multiplies queries before attention.
         before, after: norm before attention, and norm after it.
         q, k, v, out: projections of attention.
         up, down, gate: projections of the MLP. gate: None if it has none.
         q_norm, k_norm: norms of the heads of queries and keys; None if there are none.
     """
 
-    attention: Any
-    act: tuple[Any, str]
-    rotary: bool
-    factor: float
+    attention: Any  # module that has the projections to queries, keys and values
+    act: tuple[Any, str]  # module with the activation function, and the name of its attribute
+    rotary: bool  # whether positions are rotary; if not, the layer gets no cosines and sines
+    factor: float  # by which the layer multiplies queries before attention
     before: Any
     after: Any
     q: FastLinear
