@@ -108,8 +108,7 @@ def prepared(
     that need the same directory wait for each other. Remains of killed processes are removed.
 
     Args:
-        source: the model, for messages.
-        files: files of the checkpoint.
+        source, files: the model, for messages, and its files.
         build: writes files into the directory that it is called with.
         what: kind of data made from the files; "" for a converted model. If it is not "", an interrupted `build`
             is called again with the unfinished directory.
@@ -119,8 +118,7 @@ def prepared(
     Raises:
         InvalidInput: the cache cannot be written.
         BadCheckpoint: the files cannot be read.
-
-    Errors of `build` are raised too; if what is "", the unfinished directory is then removed.
+        Errors of `build`; if what is "", the unfinished directory is then removed.
     """
     try:
         final = directory_for(files, what)

@@ -86,7 +86,8 @@ def check_local(model: str | None, allow_symlinks: bool = False) -> None:
 def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
     """Return a model on this machine and its name; None if the argument is a hub id. Raise as `located`."""
     if model is None:
-        return demo_file(), demo_file().stem
+        file = demo_file()
+        return file, file.stem
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()

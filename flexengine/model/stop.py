@@ -28,12 +28,8 @@ class Stops:
     string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the token.
 
     Args:
-        tokenizer: a transformers tokenizer, or None.
-        sampling: gives stop strings and stop tokens.
+        tokenizer: a transformers tokenizer, or None. Stop strings without one raise InvalidInput.
         eos: the model's end tokens; ignored if sampling.ignore_eos is set.
-
-    Raises:
-        InvalidInput: there are stop strings but no tokenizer.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int]) -> None:

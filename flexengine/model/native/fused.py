@@ -86,12 +86,6 @@ def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
     return rotated
 
 
-def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
-    """Return a copy of the attention's forward that calls the fused rotary function; None for other code."""
-    copy = _with_fused_rotary(cls.forward)
-    return None if copy is None else {"forward": copy}
-
-
 def _with_fused_rotary(forward: Any) -> FunctionType | None:
     """Return a copy of a forward that calls the fused rotary function. Decorators are copied around it."""
     if not isinstance(forward, FunctionType):
@@ -118,10 +112,10 @@ def _with_fused_rotary(forward: Any) -> FunctionType | None:
 @cache
 def _fused(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return a subclass of `cls` with a fused forward, or None if the code of `cls` is not known."""
-    for made in (_norm, _mlp, _attention):
-        if members := made(cls):
-            return type(f"Fused{cls.__name__}", (cls,), members)
-    return None
+    members = _norm(cls) or _mlp(cls)
+    if members is None and (forward := _with_fused_rotary(cls.forward)) is not None:
+        members = {"forward": forward}
+    return type(f"Fused{cls.__name__}", (cls,), members) if members else None
 
 
 def use_fused(model: nn.Module) -> None:

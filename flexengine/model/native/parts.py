@@ -28,29 +28,22 @@ _HEAD_NORMS = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 
 
 class LayerParts(NamedTuple):
-    """The modules of a layer.
-
-    Attributes:
-        before, after: norm before attention, and norm after it.
-        q, k, v, out: projections of attention.
-        up, down, gate: projections of the MLP. gate: None if it has none.
-        q_norm, k_norm: norms of the heads of queries and keys; None if there are none.
-    """
+    """The modules of a layer."""
 
     attention: Any  # module that has the projections to queries, keys and values
     act: tuple[Any, str]  # module with the activation function, and the name of its attribute
     rotary: bool  # whether positions are rotary; if not, the layer gets no cosines and sines
     factor: float  # by which the layer multiplies queries before attention
-    before: Any
-    after: Any
-    q: FastLinear
+    before: Any  # norm before attention
+    after: Any  # norm after attention
+    q: FastLinear  # projections of attention
     k: FastLinear
     v: FastLinear
     out: FastLinear
-    up: FastLinear
+    up: FastLinear  # projections of the MLP
     down: FastLinear
     gate: FastLinear | None = None
-    q_norm: Any = None
+    q_norm: Any = None  # norms of the heads of queries and keys
     k_norm: Any = None
 
 

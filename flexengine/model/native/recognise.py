@@ -25,15 +25,8 @@ from flexengine.model.native.parts import LayerParts, is_norm, parts_of
 from flexengine.model.native.shared import LayerKind, Scratch
 
 # Sizes of a trial, by the names of a config's fields.
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "ffn_dim": 24,
-    "word_embed_proj_dim": 32,
-}
+_SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_SMALL |= {"ffn_dim": 24, "word_embed_proj_dim": 32}
 _TOKENS = 3  # of a trial
 _WEIGHTS = (0.3, 30.0)  # standard deviations of matrices, of one trial each; large ones exceed limits such as clip_qkv
 _CLOSE = 1e-5  # largest relative difference in a trial; two orders of summation differ by 5e-7
@@ -96,13 +89,7 @@ def _settings(layer: Any) -> tuple[Any, ...]:
 
 def _alike(layer: Any, config: Any, index: int) -> bool:
     """Return whether native kernels are at hand, and the calls compute the same, but for rounding, as small layers of a
-    class.
-
-    Args:
-        layer: class of the layer.
-        config: the model's configuration.
-        index: number of the layer.
-    """
+    class, with a model's config and a number."""
     try:
         native = isinstance(kernels.load(), NativeKernels)
         return native and all(_compare(*_small(layer, config, index, size)) for size in _WEIGHTS)
