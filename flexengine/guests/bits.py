@@ -52,7 +52,10 @@ class Bits:
         more than the budget."""
         assert isinstance(core.lossy.budget, int)
         self.core, self.calibrator, self.budget = core, calibrator, core.lossy.budget
-        facts, found = core.facts, {b: _bytes(core.opened, b) for b in self._usable()}
+        integers = core.lossy.compute == "int8"  # multiplies codes, so that every layer must have some
+        every = {b: (b,) * core.skeleton.total for b in FORMATS if b is not None or not integers}
+        usable = [b for b, weights in every.items() if core.opened.refusal(_with(core.lossy, weights)) is None]
+        facts, found = core.facts, {b: _bytes(core.opened, b) for b in usable}
         self.exact = sum(tensor.held_bytes for tensor in facts.tensors)
         self.layers = [{b: sizes[j] for b, (sizes, _) in found.items()} for j in range(len(facts.layers))]
         self.rest = min(rest for _, rest in found.values())
@@ -64,13 +67,6 @@ class Bits:
                 " projection in int8; raise the budget"
             )
 
-    def _usable(self) -> list[Format]:
-        """Return the formats that the model can have in all layers with the other switches."""
-        core = self.core
-        integers = core.lossy.compute == "int8"  # multiplies codes, so that every layer must have some
-        every = {b: (b,) * core.skeleton.total for b in FORMATS if b is not None or not integers}
-        return [b for b, weights in every.items() if core.opened.refusal(_with(core.lossy, weights)) is None]
-
     def chosen(self) -> Lossy:
         """Return the switches with the chosen format of each layer, and report them. Calibrate, and measure harms,
         unless the cache has both. Exact weights are chosen if the budget holds them."""
@@ -78,18 +74,15 @@ class Bits:
         if self.budget >= self.exact and None in self.layers[0]:
             message(f"weights stay exact: they take {_mb(self.exact)}, and the budget is {_mb(self.budget)}")
             return _with(lossy, None)
-        found = adabits(self.options(self.harms()), self.budget - self.rest)
+        options: list[Layer] = [
+            {b: Option(nbytes, harm * step_ratio(b) if b is not None else 0.0) for b, nbytes in sizes.items()}
+            for sizes, harm in zip(self.layers, self.harms(), strict=True)
+        ]
+        found = adabits(options, self.budget - self.rest)
         assert found is not None  # the budget was compared before
         nbytes = self.rest + sum(self.layers[j][b] for j, b in enumerate(found))
         message(f"bits per layer: {weights_text(found)}, {_mb(nbytes)} of weights; the budget is {_mb(self.budget)}")
         return _with(lossy, found)
-
-    def options(self, harms: Sequence[float]) -> list[Layer]:
-        """Return bytes and harm of each layer's formats. harms: of PROBE, by layer."""
-        return [
-            {b: Option(nbytes, harm * step_ratio(b) if b is not None else 0.0) for b, nbytes in sizes.items()}
-            for sizes, harm in zip(self.layers, harms, strict=True)
-        ]
 
     def harms(self) -> list[float]:
         """Return the harm of PROBE to each layer, measured unless the cache has it. Raise as a job of the model."""

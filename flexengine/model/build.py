@@ -78,9 +78,8 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             attention = "eager" if adapted else ATTENTION
-            model: Any = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     if adapted:
@@ -92,15 +91,13 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     return model.eval().requires_grad_(False)
 
 
-def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
-    """Return parent, attribute and full name of the ModuleList of `count` layers, of the decoder if it has such a list:
-    other parts of a model may have lists of the same length."""
+def _layer_list(model: Any, count: int) -> tuple[str, nn.ModuleList]:
+    """Return name and list of `count` layers, of the decoder if it has such a list: other parts may have one, too."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-    for name, module in sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in inside):
+    inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
+    for name, module in sorted(model.named_modules(), key=lambda pair: pair[1] not in inside):
         if isinstance(module, nn.ModuleList) and len(module) == count and all(hasattr(m, "forward") for m in module):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            return parent, name.rpartition(".")[2], name
+            return name, module
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
@@ -108,8 +105,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     """Return the skeleton of a model, after replacing layers, embedding and head by pausing modules."""
     loading = Loading(model)
     count = config.get_text_config().num_hidden_layers
-    parent, attribute, path = _layer_list(model, count)
-    modules = getattr(parent, attribute)
+    path, modules = _layer_list(model, count)
     for layer_name, module in modules.named_modules():  # only attention separates packed sequences
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
             text = f"layer {layer_name} is a convolution over tokens; it keeps state beyond the KV cache"
@@ -192,7 +188,13 @@ def _trial(skeleton: Skeleton) -> None:
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
             skeleton.windows[event.layer], attends[event.layer] = window_at(event), event
-            shapes.add(_attention_shape(event))
+            (heads, tokens, head_dim), (kv_heads, count, width) = event.q.shape[1:], event.v.shape[1:]
+            if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
+                raise UnsupportedModel(
+                    f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
+                    f" {tuple(event.v.shape)} values is not supported"
+                )
+            shapes.add((heads, kv_heads, max(head_dim, width)))
         answer = skeleton.trial_answer(event)
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if seen != order:
@@ -200,26 +202,12 @@ def _trial(skeleton: Skeleton) -> None:
         got, expected = next((got, expected) for got, expected in pairs if got != expected)
         raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
     use_native_layers(skeleton.model, attends)
-    heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
-    width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels are fastest with whole vectors
-    skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), width)
-    if any(skeleton.cache.kv_heads % n for n in kv_heads) or any(n % skeleton.cache.kv_heads for n in heads):
-        raise UnsupportedModel(
-            f"its layers have {sorted(set(kv_heads))} KV heads for"
-            f" {sorted(set(heads))} heads, which cannot share one page size"
-        )
-
-
-def _attention_shape(event: Attend) -> tuple[int, int, int]:
-    """Return heads, KV heads and the largest width of a head. Raise UnsupportedModel if q, k, v do not fit together."""
-    heads, tokens, head_dim = event.q.shape[1:]
-    kv_heads, count, width = event.v.shape[1:]
-    if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
-        raise UnsupportedModel(
-            f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
-            f" {tuple(event.v.shape)} values is not supported"
-        )
-    return heads, kv_heads, max(head_dim, width)
+    all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
+    width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors
+    skeleton.heads, skeleton.cache = all_heads[-1], CacheShape(all_kv_heads[-1], width)
+    if any(all_kv_heads[-1] % n for n in all_kv_heads) or any(n % all_kv_heads[-1] for n in all_heads):
+        cannot = "which cannot share one page size"
+        raise UnsupportedModel(f"its layers have {all_kv_heads} KV heads for {all_heads} heads, {cannot}")
 
 
 def _restore_buffers(model: Any) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,26 +144,18 @@ def _skeleton(path: Path, config: Any) -> Any:
     return model
 
 
-class _Names:
-    """Stand-in of a model for get_gguf_hf_weights_map, one level deep: walking all submodules would take seconds."""
-
-    def __init__(self, model: Any, depth: int = 1) -> None:
-        self.config, self.state_dict = model.config, model.state_dict
-        base = getattr(model, "base_model_prefix", "")
-        self._children = [(base, _Names(model.base_model, 0))] if depth and hasattr(model, base) else []
-
-    def named_children(self) -> "list[tuple[str, _Names]]":
-        """Return the base model, to which the tensor names of some files (Bloom) refer."""
-        return self._children
-
-
 def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[GgufTensor, str]]:
     """Return transformers' map of names, and the parameter name of each tensor. Raise UnsupportedModel if there is no
     parameter of a tensor."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
+    # A stand-in of the model, with the base model, to which names of some files (Bloom) refer: a walk over all
+    # submodules would take seconds.
+    shared, prefix = {"config": model.config, "state_dict": model.state_dict}, getattr(model, "base_model_prefix", "")
+    base = SimpleNamespace(**shared | {"state_dict": model.base_model.state_dict}, named_children=lambda: [])
+    children = [(prefix, base)] if hasattr(model, prefix) else []
     try:
-        names = get_gguf_hf_weights_map(_Names(model), processor)
+        names = get_gguf_hf_weights_map(SimpleNamespace(**shared, named_children=lambda: children), processor)
     except NotImplementedError as error:
         raise UnsupportedModel(f"{header.path} ({header.architecture}): {error}") from error
     targets, lost = {}, []
@@ -172,9 +165,8 @@ def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str]
         elif tensor.name != _ROPE_FREQS:
             lost.append(tensor.name)
     if lost:
-        raise UnsupportedModel(
-            f"{header.path}: {len(lost)} tensors, among them {lost[:3]}, have no place in {type(model).__name__}"
-        )
+        fault = f"{len(lost)} tensors, among them {lost[:3]}, have no place in {type(model).__name__}"
+        raise UnsupportedModel(f"{header.path}: {fault}")
     return names, targets
 
 
@@ -190,9 +182,8 @@ def _tensors(header: Header, config: Any, model: Any) -> Iterator[tuple[str, tor
         merged: dict[str, torch.Tensor] = {}
         for tensor in group:
             weights = _read(header.path, tensor)
-            done = processor.process(
-                weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": merged}
-            )
+            more = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": merged}}
+            done = processor.process(weights=weights, name=tensor.name, **more)
             if done.name is not None:
                 yield names[done.name], _as_stored(done.weights, tensor.kind.name)
         yield from merged.items()

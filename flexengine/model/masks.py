@@ -38,21 +38,15 @@ def marked(name: str) -> Iterator[None]:
             del masks[name]
 
 
-def window_of(mask: Tensor) -> int | None:
-    """Return the window of a marker in tokens, None for a causal mask. Raise UnsupportedModel for any other mask."""
-    if not hasattr(mask, "pattern"):
-        raise UnsupportedModel("its attention changes the mask or makes its own, which the engine does not support")
-    pattern = mask.pattern
-    if isinstance(pattern, str):
-        raise UnsupportedModel(pattern)
-    return pattern  # type: ignore[no-any-return]
-
-
 def window_at(event: Attend) -> int | None:
-    """Return the window of a layer. Raise UnsupportedModel if its argument and its mask contradict each other."""
+    """Return the window of a layer in tokens, None for a causal mask. Raise UnsupportedModel for any other mask, or if
+    the layer's argument and its mask contradict each other."""
     if event.mask is None:
         return event.window
-    window = window_of(event.mask)
+    own = "its attention changes the mask or makes its own, which the engine does not support"
+    window: int | str | None = getattr(event.mask, "pattern", own)
+    if isinstance(window, str):
+        raise UnsupportedModel(window)
     if event.window not in (None, window):
         raise UnsupportedModel(f"layer {event.layer} has a window of {event.window} and a mask of {window} tokens")
     return window

@@ -6,7 +6,6 @@ independent of its batch.
 
 import hashlib
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -133,9 +132,9 @@ def _penalised(row: Tensor, draw: Draw) -> Tensor:
 def _counts(tokens: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct tokens below the row's length, as the embedding may have more rows than the head, and their
     counts, in the row's dtype and on its device."""
-    counts = {token: count for token, count in Counter(tokens).items() if token < len(row)}
-    ids = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
-    return ids, torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+    ids, counts = torch.tensor([*tokens], dtype=torch.int64).unique(return_counts=True)
+    inside = ids < len(row)
+    return ids[inside].to(row.device), counts[inside].to(row)
 
 
 def _choose(row: Tensor, draw: Draw) -> int:

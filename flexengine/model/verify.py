@@ -111,7 +111,13 @@ class Verifier:
 
         def digest(file: Path) -> str:
             if sums is None:
-                return _blob(file)
+                target = regular_file(file).resolve()
+                if target.parent.name != "blobs" or not _HASH.fullmatch(target.name):
+                    raise BadCheckpoint(
+                        f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
+                        f" with; download it again, or give a copy of the directory a {SUMS}"
+                    )
+                return target.name
             if (name := file.relative_to(directory).as_posix()) not in sums:
                 raise BadCheckpoint(f"not listed in {SUMS}")
             return sums[name]
@@ -249,17 +255,6 @@ def _name(name: str, escaped: bool) -> str:
 def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
     """Return the files that match a pattern, dead links included."""
     return sorted({file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()})
-
-
-def _blob(file: Path) -> str:
-    """Return the hash that names a file's blob in the hub's cache. Raise BadCheckpoint if the file is no such link."""
-    target = regular_file(file).resolve()
-    if target.parent.name != "blobs" or not _HASH.fullmatch(target.name):
-        raise BadCheckpoint(
-            f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
-            f" with; download it again, or give a copy of the directory a {SUMS}"
-        )
-    return target.name
 
 
 def has_sums(model: Path) -> bool:
