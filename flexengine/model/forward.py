@@ -67,7 +67,7 @@ class Attend(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    mask: Tensor | None = None  # only in a trial pass (masks.py)
+    mask: Tensor | None = None  # only in a trial pass (build.py)
 
 
 class Query(NamedTuple):

@@ -73,8 +73,15 @@ def convert(path: Path, directory: Path) -> None:
 
 
 def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> None:
+    from transformers import AutoModelForCausalLM
+
     path, config = header.path, _config(header)
-    model = _skeleton(path, config)
+    try:
+        with torch.device("meta"):  # names, shapes, tied weights and the generation config
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UnsupportedModel(f"{path} ({config.model_type}) is no causal language model: {error}") from error
+    config.architectures = [type(model).__name__]
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     check_room(directory, f"weights of {path}", sum(_result_bytes(tensor) for tensor in header.tensors))
     writer = ShardWriter(directory)
@@ -131,19 +138,6 @@ def _carry_shape(header: Header, config: Any) -> None:
         config.sliding_window = window
 
 
-def _skeleton(path: Path, config: Any) -> Any:
-    """Return the model on the meta device, which gives names, shapes, tied weights and the generation config."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise UnsupportedModel(f"{path} ({config.model_type}) is no causal language model: {error}") from error
-    config.architectures = [type(model).__name__]
-    return model
-
-
 def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[GgufTensor, str]]:
     """Return transformers' map of names, and the parameter name of each tensor. Raise UnsupportedModel if there is no
     parameter of a tensor."""
@@ -171,7 +165,8 @@ def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str]
 
 
 def _tensors(header: Header, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (transformers name, tensor). Tensors that are merged into one parameter are read in succession."""
+    """Yield (transformers name, tensor): fp32, or in 16 bits if the file stores them so and the conversion is exact.
+    Tensors that are merged into one parameter are read in succession."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
@@ -185,7 +180,9 @@ def _tensors(header: Header, config: Any, model: Any) -> Iterator[tuple[str, tor
             more = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": merged}}
             done = processor.process(weights=weights, name=tensor.name, **more)
             if done.name is not None:
-                yield names[done.name], _as_stored(done.weights, tensor.kind.name)
+                values = torch.from_numpy(np.ascontiguousarray(done.weights))
+                half = values.to(_KEPT.get(tensor.kind.name, torch.float32))
+                yield names[done.name], half if torch.equal(half.to(torch.float32), values) else values
         yield from merged.items()
 
 
@@ -193,27 +190,20 @@ def _read(path: Path, tensor: GgufTensor) -> np.ndarray[Any, Any]:
     """Return one tensor as float32. It is read, not mapped, so that file pages do not count as process memory."""
     from gguf.quants import dequantize
 
-    rows = math.prod(tensor.shape[:-1])
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     stored = np.empty((rows, tensor.nbytes // rows), dtype=np.uint8)
     with opened(path) as file:
         file.seek(tensor.offset)
         if file.readinto(stored.data.cast("B")) != tensor.nbytes:
             raise BadCheckpoint(f"{path} ends before byte {tensor.offset + tensor.nbytes}")
-    out = np.empty((rows, tensor.shape[-1]), dtype=np.float32)
-    step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
+    out = np.empty((rows, columns), dtype=np.float32)
+    step = max(1, _CHUNK_BYTES // (4 * columns))
     try:
         for low in range(0, rows, step):
             out[low : low + step] = dequantize(stored[low : low + step], tensor.kind)
     except NotImplementedError as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: {error}") from error
     return out.reshape(tensor.shape)
-
-
-def _as_stored(weights: np.ndarray[Any, Any], kind: str) -> torch.Tensor:
-    """Return float32 values as a tensor; in F16 or BF16 if the file stores them so and the conversion is exact."""
-    tensor = torch.from_numpy(np.ascontiguousarray(weights))
-    half = tensor.to(_KEPT.get(kind, torch.float32))
-    return half if torch.equal(half.to(torch.float32), tensor) else tensor
 
 
 def _result_bytes(tensor: GgufTensor) -> int:

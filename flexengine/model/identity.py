@@ -73,7 +73,14 @@ def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> di
     if path.suffix.lower() not in _WEIGHTS:
         whole = _hashed(path)
         return {**mark, "sample": whole, "sha256": whole}
-    mark["sample"] = _sampled(path, stat.st_size, _tensor_starts(path, loaded))
+    starts = list[int]()  # the first byte of every tensor; none of a .bin file, whose end holds a CRC of each tensor
+    if path.suffix.lower() == ".gguf":
+        from flexengine.model.gguf_header import read_header as read_gguf
+
+        starts = sorted(tensor.offset for tensor in read_gguf(path).tensors)
+    elif loaded:
+        starts = sorted(stored.start for stored in read_header(path).values())
+    mark["sample"] = _sampled(path, stat.st_size, starts)
     same = all(known.get(name) == value for name, value in mark.items())
     whole = known.get("sha256") if same else None
     return {**mark, "sha256": (whole or _hashed(path)) if small else None}
@@ -93,12 +100,3 @@ def _sampled(path: Path, size: int, starts: Sequence[int]) -> str:
             file.seek(start)
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()
-
-
-def _tensor_starts(path: Path, loaded: bool) -> list[int]:
-    """Return the first byte of every tensor; none for a .bin file, whose end holds a CRC of each tensor."""
-    if path.suffix.lower() == ".gguf":
-        from flexengine.model.gguf_header import read_header as read_gguf
-
-        return sorted(tensor.offset for tensor in read_gguf(path).tensors)
-    return sorted(stored.start for stored in read_header(path).values()) if loaded else []

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
+from flexengine.model.build import marked
 from flexengine.model.forward import ATTENTION, Attend, Forward, Inputs, Layer, Logits, PausingLayer, pausing_layers
-from flexengine.model.masks import marked
 from flexengine.model.skeleton import Skeleton
 
 

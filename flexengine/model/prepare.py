@@ -90,7 +90,7 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 
 
 def directory_for(files: Iterable[Path], what: str = "") -> Path:
-    """Return the directory that `prepared` fills. It exists once it is finished. Arguments as there."""
+    """Return the directory that `prepared` fills, which exists once it is finished. Arguments as there."""
     return cache_root() / "prepared" / fingerprint(files, what)
 
 

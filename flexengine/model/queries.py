@@ -35,17 +35,15 @@ class QueriesFirst:
     """Replaces the forwards of an attention module and of its projections, as the table says.
 
     Attributes:
-        module: the attention module.
-        own: forwards of its projections, by name, and its own, by "".
+        own: forwards of the projections, by name, and of the attention module, by "".
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.own = {name: getattr(module, name).forward for name in PROJECTIONS} | {"": module.forward}
         module.forward = self._forward
-        module.q_proj.forward = self._queries
-        for name in PROJECTIONS[1:]:
-            getattr(module, name).forward = partial(self._later, name)
+        for name in PROJECTIONS:
+            getattr(module, name).forward = partial(self._project, name)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         current: Any = greenlet.getcurrent()
@@ -59,20 +57,17 @@ class QueriesFirst:
                 current.only_queries = False
         return self.own[""](*args, **kwargs)
 
-    def _queries(self, x: Tensor) -> Any:
+    def _project(self, name: str, x: Tensor) -> Any:
         current: Any = greenlet.getcurrent()
-        if not current.queries_first:
-            return self.own["q_proj"](x)
+        if name != "q_proj" and current.only_queries:
+            return x.new_zeros(*x.shape[:-1], getattr(self.module, name).out_features)
+        if name != "q_proj" or not current.queries_first:
+            return self.own[name](x)
         if current.only_queries:
-            current.queries = self.own["q_proj"](x)
+            current.queries = self.own[name](x)
             return current.queries
         queries, current.queries = current.queries, None
         return queries
-
-    def _later(self, name: str, x: Tensor) -> Any:
-        if greenlet.getcurrent().only_queries:  # type: ignore[attr-defined]
-            return x.new_zeros(*x.shape[:-1], getattr(self.module, name).out_features)
-        return self.own[name](x)
 
     def undo(self) -> None:
         """Give the modules the forwards of their classes back."""
