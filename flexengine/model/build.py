@@ -53,7 +53,15 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     model = _meta_model(config, name, dtype, trust_remote_code)
     try:
         skeleton = _cut(model, config, name)
-        _probe(skeleton)
+        if dtype == torch.float32:
+            # Linear layers get 16-bit weights, as they may later, to detect modules that convert their input to the
+            # weight's dtype.
+            for module in (m for m in model.modules() if isinstance(m, FastLinear)):
+                narrow = module.weight.to(torch.bfloat16)
+                module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
+        with marked(ATTENTION), recorded(model) as calls:
+            _trial(skeleton)
+        skeleton.queries_apart = separable(calls)
         _restore_buffers(model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -161,23 +169,9 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )
 
 
-def _probe(skeleton: Skeleton) -> None:
-    """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units.
-
-    Every layer must pause once, and once more in its attention. In fp32 the linear layers get 16-bit weights, as they
-    may later, to detect modules that convert their input to the weight's dtype.
-    """
-    if skeleton.model.dtype == torch.float32:
-        for module in skeleton.model.modules():
-            if isinstance(module, FastLinear):
-                narrow = module.weight.to(torch.bfloat16)
-                module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
-    with marked(ATTENTION), recorded(skeleton.model) as calls:
-        _trial(skeleton)
-    skeleton.queries_apart = separable(calls)
-
-
 def _trial(skeleton: Skeleton) -> None:
+    """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units: every layer
+    must pause once, and once more in its attention."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
     seen: list[str] = []
@@ -228,9 +222,10 @@ def _restore_buffers(model: Any) -> None:
         model._init_weights(module)
 
 
-# Sliding windows of layers. A real forward pass uses no masks: the kernels separate packed sequences and apply causality
-# and windows. But some models define a window by the mask alone, and others use masks that the kernels do not support.
-# So the trial pass gets markers instead of masks, and each marker's mask function is compared with a causal window.
+# Sliding windows of layers. A real forward pass uses no masks: the kernels separate packed sequences and apply
+# causality and windows. But some models define a window by the mask alone, and others use masks that the kernels do not
+# support. So the trial pass gets markers instead of masks, and each marker's mask function is compared with a causal
+# window.
 
 
 @contextmanager

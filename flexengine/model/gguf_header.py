@@ -90,7 +90,12 @@ class _Cursor:
             if key in values:
                 raise ValueError(f"{key!r} is there twice")
             values[key] = self._value(kind)
-        infos = [self._info() for _ in range(tensor_count)]
+        infos = []
+        for _ in range(tensor_count):
+            name, (dimensions,) = self._string(), self._numbers("I")
+            if not 1 <= dimensions <= 4:
+                raise ValueError(f"tensor {name} has {dimensions} dimensions")
+            infos.append((name, self._numbers(f"{dimensions}Q")[::-1], *self._numbers("IQ")))
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
             raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
@@ -136,13 +141,6 @@ class _Cursor:
         else:
             raise ValueError(f"array of type {element}")
         return None
-
-    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, (dimensions,) = self._string(), self._numbers("I")
-        if not 1 <= dimensions <= 4:
-            raise ValueError(f"tensor {name} has {dimensions} dimensions")
-        shape = self._numbers(f"{dimensions}Q")
-        return name, tuple(reversed(shape)), *self._numbers("IQ")
 
     def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

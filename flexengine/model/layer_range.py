@@ -19,11 +19,7 @@ from flexengine.model.skeleton import Skeleton
 
 
 def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
-    """Restrict a skeleton of a whole model to a range of its layers.
-
-    Args:
-        skeleton: changed in place.
-        layers: first layer, and last layer + 1.
+    """Restrict a skeleton of a whole model, in place, to a range of its layers: first, and last + 1.
 
     Raises:
         InvalidInput: the model does not have these layers.
@@ -71,11 +67,8 @@ def _set_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
 
 
 def _refuse_leaks(skeleton: Skeleton) -> None:
-    """Raise UnsupportedModel if a layer of the range reads values of the embedding, except through hidden states.
-
-    In this trial, the embedding's output requires gradients, and hidden states that enter do not. So a tensor that
-    requires gradients depends on the embedding in another way.
-    """
+    """Raise UnsupportedModel if a layer of the range reads values of the embedding, except through hidden states: in
+    this trial, only what depends on the embedding in another way requires gradients."""
 
     def requiring_gradients(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output.detach().requires_grad_().clone()  # clone, as a leaf must not be changed in place

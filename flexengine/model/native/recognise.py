@@ -34,12 +34,9 @@ _KNOWN = {"transformers", "torch", "flexengine", "builtins"}  # packages whose c
 
 
 def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
-    """Let layers compute as two calls if they are recognised. Their trials follow when they are first used.
-
-    Args:
-        model: with pausing layers, fast linear and fused modules.
-        attends: by layer, its pause at attention in a pass on the meta device.
-    """
+    """Let layers of a model, with pausing layers, fast linear and fused modules, compute as two calls if they are
+    recognised. Their trials follow when they are first used. attends: by layer, its pause at attention in a pass on the
+    meta device."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
     if any(cls.__module__.partition(".")[0] not in _KNOWN for cls in classes):
         return
@@ -51,7 +48,10 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
         event = attends[module.index]
         if (parts := parts_of(layer)) is not None and event.sinks is None:
             norms = tuple(m.rms for m in layer.modules() if hasattr(m, "rms"))
-            key = type(layer), _settings(layer), norms, event.scale, event.softcap
+            # Layers of a class with equal plain attributes, except their numbers, compute alike.
+            attributes = ((name, *item) for name, m in layer.named_modules() for item in vars(m).items())
+            plain = (x for x in attributes if isinstance(x[2], bool | int | float | str) and x[1] != "layer_idx")
+            key = type(layer), (*plain,), norms, event.scale, event.softcap
             proven = cache(partial(_alike, type(layer), model.config, layer.self_attn.layer_idx))
             kind = kinds.setdefault(key, LayerKind(proven, scratch))
             module.native = NativeLayer(layer, parts, _options(event, parts), kind)
@@ -63,10 +63,8 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
 
 
 def _ends(model: Any) -> bool:
-    """Return whether nothing but a norm of each token, and the output projection, follows the last layer.
-
-    Embeddings of ids and of positions come before the first layer.
-    """
+    """Return whether nothing but a norm of each token, and the output projection, follows the last layer. Embeddings of
+    ids and of positions come before the first layer."""
     inside = {m for layer in model.modules() if isinstance(layer, PausingLayer) for m in layer.modules()}
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
     embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
@@ -75,16 +73,6 @@ def _ends(model: Any) -> bool:
 
 def _options(event: Attend, parts: LayerParts) -> dict[str, Any]:
     return {"scaling": event.scale * parts.factor, "sliding_window": event.window, "softcap": event.softcap}
-
-
-def _settings(layer: Any) -> tuple[Any, ...]:
-    """Return the plain attributes of all modules of a layer except its number: layers with equal ones compute alike."""
-    return tuple(
-        (name, key, value)
-        for name, module in layer.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and key != "layer_idx"
-    )
 
 
 def _alike(layer: Any, config: Any, index: int) -> bool:
