@@ -125,7 +125,7 @@ class CacheFormat:
         groups = x.float().reshape(*x.shape[:-1], self.groups, self.group)
         bad = ~(groups.abs() <= HALF.max).all(-1)
         codes, scale, minimum = self.codec.fit(groups.masked_fill(bad[..., None], 0.0))
-        packed = pack(codes.unflatten(-1, (8 // self.bits, -1)), self.bits).flatten(-3)
+        packed = pack(codes.view(*codes.shape[:-1], 8 // self.bits, -1), self.bits).flatten(-3)
         return packed, scale.masked_fill(bad, torch.nan), minimum.masked_fill(bad, torch.nan)
 
     def dequantize(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:

@@ -98,8 +98,8 @@ class Packed(Form):
         codes, offset, low = torch.zeros(1, dtype=torch.uint8, device=data.device), 4, 0
         for bits in PLANES[self.codec.bits]:
             size = self.codec.group * bits // 8
-            plane = row_bytes[..., offset : offset + size].unflatten(-1, (-1, 4))
-            codes = codes | unpack(plane, bits).flatten(-2) << low
+            plane = row_bytes[..., offset : offset + size]
+            codes = codes | unpack(plane.reshape(*plane.shape[:-1], -1, 4), bits).flatten(-2) << low
             offset, low = offset + size, low + bits
         return (minimum[..., None] + codes.float() * scale[..., None]).flatten(1)[:, : self.columns]
 

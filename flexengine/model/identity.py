@@ -82,8 +82,8 @@ def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> di
         starts = sorted(stored.start for stored in read_header(path).values())
     mark["sample"] = _sampled(path, stat.st_size, starts)
     same = all(known.get(name) == value for name, value in mark.items())
-    whole = known.get("sha256") if same else None
-    return {**mark, "sha256": (whole or _hashed(path)) if small else None}
+    sha256 = known.get("sha256") if same else None
+    return {**mark, "sha256": (sha256 or _hashed(path)) if small else None}
 
 
 def _hashed(path: Path) -> str:

@@ -132,7 +132,7 @@ def _penalised(row: Tensor, draw: Draw) -> Tensor:
 def _counts(tokens: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct tokens below the row's length, as the embedding may have more rows than the head, and their
     counts, in the row's dtype and on its device."""
-    ids, counts = torch.tensor([*tokens], dtype=torch.int64).unique(return_counts=True)
+    ids, counts = torch.unique(torch.tensor([*tokens], dtype=torch.int64), return_counts=True)
     inside = ids < len(row)
     return ids[inside].to(row.device), counts[inside].to(row)
 
