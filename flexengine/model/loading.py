@@ -145,11 +145,8 @@ def differ(tensors: Mapping[str, TensorLocation], skeleton: Any) -> bool:
     with opened(one.path) as first, opened(other.path) as second:
         first.seek(one.start)
         second.seek(other.start)
-        for offset in range(0, one.nbytes, _PIECE):
-            size = min(_PIECE, one.nbytes - offset)
-            if first.read(size) != second.read(size):
-                return True
-    return False
+        sizes = (min(_PIECE, one.nbytes - offset) for offset in range(0, one.nbytes, _PIECE))
+        return any(first.read(size) != second.read(size) for size in sizes)
 
 
 def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, _Group]:

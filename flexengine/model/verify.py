@@ -122,26 +122,26 @@ class Verifier:
                 raise BadCheckpoint(f"not listed in {SUMS}")
             return sums[name]
 
+        def unlisted(faults: Mapping[Path, str]) -> str:
+            if sums is None:
+                return _some([*faults.values()])
+            names = [file.relative_to(directory).as_posix() for file in faults]
+            return f"{directory / SUMS} does not list {_some(names)}"
+
         def compare(some: Iterable[Path]) -> None:
-            known, faults = self._each(sorted(some), digest)
-            if faults and sums is not None:
-                names = [file.relative_to(directory).as_posix() for file in faults]
-                raise BadCheckpoint(f"{directory / SUMS} does not list {_some(names)}")
-            if faults:
-                raise BadCheckpoint(_some([*faults.values()]))
-            self._compare(known, directory, says, len(files))
+            self._compare(self._each(sorted(some), digest, unlisted), directory, says, len(files))
 
         indexes = files & {directory / name for name in _INDEXES}
         compare(indexes)  # first, as a damaged one may name other files
-        shards, faults = self._each(sorted(indexes), indexed_files)  # they can have any name
-        if faults:
-            raise BadCheckpoint(_some([*faults.values()]))
-        files.update(*shards.values())
+        shards = self._each(sorted(indexes), indexed_files, lambda faults: _some([*faults.values()]))
+        files.update(*shards.values())  # they can have any name
         compare(files - indexes)
 
-    def _each(self, files: Iterable[Path], check: Callable[[Path], T]) -> tuple[dict[Path, T], dict[Path, str]]:
-        """Return what `check` returns for each file, and why it raised BadCheckpoint or OSError for others; none if
-        `on_fault` was called with them."""
+    def _each(
+        self, files: Iterable[Path], check: Callable[[Path], T], message: Callable[[Mapping[Path, str]], str]
+    ) -> dict[Path, T]:
+        """Return what `check` returns for each file. If it raises BadCheckpoint or OSError, call `on_fault`; without,
+        raise BadCheckpoint after the last file, with the message for the reasons by file."""
         results, faults = dict[Path, T](), dict[Path, str]()
         for file in files:
             try:
@@ -151,7 +151,9 @@ class Verifier:
                     self._on_fault(file, str(error))
                 else:
                     faults[file] = str(error)
-        return results, faults
+        if faults:
+            raise BadCheckpoint(message(faults))
+        return results
 
     def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str, count: int) -> None:
         """Compare files with their digests. Raise BadCheckpoint if a file is missing or differs.
@@ -175,11 +177,12 @@ class Verifier:
                 raise BadCheckpoint(f"has {actual}, expected {sums[file]}")
             return 1
 
-        with _reading("verifying", "comparing the model's files with their checksums", sums) as tick:
-            _, faults = self._each(sums, check)
-        if faults:
+        def damaged(faults: Mapping[Path, str]) -> str:
             names = [f"{file.relative_to(directory) if directory else file} ({why})" for file, why in faults.items()]
-            raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(names)}")
+            return f"{len(faults)} of {count} files are not as {says}: {_some(names)}"
+
+        with _reading("verifying", "comparing the model's files with their checksums", sums) as tick:
+            self._each(sums, check, damaged)
         self.files += len(sums)
         self.seconds += time.perf_counter() - began
 
