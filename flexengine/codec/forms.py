@@ -45,13 +45,11 @@ class Form(ABC):
     @abstractmethod
     def encode(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
         """Return the encoded matrix, uint8 [nbytes]. Equal numbers give equal bytes on every machine.
+        Raise InvalidInput if a number is not finite or beyond the range of the format.
 
         Args:
             x: [rows, columns].
             importance: [columns], weight of each column's squared error; None for equal weights.
-
-        Raises:
-            InvalidInput: a number is not finite or beyond the range of the format.
         """
 
     @abstractmethod

@@ -51,15 +51,8 @@ class Groupwise:
         return (1 << self.bits) - 1
 
     def encode(self, x: Tensor, importance: Tensor | None = None) -> GroupCodes:
-        """Return the codes of a matrix. Copies of the last column fill up the last group.
-
-        Args:
-            x: [rows, columns].
-            importance: [columns], weight of each column's squared error; None for equal weights.
-
-        Raises:
-            InvalidInput: a number is not finite or beyond fp16.
-        """
+        """Return the codes of a matrix. Copies of the last column fill up the last group. Raise InvalidInput if a
+        number is not finite or beyond fp16. Arguments as of `Form.encode`."""
         groups = self._grouped(x.float())
         matters = None if importance is None else self._grouped(importance.float().expand(x.shape))
         if not bool((groups.abs() <= HALF.max).all()):  # also refuses NaN

@@ -116,15 +116,13 @@ def check(name: str, tokenizer: Any) -> None:
 
 
 def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
-    """Return the stretches of a text.
+    """Return the stretches of a text. Raise InvalidInput if there is no tokenizer, the text cannot be read, or it is
+    too short.
 
     Args:
         name: name of a UTF-8 file, or BUNDLED.
         tokenizer: None if the checkpoint has none.
         context: most tokens of a sequence; None if there is no limit.
-
-    Raises:
-        InvalidInput: there is no tokenizer, the text cannot be read, or it is too short.
     """
     check(name, tokenizer)
     begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)

@@ -43,11 +43,8 @@ ADAPTERS = dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj"), "flexengine.mo
 
 
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
-    """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read.
-
-    Raises:
-        UnsupportedModel: the model cannot be run; the message gives its name and the reason.
-    """
+    """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read. Raise
+    UnsupportedModel, with name and reason, if the model cannot be run."""
     config = load_config(directory, trust_remote_code)
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
     model = _meta_model(config, name, dtype, trust_remote_code)

@@ -36,11 +36,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the tensors of one safetensors file by name.
 
     The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
-    overlaps or gaps.
-
-    Raises:
-        BadCheckpoint: the file breaks a rule or cannot be read; the message names the file and the fault.
-    """
+    overlaps or gaps. Raise BadCheckpoint if the file breaks a rule or cannot be read."""
     regular_file(path)
     try:
         size = os.path.getsize(path)
@@ -97,10 +93,7 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> TensorLo
 
 def read_checkpoint(directory: Path) -> dict[str, TensorLocation]:
     """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
-
-    Raises:
-        BadCheckpoint: a file is missing or damaged, or two files hold the same tensor.
-    """
+    Raise BadCheckpoint if a file is missing or damaged, or two files hold the same tensor."""
     tensors: dict[str, TensorLocation] = {}
     for shard in _shards(directory):
         for name, stored in read_header(shard).items():

@@ -52,13 +52,8 @@ def convert(path: Path, directory: Path) -> None:
     """Write a GGUF file as config.json, generation_config.json, tokenizer files and safetensors into `directory`.
 
     Quantised tensors become float32; F16, BF16 and F32 keep their dtypes. config.dtype is float32 if any tensor was
-    quantised.
-
-    Raises:
-        BadCheckpoint: the file is damaged.
-        UnsupportedModel: the file needs a feature that is not supported; the message names it.
-        OutOfMemory: the disk is full.
-    """
+    quantised. Raise BadCheckpoint if the file is damaged, UnsupportedModel if it needs a feature that is not supported,
+    and OutOfMemory if the disk is full."""
     header = read_header(path)
     nbytes = sum(map(_result_bytes, header.tensors))
     text = f"converting {path.name} to safetensors, once for this file ({nbytes / 1e9:.2f} GB)"
@@ -214,11 +209,8 @@ def _carry_rope(header: Header, config: Any) -> None:
     """Copy RoPE scaling, which transformers' GGUF reader drops, to the config.
 
     llama.cpp stores Llama 3's scaling as a tensor of divisors per frequency (convert_hf_to_gguf.py). The scaling is
-    recognised if Llama 3's formula with its published constants gives the same numbers.
-
-    Raises:
-        UnsupportedModel: the scaling is of another kind.
-    """
+    recognised if Llama 3's formula with its published constants gives the same numbers. Raise UnsupportedModel for
+    other scaling."""
     path, scaling = header.path, header.text(f"{header.architecture}.rope.scaling.type")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if scaling not in ("", "none") and parameters.get("rope_type", "default") == "default":

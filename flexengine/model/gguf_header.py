@@ -50,13 +50,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a GGUF file, with every tensor checked against the file's size.
+    """Return the header of a GGUF file, with every tensor checked against the file's size. Raise BadCheckpoint if the
+    file is no GGUF file, or damaged, or cut off, UnsupportedModel if it is one of several parts.
 
     gguf.GGUFReader takes seconds and hundreds of megabytes for a file with a vocabulary.
-
-    Raises:
-        BadCheckpoint: the file is no GGUF file, or damaged, or cut off.
-        UnsupportedModel: the file is one of several parts.
     """
     with opened(path) as file:
         if (magic := file.read(4)) != b"GGUF":

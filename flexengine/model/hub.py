@@ -14,11 +14,8 @@ SECONDS = 20.0  # time limit of the first request
 def download(model: str, trust_remote_code: bool, online: bool) -> Path:
     """Return a snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level.
 
-    If the hub does not respond, or `online` is false, the local cache of the hub is used.
-
-    Raises:
-        ModelNotFound: the repository cannot be downloaded and is not in the cache, or has no safetensors.
-    """
+    If the hub does not respond, or `online` is false, the local cache of the hub is used. Raise ModelNotFound if the
+    repository cannot be downloaded and is not in the cache, or has no safetensors."""
     patterns = [*FILES, *(["*.py"] if trust_remote_code else [])]
     silent: Exception | None = None
     try:

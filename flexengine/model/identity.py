@@ -39,15 +39,12 @@ def given_files(source: ModelSource) -> dict[str, Path]:
 
 
 def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the mark of every file, as a JSON-able dict.
+    """Return the mark of every file. Raise OSError or BadCheckpoint if a file cannot be read.
 
     Args:
         files: by name.
         loaded: the safetensors files that weights are read from; their headers have been checked.
         known: earlier marks. A file whose size, time and samples equal those of its earlier mark is not hashed again.
-
-    Raises:
-        OSError, BadCheckpoint: a file cannot be read.
     """
     total = sum(path.stat().st_size for path in files.values())
     text = f"hashing the model's files, to notice a change when the job is continued ({total / 1e9:.2f} GB)"

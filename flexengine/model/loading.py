@@ -106,7 +106,6 @@ def origins(
     Args:
         tensors: tensors of the checkpoint, by name.
         wanted: shape of each parameter to locate, by name.
-        loading: renames and conversions of transformers.
 
     Raises:
         BadCheckpoint: a parameter is missing, has another shape or is no floating point, or a tensor is not used; the

@@ -54,12 +54,8 @@ def bin_shards(path: Path) -> list[Path]:
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
     """Write the tensors of .bin files as safetensors, and copy small files. One .bin file is mapped at a time.
 
-    Pickles are read with weights_only=True: a file with other objects than tensors is refused, never executed.
-
-    Raises:
-        BadCheckpoint: a .bin file is refused; the message names the file.
-        OutOfMemory: the disk is too small.
-    """
+    Pickles are read with weights_only=True: a file with other objects than tensors is refused with BadCheckpoint, never
+    executed. Raise OutOfMemory if the disk is too small."""
     nbytes = sum(file.stat().st_size for file in shards)
     check_room(directory, f"weights of {shards[0].parent}", nbytes)
     text = f"converting {shards[0].parent.name} to safetensors, once for this model ({nbytes / 1e9:.2f} GB)"

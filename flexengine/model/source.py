@@ -46,9 +46,7 @@ def resolve(
 
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
-        BadCheckpoint: a file is damaged.
-        UnsupportedModel: the model cannot be converted.
-        OutOfMemory: the disk is full.
+        BadCheckpoint, UnsupportedModel, OutOfMemory: a file is damaged, cannot be converted, or the disk is full.
     """
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
     suffix = path.suffix.lower()

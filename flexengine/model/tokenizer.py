@@ -16,11 +16,7 @@ _HINT = "; it has its own Python code, which runs only with --trust-remote-code:
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model directory, None if it has none. trust_remote_code: run its own Python code.
-
-    Raises:
-        BadCheckpoint: a file is a link to a place outside the directory.
-        InvalidInput: the tokenizer cannot be loaded.
-    """
+    Raise InvalidInput if it cannot be loaded, BadCheckpoint if a file is a link out of the directory."""
     if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
@@ -47,12 +43,9 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def eos_tokens(directory: Path, config: Any) -> set[int]:
-    """Return the end-of-sequence ids, from generation_config.json or else from the config.
-
-    Raises:
-        BadCheckpoint: generation_config.json is a link to a place outside the directory.
-        InvalidInput: generation_config.json cannot be read, or the value is no token id or list of ids.
-    """
+    """Return the end-of-sequence ids, from generation_config.json or else from the config. Raise InvalidInput if the
+    file cannot be read or the value is no token id or list of ids, BadCheckpoint if the file is a link out of the
+    directory."""
     value = getattr(config.get_text_config(), "eos_token_id", None)
     path = directory / "generation_config.json"
     if os.path.lexists(path):
