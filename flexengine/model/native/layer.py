@@ -28,11 +28,30 @@ from flexengine.kernels.steps import Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
 from flexengine.model.native.fused import ACTS
-from flexengine.model.native.parts import LayerParts
 from flexengine.model.native.shared import LayerKind
 
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
+
+
+class LayerParts(NamedTuple):
+    """The modules of a layer."""
+
+    attention: Any  # module that has the projections to queries, keys and values
+    act: tuple[Any, str]  # module with the activation function, and the name of its attribute
+    rotary: bool  # whether positions are rotary; if not, the layer gets no cosines and sines
+    factor: float  # by which the layer multiplies queries before attention
+    before: Any  # norm before attention
+    after: Any  # norm after attention
+    q: FastLinear  # projections of attention
+    k: FastLinear
+    v: FastLinear
+    out: FastLinear
+    up: FastLinear  # projections of the MLP
+    down: FastLinear
+    gate: FastLinear | None = None
+    q_norm: Any = None  # norms of the heads of queries and keys
+    k_norm: Any = None
 
 
 class BoundWeights(NamedTuple):

@@ -1,6 +1,6 @@
 """Which decoder layers compute by the calls of native/layer.py.
 
-A layer is recognised by the names and classes of its modules (parts.py). A trial with random weights of a small
+A layer is recognised by the names and classes of its modules (`parts_of`). A trial with random weights of a small
 layer then compares the calls with transformers' own modules, which shows that the layer connects its modules in this
 way. A trial cannot show what code does with other numbers or in other layers: so only layers of transformers' own
 models are recognised, not those of a checkpoint's own Python code.
@@ -18,12 +18,29 @@ from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
-from flexengine.model.linear import Product, use_fast_linear
-from flexengine.model.native.fused import use_fused
-from flexengine.model.native.layer import NativeLayer
-from flexengine.model.native.parts import LayerParts, is_norm, parts_of
+from flexengine.model.linear import FastLinear, Product, use_fast_linear
+from flexengine.model.native.fused import ACTS, use_fused
+from flexengine.model.native.layer import LayerParts, NativeLayer
 from flexengine.model.native.shared import LayerKind, Scratch
 
+# Paths of the modules with parameters. LLaMA's: norms, a gated MLP, rotary positions.
+_LLAMA = {
+    "before": "input_layernorm",
+    "after": "post_attention_layernorm",
+    **{name: f"self_attn.{name}_proj" for name in "qkv"},
+    "out": "self_attn.o_proj",
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+# OPT's: layer norms, an MLP without a gate, learned positions.
+_OPT = {
+    "before": "self_attn_layer_norm",
+    "after": "final_layer_norm",
+    **{name: f"self_attn.{name}_proj" for name in "qkv"},
+    "out": "self_attn.out_proj",
+    "up": "fc1",
+    "down": "fc2",
+}
+_HEAD_NORMS = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 # Sizes of a trial, by the names of a config's fields.
 _SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _SMALL |= {"ffn_dim": 24, "word_embed_proj_dim": 32}
@@ -60,6 +77,31 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
         before = module
     if before is not None and before.native is not None:
         before.native.last = _ends(model)
+
+
+def parts_of(layer: Any) -> LayerParts | None:
+    """Return the modules of a layer; None if any is missing, if there are others, or if one is of another class."""
+    attention = getattr(layer, "self_attn", None)
+    if attention is None or not hasattr(attention, "head_dim") or any(True for _ in layer.buffers()):
+        return None
+    paths = {path for path, m in layer.named_modules() if any(True for _ in m.parameters(recurse=False))}
+    norms = _HEAD_NORMS if paths & {*_HEAD_NORMS.values()} else {}
+    if paths == {*_LLAMA.values(), *norms.values()}:
+        modules, act, rotary, factor = _LLAMA | norms, (layer.mlp, "act_fn"), True, 1.0
+    elif paths == {*_OPT.values()} and hasattr(attention, "scaling"):
+        modules, act, rotary, factor = _OPT, (layer, "activation_fn"), False, attention.scaling
+    else:
+        return None
+    named = {name: layer.get_submodule(path) for name, path in modules.items()}
+    linear = [module for name, module in named.items() if modules[name].endswith(("_proj", "fc1", "fc2"))]
+    fine = all(type(m) is FastLinear for m in linear) and all(is_norm(m) for m in named.values() if m not in linear)
+    known = type(getattr(*act, None)).__name__ in ACTS
+    return LayerParts(attention, act, rotary, factor, **named) if fine and known else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm that the kernels compute: a fused RMS norm (fused.py), or a layer norm."""
+    return hasattr(module, "rms") or (type(module) is nn.LayerNorm and module.elementwise_affine)
 
 
 def _ends(model: Any) -> bool:
