@@ -152,12 +152,12 @@ def _clear(cached: Contents, items: Sequence[CacheItem], args: argparse.Namespac
             failed.append((item, f"cannot be removed: {error.strerror}"))
     freed = sum(item.bytes for item in removed)
     if args.json:
-        reasons = [_fields(item) | {"reason": reason} for item, reason in kept + failed]
+        reasons = [_fields(item) | {"reason": why} for item, why in kept + failed]
         done = {"freed_bytes": freed, "removed": list(map(_fields, removed)), "kept": reasons}
         print(json.dumps({"cache": str(cached.root), **done}))
     else:
-        for item, reason in kept + failed:
-            print(f"kept: {_title(item)} ({plain(reason)})")
+        for item, why in kept + failed:
+            print(f"kept: {_title(item)} ({plain(why)})")
         print(f"removed {count(len(removed), 'item', 'items')}, {size(freed)} freed")
     return SOME_FAILED if failed else DONE
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(facts: Facts, problems: Sequence[Finding]) -> str:
     """Return facts and findings as text."""
-    lines = []
+    lines: list[tuple[str, str]] = []
     for name, subject in _SUBJECTS.items():
         try:
             parts = [part for line in subject(facts) for part in wrap(plain(line), _WIDTH, break_long_words=False)]

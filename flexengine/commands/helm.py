@@ -74,8 +74,8 @@ def parser(files: bool = True) -> Parser:
 def run(words: Sequence[str], interrupts: Interrupts) -> int:
     """Run a command line. Return the exit code. Raise FlexError if an option, file, model or request is refused."""
     if words[:1] == [RUN]:
-        own, rest = split(words)
-        return _run(parser(files=False).parse_args(own), rest, interrupts)
+        own, rest = parser().split(words[1:])
+        return _run(parser(files=False).parse_args([RUN, *own]), rest, interrupts)
     args = parser().parse_args(words)
     if args.action is None or args.action == RUN:
         raise InvalidInput(f"the first word after flexengine helm must be {RUN}, {EXPORT} or {IMPORT}")
@@ -85,22 +85,6 @@ def run(words: Sequence[str], interrupts: Interrupts) -> int:
             place = _PLACES.get(name, "flexengine run")
             refuse_given(args, [name], f"has no effect with {args.action}; give it to {place}")
     return _export(args) if args.action == EXPORT else _import(args)
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of this command, and those for helm-run."""
-    options = parser()._option_string_actions
-    own, rest, left = [words[0]], [], list(words[1:])
-    while left:
-        word = left.pop(0)
-        action = options.get(word.partition("=")[0] if word.startswith("--") else word)
-        if action is None:
-            rest.append(word)
-            continue
-        own.append(word)
-        if action.nargs != 0 and "=" not in word and left:
-            own.append(left.pop(0))
-    return own, rest
 
 
 def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts) -> int:

@@ -55,14 +55,13 @@ def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             remedy = f"write --verbosity {value} for lm-eval's log level"
             raise InvalidInput(f"-v is --verbose here, which takes no value; {remedy}")
     made = parser()
-    own, rest = made.parse_known(words)
-    mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
-    mine += [] if own.model is None else ["--model", own.model]
-    if own.config is not None and own.config.endswith(".toml"):
-        mine += ["--config", own.config]
-    elif own.config is not None:
-        rest += ["--config", own.config]
-    return made.parse_args(mine), rest
+    apart = (word.split("=", 1) if word.startswith("--config=") else [word] for word in words)
+    own, rest = made.split([part for parts in apart for part in parts])
+    at = own.index("--config") if "--config" in own else len(own)
+    if own[at + 1 :] and not own[at + 1].endswith(".toml"):
+        rest += own[at : at + 2]
+        del own[at : at + 2]
+    return made.parse_args(own), rest
 
 
 def _run_harness(model: str | None, words: Sequence[str]) -> None:

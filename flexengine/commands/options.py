@@ -69,7 +69,8 @@ def add_options(group: argparse._ActionsContainer, table: OptionTable | str) -> 
         values = [word for word in words.split() if not word.startswith("-")]
         attribute = names[-1].lstrip("-").replace("-", "_")
         given: dict[str, Any] = {"help": " ".join(about.split())}
-        if values or "choices" in more.get(attribute, {}):
+        others = more.get(attribute, {})
+        if values or "choices" in others:
             given["default"] = defaults.get(attribute)
         else:
             given["action"] = "store_true"
@@ -77,7 +78,7 @@ def add_options(group: argparse._ActionsContainer, table: OptionTable | str) -> 
             given |= {"metavar": values[0], "type": TYPES.get(values[0], str)}
         if values[1:] == ["..."]:
             given["action"] = "append"
-        group.add_argument(*names, **(given | more.get(attribute, {})))
+        group.add_argument(*names, **{**given, **others})
 
 
 def _workers(text: str) -> int | list[str]:

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 import tomllib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -95,13 +96,17 @@ class Parser(argparse.ArgumentParser):
         options.words = words
         return options
 
-    def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options, without those of --config, and the words of other options. Exit with code 2 if an option
-        is wrong."""
-        try:
-            return super().parse_known_args(list(words))
-        except _Invalid as error:
-            self._refuse(str(error), words)
+    def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the words of this parser's options, and the other ones."""
+        own, rest, left = list[str](), list[str](), deque(words)
+        while left:
+            word = left.popleft()
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            action = self._option_string_actions.get(name)
+            (rest if action is None else own).append(word)
+            if action is not None and action.nargs != 0 and word == name and left:
+                own.append(left.popleft())
+        return own, rest
 
     def _parse(self, words: list[str]) -> ParsedOptions:
         given = super().parse_intermixed_args(words, self._unset())

@@ -58,7 +58,7 @@ _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weight
 def parser() -> Parser:
     p = Parser("quality", "[MODEL]", "If no choice is given, all choices are measured, one at a time.")
     known = {"weights": (*WEIGHTS, MIXED), "compute": COMPUTE, "cache": tuple(CACHE), "flash": FLASH}
-    types = {name: {"type": _several(values)} for name, values in known.items()}
+    types: dict[str, dict[str, Any]] = {name: {"type": _several(values)} for name, values in known.items()}
     types |= {name: {"type": _several_shares} for name in ("sparse_attention", "sparsify")}
     tables = (common.OptionTable(_CHOICES, more=types), common.BITS, common.CALIBRATION, _TOGETHER)
     p.group("choices", *tables, about="as for run; each may have several values, with commas")

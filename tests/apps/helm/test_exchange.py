@@ -11,7 +11,7 @@ import pytest
 
 from flexengine.apps.helm.exchange import PARAMS, run_batch
 from flexengine.apps.helm.requests import ID
-from flexengine.commands.helm import split
+from flexengine.commands.helm import parser
 from flexengine.commands.main import main
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
@@ -230,7 +230,8 @@ def test_refusals(
 
 
 def test_options_of_helm_run_are_passed_on() -> None:
-    own, rest = split(["run", "--run-entries", "a", "b:c=d", "--model", "m", "-m", "4", "-o", "x", "--weights=int4",
-                       "-q", "--suite", "s", "--model-logprobs", "--dry-run"])  # fmt: skip
-    assert own == ["run", "--model", "m", "--weights=int4", "-q", "--model-logprobs"]
+    words = ["--run-entries", "a", "b:c=d", "--model", "m", "-m", "4", "-o", "x", "--weights=int4",
+             "-q", "--suite", "s", "--model-logprobs", "--dry-run"]  # fmt: skip
+    own, rest = parser().split(words)
+    assert own == ["--model", "m", "--weights=int4", "-q", "--model-logprobs"]
     assert rest == ["--run-entries", "a", "b:c=d", "-m", "4", "-o", "x", "--suite", "s", "--dry-run"]
