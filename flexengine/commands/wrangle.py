@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the task and return the exit code. Raise FlexError if an option, a table or the model is refused, before
     weights are read."""
     from flexengine.apps.wrangle.plan import make_plan
-    from flexengine.apps.wrangle.run import as_json, check, finish
+    from flexengine.apps.wrangle.run import check, finish
 
     interrupts.standing = lambda: STANDING
     spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
@@ -112,14 +112,13 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         raise InvalidInput(f"{fault}; give --label COLUMN or, to impute, --evaluate")
     check(plan, args.output, args.restart)
     _run_job(args, plan, interrupts)
-    report = finish(plan, args.output)
-    summary = as_json(plan, report, args.output)
+    summary, failure = finish(plan, args.output)
     if args.metrics:
         write(args.metrics, json.dumps(summary))
-    if report.failure is not None:
-        say(f"the first that failed: {report.failure}")
+    if failure is not None:
+        say(f"the first that failed: {failure}")
     print(json.dumps(summary) if args.json else "\n".join(_lines(plan, summary)))
-    return SOME_FAILED if report.failed else DONE
+    return SOME_FAILED if summary["failed"] else DONE
 
 
 def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrupts) -> None:

@@ -254,7 +254,7 @@ class Engine(Session):
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.
 
-        See job/columns.py for the columns, and examples/ray_data.py for a whole program.
+        See docs/python.md for the columns, and examples/ray_data.py for a whole program.
 
         Args:
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.

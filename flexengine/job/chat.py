@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from flexengine.config import json_kind, shown
@@ -123,15 +124,10 @@ def token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] |
         InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
         Any error of the template.
     """
-    if tools and _rendered(tokenizer, messages, tools) == _rendered(tokenizer, messages, None):
+    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
+    if tools and write(tools=tools, tokenize=False) == write(tools=None, tokenize=False):
         raise InvalidInput(
             "tools are given, but the model's chat template does not use them; remove them, or take a"
             " model whose template does"
         )
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
-    )
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return write(tools=tools, tokenize=True, return_dict=True)

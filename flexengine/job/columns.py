@@ -1,26 +1,6 @@
 """Conversion of batches of columns to rows, and of results to columns, for Ray Data and other column stores.
 
-A batch is a dict of equally long columns (numpy arrays, lists) or a pyarrow Table. It is returned with all its columns
-and those of its results, which have the same Arrow types in every batch. `Engine.__call__` does this, so that Ray Data
-can use the class: `ds.map_batches(Engine, batch_format="pyarrow", fn_constructor_kwargs={...},
-fn_kwargs={"params": SamplingParams(...)}, ...)` makes one engine per actor; see examples/ray_data.py. Use pyarrow, not
-numpy, with Ray: for numpy, Ray turns nulls among numbers into NaN before it calls the engine, and Ray 2.40 (not 2.60)
-infers the types of nested values again in every batch.
-
-Columns read: the prompt columns (prompt, messages, prompt_token_ids), tools (with messages), `index`, and columns named
-like sampling fields. messages and tools may be JSON text. All other columns are passed through. Null, None and NaN mean
-that a row has no such field.
-
-Columns added: generated_text, token_ids, finish_reason, prompt_tokens, completion_tokens and error. A row that cannot
-be run, or is too long for the memory, has `error`; other rows are not affected. logprobs and samples are added as JSON
-text if the sampling parameters, or columns logprobs and n, may request them.
-
-Sampling noise (temperature above 0) depends on seed, row index, sample and token. The row index is that of column
-`index` (whole numbers), else the row's position in its batch. Without a column `index`, equal rows at the same position
-of different batches get equal noise, and a row's text depends on how Ray cuts batches. A column `seed` with a number
-per row prevents equal noise. An `index` that numbers the rows of the whole job prevents both, and the results are then
-those of one `generate` of all rows in that order. Rows of one batch that share an index are generated one after the
-other, so give each row its own.
+docs/python.md says which columns are read and added, and on what sampling noise depends.
 """
 
 import json

@@ -136,7 +136,7 @@ class Journal(AbstractContextManager["Journal"]):
         return Dropped(size - self._end, damaged)
 
     def _note(self, value: dict[str, Any]) -> bool:
-        """Add the record at `_end` to the index. Return False if the first record is no manifest."""
+        """Take in the record at `_end`, read or just written. Return False if the first record is no manifest."""
         if self.manifest is None:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
@@ -147,16 +147,13 @@ class Journal(AbstractContextManager["Journal"]):
         elif isinstance(value.get("settings"), dict):
             self.settings = value["settings"]
         elif isinstance(index := value.get("index"), int) and isinstance(value.get("result"), dict) and index >= 0:
-            self._place(index, self._end, value["result"].get("error") is not None)
-        return True
-
-    def _place(self, index: int, offset: int, failed: bool) -> None:
-        missing = index + 1 - len(self._states)
-        if missing > 0:
+            missing = max(0, index + 1 - len(self._states))
             self._offsets.extend([-1] * missing)
             self._states.extend(bytes(missing))
-        self._offsets[index], self._states[index] = offset, FAILED if failed else DONE
-        self.outdated = True
+            failed = value["result"].get("error") is not None
+            self._offsets[index], self._states[index] = self._end, FAILED if failed else DONE
+            self.outdated = True
+        return True
 
     def restart(self) -> None:
         """Remove all records."""
@@ -171,31 +168,26 @@ class Journal(AbstractContextManager["Journal"]):
             replaces: whether the job replaces an output file of another job, also if it is continued later.
         """
         self._append({"manifest": manifest, "created": created} | ({"replaces": True} if replaces else {}))
-        self.manifest, self.created, self.wrote = manifest, created, replaces
         self.sync()
         sync_directory(self.path.parent)
 
     def add(self, result: Result) -> None:
         """Append a finished row. Raise OSError if it cannot be written; earlier records stay valid."""
-        offset = self._append(value_of(result))
-        self._place(result.index, offset, result.error is not None)
+        self._append(value_of(result))
 
     def set(self, settings: dict[str, Any]) -> None:
         """Append choices that the engine made and on which results depend. Later runs of the job read `settings`."""
         self._append({"settings": settings})
-        self.settings = dict(settings)
 
     def add_output(self, rows: int, nbytes: int) -> None:
         """Append that the output file, of `nbytes` bytes, holds the present results of the first `rows` rows."""
         self._append({"output": [rows, nbytes]})
-        self.output, self.outdated, self.wrote = (rows, nbytes), False, True
         self.sync()
 
     def forget_output(self) -> None:
         """Append that the output file is about to be replaced, so that its size is unknown from now on."""
         if self.output is not None or not self.wrote:
             self._append({"output": []})
-            self.output, self.wrote = None, True
             self.sync()
 
     def state(self, index: int) -> int:
@@ -256,18 +248,16 @@ class Journal(AbstractContextManager["Journal"]):
         finally:
             os.close(self._file)
 
-    def _append(self, value: dict[str, Any]) -> int:
-        line = encode_record(value)
-        begin = self._end
+    def _append(self, value: dict[str, Any]) -> None:
+        line, written = encode_record(value), 0
         try:
-            written = 0
             while written < len(line):
-                written += os.pwrite(self._file, line[written:], begin + written)
+                written += os.pwrite(self._file, line[written:], self._end + written)
         except OSError:
             self._truncate()  # remove the incomplete record
             raise
-        self._end = begin + len(line)
-        return begin
+        self._note(value)
+        self._end += len(line)
 
     def _truncate(self) -> None:
         if os.fstat(self._file).st_size > self._end:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from flexengine.errors import InvalidInput
@@ -92,11 +93,8 @@ def _lines(options: ReadOptions, file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
 
 def _elements(options: ReadOptions, file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
     """Yield each element of an array, or each of several documents, with an empty row."""
-    try:
-        for index, (line, raw) in enumerate(elements(file, reading.MAX_LINE_BYTES)):
-            yield Row(index, line), raw
-    except InvalidJson as error:
-        raise InvalidInput(f"input {options.source.name}, {error}") from error
+    found = elements(file, reading.MAX_LINE_BYTES, options.source.name)
+    return ((Row(index, line), raw) for index, (line, raw) in enumerate(found))
 
 
 def _json_row(row: Row, raw: bytes, options: ReadOptions) -> Row:
@@ -127,13 +125,17 @@ def is_document(file: BinaryIO) -> bool:
     return _BEGINNING.match(file.read(_SEEN).removeprefix(BOM)) is not None
 
 
-def elements(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the line on which each element starts, from 1, and its bytes. most: most bytes of an element.
+def elements(file: BinaryIO, most: int, name: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the line on which each element starts, from 1, and its bytes.
+
+    Args:
+        most: most bytes of an element.
+        name: name of the file in messages.
 
     Raises:
-        InvalidJson: the file is no valid JSON from some line on, or an element is longer than `most`.
+        InvalidInput: the file is no valid JSON from some line on, or an element is longer than `most`.
     """
-    text = _Text(file, most)
+    text = _Text(file, most, name)
     if array := text.next() == "[":
         text.skip()
     count = 0
@@ -153,17 +155,13 @@ def elements(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
         raise text.invalid("text follows the array")
 
 
-class InvalidJson(InvalidInput):
-    """JSON that is invalid from some line on. The message begins with the line."""
-
-
 class _Text:
-    """Part of a file as text, from the present position on. most: most bytes of an element."""
+    """Part of a file as text, from the present position on."""
 
-    def __init__(self, file: BinaryIO, most: int) -> None:
+    def __init__(self, file: BinaryIO, most: int, name: Path) -> None:
         # Bytes that are not UTF-8 are kept as half surrogate pairs, so that only their row is refused.
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
-        self._file, self._most = file, most
+        self._file, self._most, self._name = file, most, name
         self._text, self._at, self._line, self._ended = "", 0, 1, False
 
     def next(self) -> str:
@@ -194,9 +192,10 @@ class _Text:
         self._advance(end)
         return line, raw
 
-    def invalid(self, fault: str) -> InvalidJson:
+    def invalid(self, fault: str) -> InvalidInput:
         """Return the error for a fault at the present position."""
-        return InvalidJson(f"line {self._line}: {fault}; repair the file, or write one JSON object per line")
+        place = f"input {self._name}, line {self._line}"
+        return InvalidInput(f"{place}: {fault}; repair the file, or write one JSON object per line")
 
     def _end(self) -> int | None:
         """Return the end of the element that begins here; None if more of the file is needed to find the end."""

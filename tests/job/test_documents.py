@@ -4,6 +4,7 @@ import io
 import json
 import random
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def test_elements_of_an_array(values, indent, ascii_only, step):
     data = text.encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_json, "_STEP", step)
-        found = list(elements(io.BytesIO(b"\xef\xbb\xbf \n" + data), 10**6))
+        found = list(elements(io.BytesIO(b"\xef\xbb\xbf \n" + data), 10**6, Path("in.json")))
     assert [json.loads(raw.decode("utf-8", "surrogatepass")) for _, raw in found] == values
     assert [line for line, _ in found] == sorted(line for line, _ in found)
 
@@ -41,7 +42,7 @@ def test_documents_one_after_the_other(values, step):
     data = "\n".join(json.dumps(value, indent=2) for value in whole).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_json, "_STEP", step)
-        assert [json.loads(raw) for _, raw in elements(io.BytesIO(data), 10**6)] == whole
+        assert [json.loads(raw) for _, raw in elements(io.BytesIO(data), 10**6, Path("in.json"))] == whole
 
 
 @pytest.mark.parametrize("name", ["in.json", "in.jsonl", "in.ndjson"])

@@ -6,7 +6,6 @@ The rate of a batch that is padded is given, too, as FlexGen's tables of data wr
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from flexengine.apps.evaluate.figures import Draws, figures
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
 from flexengine.apps.evaluate.report import RESULTS, Evaluation
-from flexengine.apps.evaluate.runs import Run, run_job, stems_of
+from flexengine.apps.evaluate.runs import Run, run_job
 from flexengine.apps.evaluate.scenario import Scenario
 from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import read_object
@@ -27,40 +26,20 @@ from flexengine.job.rows import without_place
 from flexengine.job.whole_file import write_whole
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"
-COUNTS = ("rows", "useful_tokens", "padded_tokens")  # of `Throughput.to_json`
+_JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 Row = Mapping[str, Any]
 Open = Callable[[Run], AbstractContextManager[RunsJobs]]
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Tokens of a run.
+def throughput(results: Sequence[Row]) -> dict[str, int]:
+    """Return the tokens of a job's results.
 
-    Attributes:
+    Returns:
         rows: rows without error.
-        useful: tokens of all inputs, each counted once, and of all outputs.
-        padded: tokens of all sequences if each is as long as the longest input and the longest output of its scenario;
-            each choice of a row is a sequence of its own.
+        useful_tokens: tokens of all inputs, each counted once, and of all outputs.
+        padded_tokens: tokens of all sequences if each is as long as the longest input and the longest output of its
+            scenario; each choice of a row is a sequence of its own.
     """
-
-    rows: int
-    useful: int
-    padded: int
-
-    def to_json(self, seconds: float | None) -> dict[str, Any]:
-        """Return the tokens, and their rates. seconds: of the whole run, loading included; None if unknown."""
-        return {
-            "rows": self.rows,
-            "useful_tokens": self.useful,
-            "padded_tokens": self.padded,
-            "seconds": seconds,
-            "useful_tok_s": self.useful / seconds if seconds else None,
-            "padded_tok_s": self.padded / seconds if seconds else None,
-        }
-
-
-def throughput(results: Sequence[Row]) -> Throughput:
-    """Return the tokens of a job's results."""
     groups: dict[tuple[str, bool], list[tuple[int, list[int]]]] = {}
     rows = [row for row in results if row["error"] is None]
     for row in rows:
@@ -72,7 +51,7 @@ def throughput(results: Sequence[Row]) -> Throughput:
         longest = max(first for first, _ in group) + max(max(outputs) for _, outputs in group)
         useful += sum(first + sum(outputs) for first, outputs in group)
         padded += longest * sum(len(outputs) for _, outputs in group)
-    return Throughput(len(rows), useful, padded)
+    return {"rows": len(rows), "useful_tokens": useful, "padded_tokens": padded}
 
 
 def evaluate(
@@ -119,7 +98,8 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
     Raises:
         InvalidInput: another process writes one of the jobs; nothing is deleted then.
     """
-    stems = {run.stem for run in runs} | stems_of(folder / JOBS)
+    journals = (folder / JOBS).glob(f"*{_JOURNAL}")
+    stems = {run.stem for run in runs} | {path.name.removesuffix(_JOURNAL) for path in journals}
     jobs = [RowsJob.named(folder / JOBS / stem) for stem in sorted(stems)]
     with ExitStack() as locked:
         for job in jobs:
@@ -132,19 +112,24 @@ def remove_results(folder: Path, runs: Sequence[Run]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def note_throughput(run: Run, tokens: Throughput, seconds: float | None, path: Path) -> None:
+def note_throughput(run: Run, counts: dict[str, int], seconds: float | None, path: Path) -> None:
     """Print the throughput of a run and write it to a file, beside that of other runs. The entry of a run that was
-    finished before stays if it has the same tokens. seconds: None if they are unknown."""
+    finished before stays if it has the same tokens.
+
+    Args:
+        counts: see `throughput`.
+        seconds: of the whole run, loading included; None if they are unknown.
+    """
     kept: dict[str, Any] = read_object(path, "throughput file") if path.exists() else {}
-    new, old = tokens.to_json(seconds), kept.get(run.name, {})
-    if seconds is not None or any(old.get(name) != new[name] for name in COUNTS):
-        kept[run.name] = new
+    old, useful, padded = kept.get(run.name, {}), counts["useful_tokens"], counts["padded_tokens"]
+    if seconds is not None or any(old.get(name) != count for name, count in counts.items()):
+        rates = (useful / seconds, padded / seconds) if seconds else (None, None)
+        kept[run.name] = {**counts, "seconds": seconds, "useful_tok_s": rates[0], "padded_tok_s": rates[1]}
         write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
-    text = f"{tokens.useful:,} useful tokens; a padded batch would compute {tokens.padded:,}"
-    rates = "seconds are unknown, as earlier calls computed some rows"
+    text = "seconds are unknown, as earlier calls computed some rows"
     if seconds:
-        rates = f"in {seconds:.1f} s {new['useful_tok_s']:,.1f} useful and {new['padded_tok_s']:,.1f} padded tok/s"
-    message(f"run {run.name}: {text}; {rates}")
+        text = f"in {seconds:.1f} s {useful / seconds:,.1f} useful and {padded / seconds:,.1f} padded tok/s"
+    message(f"run {run.name}: {useful:,} useful tokens; a padded batch would compute {padded:,}; {text}")
 
 
 def rows_of(scenarios: Sequence[Built]) -> list[dict[str, Any]]:

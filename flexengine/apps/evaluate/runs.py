@@ -15,7 +15,6 @@ OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention",
            "dtype")  # fmt: skip
 PLAIN = "exact"  # the run without options
 _MOST_BYTES = 200  # of a run's name; a file's name has at most 255
-_JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,6 @@ def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
                 " NAME:OPTION=VALUE"
             )
     return runs
-
-
-def stems_of(folder: Path) -> set[str]:
-    """Return the stems of all runs that have a journal in a folder of jobs."""
-    return {path.name.removesuffix(_JOURNAL) for path in folder.glob(f"*{_JOURNAL}")}
 
 
 def run_job(

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,6 @@ from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
 from flexengine.job.results import files_beside
 from flexengine.job.whole_file import part_path
-
-
-@dataclass(frozen=True)
-class Report:
-    """The outcome of a run.
-
-    Attributes:
-        predicted: questions with an answer.
-        failed: rows that cannot be read, and questions without an answer.
-        failure: the reason of the first of these; None if there is none.
-        cut: generated answers that reached the most tokens.
-        answers: number of each Yes or No answer; empty for other tasks.
-    """
-
-    predicted: int
-    failed: int
-    failure: str | None
-    empty: int
-    cut: int
-    answers: dict[str, int]
-    metrics: dict[str, Any] | None
 
 
 def job_of(output: str) -> RowsJob:
@@ -113,9 +91,18 @@ def prepare(plan: WranglePlan, output: str, restart: bool = False, retry_errors:
         job.write(plan.requests())
 
 
-def finish(plan: WranglePlan, output: str) -> Report:
-    """Write the table with predictions from the results of the job, and return the report. Raise InvalidInput if
-    another program wrote the output while the job ran."""
+def finish(plan: WranglePlan, output: str) -> tuple[dict[str, Any], str | None]:
+    """Write the table with predictions from the results of the job, and return the summary.
+
+    Returns:
+        The summary as JSON values: questions with an answer (predicted), rows that cannot be read and questions without
+        an answer (failed), generated answers that are empty, and that reached the most tokens (cut), the number of each
+        Yes or No answer (for tasks with such answers), and metrics, None without labels. And why the first row of the
+        table that failed has no answer; None if no row failed.
+
+    Raises:
+        InvalidInput: another program wrote the output while the job ran.
+    """
     answers = _answers(plan, output)
     columns = _columns(plan, answers)
     if not os.path.exists(output):
@@ -135,15 +122,19 @@ def finish(plan: WranglePlan, output: str) -> Report:
     measure = metrics.transform_metrics if plan.spec.task == TRANSFORM else metrics.value_metrics
     texts = Counter(answer.text for answer in answers)
     yes_no = {text: texts[text] for text in (NO, YES) if texts[text]}
-    return Report(
-        predicted=len(answers) - failed,
-        failed=failed + len(plan.asked.faults),
-        failure=failures[min(failures)] if failures else None,
-        empty=texts[""],
-        cut=sum(answer.cut for answer in answers),
-        answers=yes_no if plan.spec.yes_no else {},
-        metrics=(metrics.yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
-    )
+    summary = {
+        "task": plan.spec.task,
+        "tables": list(plan.spec.tables),
+        "output": output,
+        "rows": len(plan.asked.table.records),
+        "predicted": len(answers) - failed,
+        "failed": failed + len(plan.asked.faults),
+        "empty": texts[""],
+        "cut": sum(answer.cut for answer in answers),
+        "answers": yes_no if plan.spec.yes_no else {},
+        "metrics": (metrics.yes_no_metrics if plan.spec.yes_no else measure)(judged) if judged else None,
+    }
+    return summary, failures[min(failures)] if failures else None
 
 
 def _answers(plan: WranglePlan, output: str) -> list[metrics.TableAnswer]:
@@ -164,10 +155,3 @@ def _columns(plan: WranglePlan, answers: Sequence[metrics.TableAnswer]) -> list[
             Added(f"{target}_failure", failures),
         ]
     return columns
-
-
-def as_json(plan: WranglePlan, report: Report, output: str) -> dict[str, Any]:
-    """Return the report as JSON values."""
-    run = {"task": plan.spec.task, "tables": list(plan.spec.tables), "output": output}
-    counts = {name: value for name, value in vars(report).items() if name != "failure"}
-    return {**run, "rows": len(plan.asked.table.records), **counts}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from flexengine.apps.wrangle.plan import WranglePlan, make_plan
-from flexengine.apps.wrangle.run import Report, as_json, check, finish, job_of, prepare, work_files
+from flexengine.apps.wrangle.run import check, finish, job_of, prepare, work_files
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import CITIES, PAIRS, answer_rows, written
@@ -21,12 +21,13 @@ from tests.helpers.inputs import arrow_file
 Give = Callable[[Mapping[str, Any]], Any]
 
 
-def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[WranglePlan, Report]:
+def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[WranglePlan, dict[str, Any]]:
     plan = make_plan(make_spec(task, (table,), given))
     check(plan, str(output))
     prepare(plan, str(output))
     answer_rows(job_of(str(output)).rows, job_of(str(output)).results, give)
-    return plan, finish(plan, str(output))
+    summary, failure = finish(plan, str(output))
+    return plan, {**summary, "failure": failure}
 
 
 def rows_of(output: Path) -> list[dict[str, str]]:
@@ -38,19 +39,18 @@ def test_scored(tmp_path: Path) -> None:
     """Row 4 fails; the row with too few cells has no question."""
     table = written(tmp_path, "t.csv", PAIRS + "6,short\n")
     logprobs: list[Any] = [[-1.0, -2.0], [-3.0, -1.5], [-2.0, -1.0], ["line 4: is too long"], [-0.5, -1.0]]
-    plan, report = run(tmp_path / "o.csv", lambda row: logprobs[row["row"]], "match", table, label="same", shots=0)
+    _, report = run(tmp_path / "o.csv", lambda row: logprobs[row["row"]], "match", table, label="same", shots=0)
     rows = rows_of(tmp_path / "o.csv")
     found = [(r["match_prediction"], r["match_confidence"], r["match_failure"]) for r in rows]
     assert found == [("Yes", "-1.0", ""), ("No", "-1.5", ""), ("No", "-1.0", ""), ("", "", "is too long"),
                      ("Yes", "-0.5", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
     assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
-    assert (report.predicted, report.failed, report.answers) == (4, 2, {"No": 2, "Yes": 2})
-    assert report.failure == f"{table}, line 5: is too long"
-    assert report.metrics is not None
-    assert (report.metrics["precision"], report.metrics["recall"], report.metrics["failed"]) == (1.0, 0.5, 1)
-    summary = as_json(plan, report, "o.csv")
-    assert json.loads(json.dumps(summary)) == summary
-    assert (summary["rows"], summary["task"]) == (6, "match")
+    assert (report["predicted"], report["failed"], report["answers"]) == (4, 2, {"No": 2, "Yes": 2})
+    assert report["failure"] == f"{table}, line 5: is too long"
+    assert report["metrics"] is not None
+    assert (report["metrics"]["precision"], report["metrics"]["recall"], report["metrics"]["failed"]) == (1.0, 0.5, 1)
+    assert json.loads(json.dumps(report)) == report
+    assert (report["rows"], report["task"]) == (6, "match")
 
 
 def test_generated_yes_no(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_generated_yes_no(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "o.csv")
     assert [r["match_prediction"] for r in rows] == ["Yes", "No", "perhaps", "No", "Yes"]
     assert {r["match_confidence"] for r in rows} == {"-0.75"}
-    assert report.metrics is not None
-    assert (report.metrics["garbage"], report.metrics["recall"], report.metrics["accuracy"]) == (1, 0.5, 0.75)
+    assert report["metrics"] is not None
+    assert (report["metrics"]["garbage"], report["metrics"]["recall"], report["metrics"]["accuracy"]) == (1, 0.5, 0.75)
 
 
 def test_imputed(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_imputed(tmp_path: Path) -> None:
     _, report = run(tmp_path / "o.csv", lambda row: f" city {row['row']}" if row["row"] == 3 else " ", "impute",
                     written(tmp_path, "t.csv", CITIES), column=["city"])  # fmt: skip
     assert [r["city_prediction"] for r in rows_of(tmp_path / "o.csv")] == ["", "", "", "city 3", ""]
-    assert (report.metrics, report.empty, report.failure) == (None, 1, None)
+    assert (report["metrics"], report["empty"], report["failure"]) == (None, 1, None)
 
 
 def test_cells(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_arrow(tmp_path: Path) -> None:
     found = pa.ipc.open_file(str(tmp_path / "o.arrow")).read_all()
     assert found.select(table.column_names).equals(table)
     assert found["match_prediction"].to_pylist() == ["Yes", "Yes"]
-    assert report.metrics is not None
-    assert report.metrics["precision"] == 0.5
+    assert report["metrics"] is not None
+    assert report["metrics"]["precision"] == 0.5
 
 
 def test_killed_at_each_point(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_results_of_retried_rows_replace_the_output(tmp_path: Path) -> None:
     """Also if the run is continued without retry_errors."""
     table, output = written(tmp_path, "t.csv", PAIRS), tmp_path / "o.csv"
     plan, report = run(output, lambda row: ["line 1: no"] if row["row"] == 1 else [-1.0, -2.0], "match", table)
-    assert report.failed == 1
+    assert report["failed"] == 1
     check(plan, str(output))
     prepare(plan, str(output), retry_errors=True)
     _, report = run(output, lambda row: [-2.0, -1.0], "match", table)
-    assert (report.failed, report.answers) == (0, {"No": 5})
+    assert (report["failed"], report["answers"]) == (0, {"No": 5})
     assert {row["match_prediction"] for row in rows_of(output)} == {"No"}
 
 
@@ -202,11 +202,11 @@ def test_unread_rows_of_two_tables(tmp_path: Path, suffix: str) -> None:
     plan = make_plan(make_spec("match", (left, right), {"top": 1}))
     prepare(plan, output := str(tmp_path / f"o.{suffix}"))
     answer_rows(job_of(output).rows, job_of(output).results, lambda row: [-1.0, -2.0])
-    report = finish(plan, output)
+    report, _ = finish(plan, output)
     faults = [f"{right}, line 4: has 3 cells, but the header has 2"]
     if suffix != "arrow":
         faults = [f"{left}, line 3: has 1 cells, but the header has 2", *faults]
-    assert (report.predicted, report.failed) == (2, len(faults))
+    assert (report["predicted"], report["failed"]) == (2, len(faults))
     rows: list[dict[str, Any]]
     if suffix == "arrow":
         rows = pa.ipc.open_file(output).read_all().to_pylist()
