@@ -1,10 +1,15 @@
-"""Native kernels of a layer as steps: one call runs them one after the other, in one parallel region."""
+"""Native kernels of a layer as steps: one call runs them one after the other, in one parallel region.
+
+Recorded steps run again with other tensors of the same shapes: only the addresses in their structs change.
+"""
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,13 +17,97 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
 from flexengine.kernels.formats import FormatKernels
 from flexengine.kernels.paged import PagedAttention
-from flexengine.kernels.recorded import RecordedSteps
+from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import CODES, address
 
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of quantized_gemm.h
 # In the order of enum Kind.
 KINDS = ("linear", "decoded", "round", "dots", "narrow", "norm", "rotate", "gate", "append", "attend", "merge",
          "prompts")  # fmt: skip
+WORD = 8  # bytes of an address
+
+
+class RecordedSteps:
+    """Steps with the addresses of other tensors.
+
+    Every address in the structs is found again as an offset in an argument, in a result, or in one block of memory for
+    the intermediate results.
+
+    Attributes:
+        results: shape and dtype of each result.
+        nbytes: size of the block.
+
+    Args:
+        arguments: tensors that are given to the steps.
+        results: those of the tensors that the steps have allocated that are returned.
+    """
+
+    def __init__(self, steps: "Steps", arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        self._run, self._threads, made = steps._run, steps._threads, steps._made
+        self.results = [(tuple(x.shape), x.dtype) for x in results]
+        own = {x.data_ptr() for x in results}
+        if not own <= {x.data_ptr() for x in made}:
+            raise RuntimeError("a result does not begin where a tensor of the steps begins")
+        inner = [x for x in made if x.data_ptr() not in own]
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # by number of times: see `_repeated`
+        self.nbytes = 0
+        parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it
+        for number, x in enumerate((*arguments, *results)):
+            parts.append((x.data_ptr(), _extent(x), number, 0))
+        for x in inner:
+            parts.append((x.data_ptr(), _extent(x), len(arguments) + len(results), self.nbytes))
+            self.nbytes += -(-_extent(x) // ALIGNED) * ALIGNED
+        parts.sort()
+        self._lay_out(steps._steps, parts)
+
+    def _lay_out(self, calls: Sequence[tuple[ctypes.Structure, int, bool]], parts: Sequence[tuple[int, ...]]) -> None:
+        """Copy the structs one after the other, and note where they have addresses."""
+        slots, bases, offsets = list[int](), list[int](), list[int]()
+        starts = [part[0] for part in parts]
+        self._kinds, self._structs = list[tuple[int, int, bool]](), b""  # kinds: (word of the struct, kind, beside)
+        for call, kind, beside in calls:
+            at = len(self._structs) // WORD
+            self._kinds.append((at, kind, beside))
+            self._structs += bytes(call)
+            for name, kind_of in call._fields_:  # type: ignore[misc]
+                to = getattr(call, name)
+                if kind_of is not ctypes.c_void_p or to is None:
+                    continue
+                start, nbytes, number, offset = parts[max(0, bisect_right(starts, to) - 1)]
+                if not start <= to < start + nbytes:
+                    raise RuntimeError(f"{type(call).__name__}.{name} has the address of a tensor that is not given")
+                slots.append(at + getattr(type(call), name).offset // WORD)
+                bases.append(number)
+                offsets.append(offset + to - start)
+        self._slots, self._bases, self._offsets = (np.array(x, dtype=np.int64) for x in (slots, bases, offsets))
+
+    def run(self, *addresses: Sequence[int]) -> None:
+        """Run the steps once for each argument, one after the other.
+
+        Args:
+            addresses: of the arguments, then of contiguous memory for the results, then of the block, at a multiple of
+                64. The arguments have the shapes, strides and dtypes of the recorded ones.
+        """
+        bases = np.array(addresses, dtype=np.int64)
+        if (found := self._arrays.get(len(bases))) is None:
+            found = self._arrays[len(bases)] = self._repeated(len(bases))
+        steps, copies = found
+        copies[:, self._slots] = bases[:, self._bases] + self._offsets
+        self._run(steps.ctypes.data, len(steps), self._threads)
+
+    def _repeated(self, times: int) -> tuple[Any, Any]:
+        """Return the array of Step, one row each, and the structs that they point to, [times, words]."""
+        copies = np.tile(np.frombuffer(self._structs, dtype=np.int64), (times, 1))
+        rows = (copies.ctypes.data + row * copies.strides[0] for row in range(times))
+        steps = b"".join(bytes(structs.Step(row + at * WORD, *rest)) for row in rows for at, *rest in self._kinds)
+        return np.frombuffer(steps, dtype=np.int64).reshape(-1, ctypes.sizeof(structs.Step) // WORD), copies
+
+
+def _extent(x: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one."""
+    if x.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
 class Steps:
@@ -55,7 +144,7 @@ class Steps:
             arguments: all tensors that were given to the steps.
             results: the returned tensors that are needed, contiguous.
         """
-        return RecordedSteps(self._run, self._steps, self._threads, arguments, self._made, results)
+        return RecordedSteps(self, arguments, results)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.kernels.recorded import RecordedSteps
+from flexengine.kernels.steps import RecordedSteps
 
 LAYERS = 6
 NEW = 4

@@ -23,8 +23,7 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.formats import in_steps
 from flexengine.kernels.paged import PagedAttention
-from flexengine.kernels.recorded import RecordedSteps
-from flexengine.kernels.steps import Steps
+from flexengine.kernels.steps import RecordedSteps, Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
 from flexengine.model.native.fused import ACTS

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexengine.kernels.recorded import RecordedSteps
 from flexengine.kernels.recycled import Recycled
+from flexengine.kernels.steps import RecordedSteps
 
 MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 
