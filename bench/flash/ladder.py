@@ -43,9 +43,9 @@ from bench.models import make
 from flexengine.codec.records import RecordForm
 from flexengine.guests.flash.arena import Arena, Fetch, IntArray
 from flexengine.guests.flash.bundles import Bundle
+from flexengine.guests.flash.predictors import Trained
 from flexengine.guests.flash.reader import RecordReader
 from flexengine.guests.flash.traces import Trace, window_unions
-from flexengine.guests.flash.trained import Trained
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
 

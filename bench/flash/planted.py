@@ -105,9 +105,9 @@ def plant_predictors(directory: Path, shape: PlantedShape) -> Path:
     """Put predictors of a planted checkpoint into the cache, as if they had been trained. Return their directory."""
     import torch
 
-    from flexengine.guests.flash import traces, trained
-    from flexengine.guests.flash.predictors import PredictionErrors, Predictor
-    from flexengine.guests.flash.trained import LayerPredictor, Trained
+    from flexengine.guests.flash import predictors as trained
+    from flexengine.guests.flash import traces
+    from flexengine.guests.flash.predictors import LayerPredictor, PredictionErrors, Predictor, Trained
     from flexengine.model.checkpoint import read_checkpoint
     from flexengine.model.prepare import prepared
 

@@ -29,8 +29,7 @@ from bench import harness
 from bench.flash.relu_model import LEARN, TEST, Shape, blocks, ids_of, nll, rows_of, source, train
 from bench.harness import Record
 from flexengine.guests.flash import training_job
-from flexengine.guests.flash.predictors import Predictor
-from flexengine.guests.flash.trained import Trained
+from flexengine.guests.flash.predictors import Predictor, Trained
 from flexengine.guests.flash.training import Settings
 
 ROWS, LENGTH = 64, 255  # stretches of the text for nll, and tokens of each

@@ -18,7 +18,7 @@ from flexengine.lossy import Lossy
 from flexengine.plan.formatting import plain, size
 
 if TYPE_CHECKING:
-    from flexengine.guests.flash.trained import Trained
+    from flexengine.guests.flash.predictors import Trained
 
 TRAIN = "train"
 _MORE = """\

@@ -14,9 +14,9 @@ from bench.flash.ladder import STEPS, Ladder
 from bench.flash.planted import MARGIN, SHAPES, PlantedShape, plant_predictors
 from bench.models import make
 from flexengine import Engine, Lossy
-from flexengine.guests.flash import trained
+from flexengine.guests.flash import predictors as trained
+from flexengine.guests.flash.predictors import Trained
 from flexengine.guests.flash.reader import RecordReader
-from flexengine.guests.flash.trained import Trained
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
 

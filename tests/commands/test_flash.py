@@ -11,7 +11,7 @@ from flexengine.commands import flash, quality
 from flexengine.commands.exit_codes import DONE, REFUSED
 from flexengine.commands.run import main
 from flexengine.guests import calibration
-from flexengine.guests.flash.trained import ABOUT
+from flexengine.guests.flash.predictors import ABOUT
 from tests.helpers.relu import LAYERS, make_relu
 from tests.helpers.tokenizers import byte_tokenizer
 

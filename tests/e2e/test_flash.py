@@ -10,10 +10,9 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.guests.flash import trained
-from flexengine.guests.flash.predictors import PredictionErrors, Predictor
+from flexengine.guests.flash import predictors as trained
+from flexengine.guests.flash.predictors import LayerPredictor, PredictionErrors, Predictor, Trained
 from flexengine.guests.flash.traces import NeuronSharing
-from flexengine.guests.flash.trained import LayerPredictor, Trained
 from flexengine.lossy import Lossy
 from flexengine.model.prepare import prepared
 from tests.e2e.test_exactness import GRID

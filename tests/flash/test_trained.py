@@ -11,22 +11,23 @@ from torch import nn
 
 from flexengine import Engine
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.guests.flash import trained
+from flexengine.guests.flash import predictors as trained
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.predictors import PredictionErrors, Predictor
-from flexengine.guests.flash.traces import NeuronSharing
-from flexengine.guests.flash.trained import (
+from flexengine.guests.flash.predictors import (
     ABOUT,
     SPARSITY,
     TENSORS,
     Latest,
     LayerPredictor,
+    PredictionErrors,
+    Predictor,
     Trained,
     checkpoint_key,
     find,
     load,
     write,
 )
+from flexengine.guests.flash.traces import NeuronSharing
 from flexengine.model.prepare import prepared
 from tests.helpers.relu import LAYERS, make_relu
 from tests.helpers.relu import NEURONS as MANY

@@ -10,8 +10,7 @@ from flexengine.errors import FlexError
 from flexengine.guests.flash.bundles import Bundle, made_bundles, prepare_bundles, record_form
 from flexengine.guests.flash.expert_layers import ExpertLayer, find_experts, use_experts_apart
 from flexengine.guests.flash.feed_forward import FeedForward, Sparsified, find, use_linears, use_records
-from flexengine.guests.flash.predictors import Predictor
-from flexengine.guests.flash.trained import Latest, Trained
+from flexengine.guests.flash.predictors import Latest, Predictor, Trained
 from flexengine.lossy import BUNDLED, ORACLE, PREDICTORS, Lossy
 from flexengine.model.loading import Origin
 from flexengine.model.skeleton import ParamRef

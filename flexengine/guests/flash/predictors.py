@@ -1,13 +1,34 @@
-"""Predictors of active neurons: a low-rank product in place of the first matrix of a feed-forward block."""
+"""Predictors of active neurons: a low-rank product in place of the first matrix of a feed-forward block; what was
+measured of them, their files, and the search for them in the cache.
 
-from collections.abc import Mapping
+predictors.safetensors    per layer L.a, L.b (bf16), L.bias (fp32 [neurons])
+predictors.json           the checkpoint, the settings, thresholds, errors and statistics, a digest of the other file
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from flexengine.config import cache_root
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.traces import NeuronSharing
 from flexengine.model.linear import Product
+from flexengine.model.prepare import fingerprint, hold
+from flexengine.model.shards import check_finite, save
+
+VERSION = 2  # of the files; those of other versions are not found, and trained again
+TENSORS, ABOUT = "predictors.safetensors", "predictors.json"
+# In `about`, both left out without sparsified activations: `Lossy.sparsity` as a list, and the digest of its text.
+SPARSITY, THRESHOLDS_TEXT = "sparsify", "thresholds_text_sha256"
 
 
 @dataclass(frozen=True)
@@ -109,3 +130,231 @@ class PredictionErrors:
     @property
     def predicted_share(self) -> float:
         return self.predicted / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """The predictor of one layer, with what was measured on text that it was not trained on.
+
+    Attributes:
+        predictor: on the CPU.
+        errors: misses and false alarms.
+        true, predicted: statistics of the active neurons, and of those that are predicted active.
+    """
+
+    predictor: Predictor
+    errors: PredictionErrors
+    true: NeuronSharing
+    predicted: NeuronSharing
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The predictors of a model.
+
+    Attributes:
+        layers: by layer; None for one without a sparse feed-forward block.
+        about: settings and text.
+        directory: of the files; None before they are saved.
+        digest: of the files; "" before they are saved.
+    """
+
+    layers: tuple[LayerPredictor | None, ...]
+    about: Mapping[str, Any]
+    directory: Path | None = None
+    digest: str = ""
+
+    @property
+    def thresholds_text(self) -> str | None:
+        """Digest of the text for the thresholds of sparsified activations; None without any."""
+        return self.about.get(THRESHOLDS_TEXT)
+
+    @property
+    def known(self) -> list[LayerPredictor]:
+        """The layers that have a predictor."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def errors(self) -> PredictionErrors:
+        """Errors of all layers."""
+        return sum((layer.errors for layer in self.known), PredictionErrors(0, 0, 0, 0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all predictors."""
+        return sum(layer.predictor.nbytes for layer in self.known)
+
+
+def checkpoint_key(files: Sequence[Path]) -> str:
+    """Return the key of the checkpoint that predictors belong to. files: as for `model.prepare.prepared`."""
+    return fingerprint(files, "predictors")
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """A layer in ABOUT."""
+
+    threshold: float
+    errors: PredictionErrors
+    true: NeuronSharing
+    predicted: NeuronSharing
+
+
+def write(trained: Trained, checkpoint: str, directory: Path) -> None:
+    """Write the files of predictors. Raise OSError if that fails.
+
+    Args:
+        trained: the predictors.
+        checkpoint: its `checkpoint_key`.
+        directory: to write to.
+    """
+    tensors = {f"{number}.{name}": tensor.contiguous() for number, layer in enumerate(trained.layers) if layer
+               for name, tensor in layer.predictor.tensors.items()}  # fmt: skip
+    save(tensors, directory / TENSORS)
+    layers = [layer and _Stored(layer.predictor.threshold, layer.errors, layer.true, layer.predicted)
+              for layer in trained.layers]  # fmt: skip
+    body = {
+        "version": VERSION, "checkpoint": checkpoint, "about": dict(trained.about),
+        "layers": msgspec.to_builtins(layers), "tensors_sha256": _size_and_digest(directory / TENSORS)[1],
+    }  # fmt: skip
+    (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
+
+
+def load(
+    directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None], layers: slice = slice(None)
+) -> Trained:
+    """Read the predictors of a model.
+
+    Their tensors are views of the file: they take page cache, which no ledger books. `Predictor.to` copies them.
+
+    Args:
+        directory: that `write` wrote.
+        checkpoint: `checkpoint_key` of the model's files.
+        blocks: the model's feed-forward blocks.
+        layers: the layers of the model that `blocks` are of.
+
+    Raises:
+        BadCheckpoint: a file is missing, damaged or truncated.
+        InvalidInput: the predictors are those of another checkpoint.
+    """
+    content, file = _content(directory), directory / TENSORS
+    nbytes, digest = _size_and_digest(file)
+    if content["checkpoint"] != checkpoint:
+        raise InvalidInput(
+            f"the predictors in {directory} were trained for another checkpoint, or its files have"
+            " changed since; train them for this one: flexengine flash train MODEL"
+        )
+    if digest != content["tensors_sha256"]:
+        raise _damaged(file, f"is not the file that was written ({nbytes:,} bytes): it is truncated or damaged")
+    tensors = load_file(file)
+    try:
+        known = list(enumerate(msgspec.convert(content["layers"], list[_Stored | None])))[layers]
+        found = tuple(None if about is None else _layer(tensors, number, about) for number, about in known)
+    except (KeyError, ValueError) as error:
+        raise _damaged(directory / ABOUT, f"is damaged: {error!r}") from error
+    shapes = [None if layer is None else (layer.predictor.neurons, layer.predictor.width) for layer in found]
+    expected = [(b.neurons, b.width) if b is not None and b.sparse else None for b in blocks]
+    if shapes != expected:
+        raise InvalidInput(
+            f"the predictors in {directory} have (neurons, width) {shapes} by layer, but the model has"
+            f" {expected}; they are of another model: flexengine flash train MODEL"
+        )
+    return Trained(found, content["about"], directory, _digest(content))
+
+
+def _layer(tensors: Mapping[str, Tensor], number: int, about: _Stored) -> LayerPredictor:
+    a, b, bias = (tensors[f"{number}.{name}"] for name in ("a", "b", "bias"))
+    for name, tensor in (("a", a), ("b", b), ("bias", bias)):
+        check_finite(f"{number}.{name}", tensor)
+    return LayerPredictor(Predictor(a, b, bias, about.threshold), about.errors, about.true, about.predicted)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    try:
+        with path.open("rb") as file:
+            return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> BadCheckpoint:
+    key = path.parent.name[:8]  # the name of the directory for `flexengine cache`
+    return BadCheckpoint(
+        f"{path} {what}; remove it with flexengine cache clear {key}, and train again: flexengine flash train MODEL"
+    )
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
+    about = directory / ABOUT
+    try:
+        content = msgspec.json.decode(about.read_bytes())
+    except OSError as error:
+        raise _damaged(about, f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise _damaged(about, f"is truncated or damaged: {error}") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise _damaged(about, f"is not of version {VERSION}")
+    if content.pop("sha256", None) != _digest(content):
+        raise _damaged(about, "is damaged: its content does not have its digest")
+    return content
+
+
+def find(files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> Path | None:
+    """Return the directory of the predictors that were trained last for a checkpoint; None if there are none.
+
+    The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it.
+
+    Args:
+        files: as for `model.prepare.prepared`.
+        sparsity: as `Lossy.sparsity`. Predictors of other sparsified activations are not found.
+    """
+    key, wanted = checkpoint_key(files), None if sparsity is None else list(sparsity)
+    found = list[tuple[float, Path]]()
+    for about in (cache_root() / "prepared").glob(f"*/{ABOUT}"):
+        if about.parent.suffix:  # unfinished
+            continue
+        try:
+            content = _content(about.parent)
+            if content["checkpoint"] == key and content["about"].get(SPARSITY) == wanted:
+                found.append((about.stat().st_mtime, about.parent))
+        except (BadCheckpoint, OSError):
+            continue
+    for _, directory in sorted(found, reverse=True):
+        if hold(directory):
+            return directory
+    return None
+
+
+class Latest:
+    """The predictors of a checkpoint that were trained last, searched and loaded once.
+
+    Args:
+        files, sparsity: as for `find`; no files if the model has none.
+    """
+
+    def __init__(self, files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> None:
+        self._files, self._sparsity = files, sparsity
+        self._directory: Path | None = None
+        self._loaded: Trained | None = None
+
+    def find(self) -> Path | None:
+        """Return the directory of the predictors; None if there are none."""
+        if self._directory is None and self._files:
+            self._directory = find(self._files, self._sparsity)
+        return self._directory
+
+    def digest(self) -> str:
+        """Return `Trained.digest` of the predictors; "" if there are none. Raise BadCheckpoint if they are damaged."""
+        return _digest(_content(directory)) if (directory := self.find()) else ""
+
+    def load(self, blocks: Sequence[FeedForward | None], layers: slice = slice(None)) -> Trained | None:
+        """Return the predictors; None if there are none. Arguments and errors as in `trained.load`."""
+        if self._loaded is None and (directory := self.find()) is not None:
+            self._directory = None  # after an error they are searched again, as they may be trained again
+            self._loaded = load(directory, checkpoint_key(self._files), blocks, layers)
+            self._directory = directory
+        return self._loaded

@@ -19,11 +19,10 @@ from flexengine.activity import activity
 from flexengine.engine.core import Core
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.guests.flash import trained
+from flexengine.guests.flash import predictors as trained
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.predictors import PredictionErrors
+from flexengine.guests.flash.predictors import LayerPredictor, PredictionErrors, Trained
 from flexengine.guests.flash.traces import RecordedLayer, TraceRecorder, sharing
-from flexengine.guests.flash.trained import LayerPredictor, Trained
 from flexengine.guests.flash.training import MIN_STRETCHES, Settings, divide, train
 from flexengine.model.prepare import prepared
 from flexengine.model.tokenizer import opening, spread, token_ids

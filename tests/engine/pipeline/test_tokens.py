@@ -11,7 +11,7 @@ from bench.pipeline.grid import DISK, POLICIES
 from flexengine import Policy, SamplingParams
 from flexengine.engine.stages import LocalStage, Sweep
 from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
-from flexengine.guests.flash.trained import Latest
+from flexengine.guests.flash.predictors import Latest
 from flexengine.guests.stages.frames import HEADER_BYTES
 from flexengine.guests.stages.group import HIDDENS, RESULTS
 from flexengine.guests.stages.messages import OrderKind
