@@ -244,7 +244,7 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
     while True:
         for path, length in files.items():
             for start in range(0, length - size + 1, size):
-                yield machine.disk.checkpoint(path, start, size, DTYPE)  # type: ignore[attr-defined]
+                yield machine.disk.checkpoint(path, start, size, DTYPE)
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def _made(machine: Machine) -> Iterator[dict[Path, int]]:
             try:
                 length = _write(file, min(WRITTEN, room(machine, "disk")))
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                machine.disk.checkpoint(Path(name), 0, length, DTYPE)  # type: ignore[attr-defined]
+                machine.disk.checkpoint(Path(name), 0, length, DTYPE)
             finally:
                 os.unlink(name)
             yield {Path(name): length}

@@ -91,21 +91,14 @@ class Done:
         """Whether the task's work has returned; on a Stream lane the GPU may still compute."""
         return self._flag.is_set()
 
-    def wait(self) -> None:
-        """Wait until the task has ended, on the GPU too. Raise its error if there was one."""
+    def wait(self, stream: Any = None) -> None:
+        """Wait until the task has ended, on the GPU too: this thread, or `stream` if it is given. Raise its error if
+        there was one."""
         self._flag.wait()
         if self.error is not None:
             raise self.error
         if self.event is not None:
-            self.event.synchronize()
-
-    def wait_on(self, stream: Any) -> None:
-        """Do as `wait`, but let `stream`, not this thread, wait for GPU work."""
-        self._flag.wait()
-        if self.error is not None:
-            raise self.error
-        if self.event is not None:
-            stream.wait_event(self.event)
+            self.event.synchronize() if stream is None else stream.wait_event(self.event)
 
 
 class LaneRunner(ABC):
@@ -204,7 +197,7 @@ class Stream(Thread):
     def _run(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
         with torch.cuda.stream(self._stream):
             for earlier in after:
-                earlier.wait_on(self._stream)
+                earlier.wait(self._stream)
             work()
             done.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.event.record(self._stream)

@@ -10,7 +10,7 @@ from flexengine.places import place_of
 from flexengine.runtime.execute import TaskFailed
 from flexengine.runtime.frames import forget_variables
 
-_UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
 # Texts of out-of-memory errors that torch raises as plain RuntimeError.
 _IN_RAM = ("DefaultCPUAllocator",)
@@ -46,7 +46,10 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     if isinstance(error, TaskFailed):
         cause, what = error.cause, str(error.task)
     if isinstance(cause, OutOfMemory):
-        result = None if place_of(cause.tier).disk else Shortage(_tier(cause, ram), cause.what, cause.needed)
+        # CPU kernels report tier "device" for RAM even if RAM is the host tier. Their errors have no capacity, unlike a
+        # ledger's, and torch's GPU allocator raises another type, so this case is unambiguous.
+        tier = cause.tier if cause.capacity or cause.tier != "device" else ram
+        result = None if place_of(tier).disk else Shortage(tier, cause.what, cause.needed)
     elif isinstance(cause, torch.OutOfMemoryError) or _says(cause, _ON_GPU):
         result = Shortage("device", what, _requested(cause))
     elif isinstance(cause, MemoryError) or _says(cause, _IN_RAM) or getattr(cause, "errno", None) == errno.ENOMEM:
@@ -58,15 +61,6 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     return result
 
 
-def _tier(error: OutOfMemory, ram: str) -> str:
-    """Return the tier that ran out of memory.
-
-    CPU kernels report tier "device" for RAM even if RAM is the host tier; `ram` is then returned. Their errors have no
-    capacity, unlike a ledger's, and torch's GPU allocator raises another type, so this case is unambiguous.
-    """
-    return error.tier if error.capacity or error.tier != "device" else ram
-
-
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
@@ -74,5 +68,4 @@ def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
 def _requested(error: BaseException) -> int:
     """Return the bytes of the allocation that failed; 0 if the message does not state them."""
     match = _REQUESTED.search(str(error))
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    return int(float(match[1]) * units[match[2].lower()]) if match else 0
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0

@@ -49,7 +49,6 @@ class Trace:
             raise InvalidInput(f"trace file {path}: {error}") from error
 
     def add(self, task: Task, began: float, end: float) -> None:
-        """Add a task that ran from `began` to `end`, in seconds of time.perf_counter."""
         self.spans.append((task, began, end))
 
     def rows(self, first: int = 0) -> list[Row]:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Region:
 
 class Tier(ABC):
     """One memory with its ledger. Wrappers (wrap.py) add throttling around a tier.
+
+    A subclass has `load` or `load_all`, which call each other, and `store` or `store_all`.
 
     Attributes:
         name: for messages.
@@ -85,9 +88,9 @@ class Tier(ABC):
     def receive_reads(self, region: Region) -> None:  # noqa: B027 - most tiers have nothing to do
         """Prepare a new region, not used yet, for many reads from disks, which are faster into huge pages."""
 
-    @abstractmethod
     def load(self, region: Region, target: torch.Tensor) -> None:
         """Copy the region's elements into `target` (contiguous, same number of elements) and convert the dtype."""
+        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several (region, target) pairs. A tier may read them at the same time."""
@@ -115,9 +118,9 @@ class Tier(ABC):
         many bytes it has read, which are counted."""
         self.count(read=read())
 
-    @abstractmethod
     def store(self, source: torch.Tensor, region: Region) -> None:
         """Copy `source` (contiguous, of the region's dtype and number of elements) to the region."""
+        self.store_all([(source, region)])
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         """Store several (source, region) pairs. A tier may write them at the same time."""
@@ -153,6 +156,15 @@ class Tier(ABC):
     def local_bytes(self) -> int:
         """Bytes of this machine's RAM that the process of an attention worker may take."""
         return 0
+
+    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Region:
+        """Return a region inside a file of the user. It is only read, and no ledger books it.
+
+        Raises:
+            BadCheckpoint: the file cannot be opened, or ends before the region does.
+            TypeError: the tier is no disk.
+        """
+        raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")
 
     def renew(self) -> None:
         """Replace lost memory of another process by new memory. Regions stay, with undefined contents.

@@ -74,8 +74,7 @@ class DiskTier(Tier):
         self._local = threading.local()
         self._ring: Ring | None = None
         self._reading, self._counted = 0, 0.0  # threads that read chunks; end of the time that `way` has measured
-        self._helpers: ThreadPoolExecutor | None = None
-        self._others: ThreadPoolExecutor | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         size = aligned(nbytes)
@@ -85,7 +84,12 @@ class DiskTier(Tier):
     def _place(self, size: int, what: str) -> tuple[File, int]:
         """Return the spill file and the offset of `size` free bytes in it. Raise InvalidInput if the disk is full."""
         if self._spill is None:
-            self._spill = self._open_spill()
+            self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._spill = _nameless(self.directory)
+            except OSError as error:
+                raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
         for i, (start, room) in enumerate(self._free):
             if room >= size:
                 self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
@@ -106,20 +110,7 @@ class DiskTier(Tier):
             if not self.ledger.used:
                 self._free, self._end = [], 0
 
-    def _open_spill(self) -> File:
-        try:
-            self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return _nameless(self.directory)
-        except OSError as error:
-            raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
-
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Region:
-        """Return a region inside a file of the user. It is only read, and no ledger books it.
-
-        Raises:
-            BadCheckpoint: the file cannot be opened, or ends before the region does.
-        """
         with self._lock:
             if path not in self._files:
                 try:
@@ -131,9 +122,6 @@ class DiskTier(Tier):
         if start + nbytes > size:
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
         return Region(file, start, nbytes, dtype)
-
-    def load(self, region: Region, target: torch.Tensor) -> None:
-        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
@@ -150,9 +138,10 @@ class DiskTier(Tier):
         shared = SharedIterator(chunks(long, self._reads_direct, readers))
         waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
-            waiting += (self._pool().submit(self._read_short, read) for read in short)
+            waiting += (self._helpers().submit(self._read_short, read) for read in short)
             for i in range(1, min(readers, -(-sum(read.nbytes for read in long) // CHUNK))):
-                streams.append(self._streamers().submit(self._stream, shared, waiting, i < self.readers[False]))
+                others = self._pool("flexengine-reads", max(self.readers.values()) - 1)
+                streams.append(others.submit(self._stream, shared, waiting, i < self.readers[False]))
             self._stream(shared, waiting, True)
         finally:  # wait for all reads even on error: other threads still write to the targets
             streams = [each for each in streams if not each.cancel()]  # threads may be busy with other loads
@@ -180,27 +169,23 @@ class DiskTier(Tier):
         width, end = target.shape[1], int(starts[-1]) + target.shape[1]
         low = int(starts[0]) // ALIGN * ALIGN
         buffer = self._short()[: aligned(end) - low]
-        self._read(file, buffer, low, end)
+        self._read(file, [memory(buffer)], low, end, self._reads_direct(file))
         every = buffer.as_strided((len(buffer) - width + 1, width), (1, 1))  # row i starts at byte i
         torch.index_select(every, 0, starts - low, out=target)
 
     def _side_by_side(self, calls: Sequence[Callable[[], None]]) -> None:
         """Run the calls in the helper threads. Raise the first error after all have ended, as they use tensors."""
-        under_way = [self._pool().submit(call) for call in calls]
+        under_way = [self._helpers().submit(call) for call in calls]
         wait(under_way)
         for done in under_way:
             done.result()
 
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
-            return self._helpers
+    def _helpers(self) -> ThreadPoolExecutor:
+        return self._pool("flexengine-disk", HELPERS)
 
-    def _streamers(self) -> ThreadPoolExecutor:
-        """Return the threads that do long reads beside the calling one."""
+    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         with self._lock:
-            self._others = self._others or ThreadPoolExecutor(max(self.readers.values()) - 1, "flexengine-reads")
-            return self._others
+            return self._pools.get(name) or self._pools.setdefault(name, ThreadPoolExecutor(threads, name))
 
     def _buffers(self) -> Ring:
         """Return the queue of chunk buffers for long reads: one chunk is read while others are converted."""
@@ -241,14 +226,14 @@ class DiskTier(Tier):
         except BaseException:
             ring.put(buffer)
             raise
-        waiting.append(self._pool().submit(self._convert, chunk, buffer, ring))
+        waiting.append(self._helpers().submit(self._convert, chunk, buffer, ring))
 
     def _noted(self, chunk: Chunk, buffer: torch.Tensor | None) -> None:
         """Read a chunk into the targets and the buffer. Add the time to the measurement of `way` if that can choose how
         to read. Time in which several threads read counts once."""
         file, ended = chunk.read.file, False
         needed, targets = min(chunk.high, chunk.read.end), chunk.targets(buffer)
-        call = partial(self._fill, file, targets, chunk.low, needed, chunk.direct)
+        call = partial(self._read, file, targets, chunk.low, needed, chunk.direct)
         if file is self._spill or file.direct is None:
             call()
             return
@@ -286,35 +271,26 @@ class DiskTier(Tier):
         """Do a short read and its conversion in this thread."""
         low, high = read.start // ALIGN * ALIGN, aligned(read.end)
         buffer = self._short()[: high - low]
-        self._read(read.file, buffer, low, read.end)
+        self._read(read.file, [memory(buffer)], low, read.end, self._reads_direct(read.file))
         self._deliver(read, buffer, low, high)
 
     def _reads_direct(self, file: File) -> bool:
         return file.direct is not None and (file is self._spill or self.way.direct)
 
-    def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
-        """Fill `buffer` from byte `low` of the file on, and drop the bytes from the page cache.
+    def _read(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
+        """Fill buffers from byte `low` of the file on, and drop the bytes of a user's file from the page cache.
 
         Raises:
             BadCheckpoint: the file ends before byte `needed`.
         """
-        self._fill(file, [memory(buffer)], low, needed, self._reads_direct(file))
-
-    def _fill(self, file: File, targets: Sequence[memoryview], low: int, needed: int, direct: bool) -> None:
-        """Do what `_read` does, into several buffers, directly or through the page cache."""
         got = read_fully(file, targets, low, direct)
         if got < needed - low:
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; another process may have changed"
                                 " it: restore the file and start again")  # fmt: skip
-        if not direct or file.direct is None:  # None: the file system has refused direct I/O just now
-            self._drop(file, low, aligned(low + sum(map(len, targets))) - low)
-
-    def _drop(self, file: File, low: int, nbytes: int) -> None:
-        """Drop bytes of a file of the user from the page cache. low: first byte."""
-        if file is not self._spill:
+        if file is not self._spill and (not direct or file.direct is None):  # None: direct I/O was refused just now
             grid = low // CHUNK * CHUNK
-            os.posix_fadvise(file.cached, grid, low - grid + nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.cached, grid, aligned(low + sum(map(len, targets))) - grid, os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, read: DiskRead, buffer: torch.Tensor, low: int, high: int) -> None:
         """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""
@@ -352,10 +328,9 @@ class DiskTier(Tier):
         write_fully(file, memory(flat), region.start)
 
     def close(self) -> None:
-        for pool in (self._others, self._helpers):
-            if pool:
-                pool.shutdown()
-        self._others = self._helpers = None
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._pools.clear()
         for file in (*self._files.values(), *([self._spill] if self._spill else [])):
             with contextlib.suppress(OSError):
                 file.close()

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from flexengine.tier.base import Region, Tier
-from flexengine.tier.disk import DiskTier
 
 MAX_DEBT_SECONDS = 1e-4  # shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, or more if busy
 
@@ -48,8 +47,7 @@ class Throttled(Tier):
         self.inner.count(read, written)
 
     def _wait(self, way: str, nbytes: int, began: float) -> None:
-        rate = self.rates[way]
-        if rate is None and not self.latency:
+        if (rate := self.rates[way]) is None and not self.latency:
             return
         with self._lock:
             free, owed = self._free[way], self._owed[way]
@@ -71,9 +69,6 @@ class Throttled(Tier):
 
     def view(self, region: Region) -> torch.Tensor:
         return self.inner.view(region)
-
-    def load(self, region: Region, target: torch.Tensor) -> None:
-        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         began = time.perf_counter()
@@ -98,18 +93,12 @@ class Throttled(Tier):
         self.inner.put(source, region, rows)
         self._wait("write", source.nbytes, began)
 
-    def store(self, source: torch.Tensor, region: Region) -> None:
-        self.store_all([(source, region)])
-
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         began = time.perf_counter()
         self.inner.store_all(pairs)
         self._wait("write", sum(region.nbytes for _, region in pairs), began)
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Region:
-        """Return a region inside a file of the user; see `DiskTier.checkpoint`."""
-        if not isinstance(self.inner, DiskTier):
-            raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")
         return self.inner.checkpoint(path, start, nbytes, dtype)
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class Weights:
         first, head = 0, len(self.skeleton.layers)
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
-            source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
+            source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]
             if tier == DISK:
                 self._pieces[name] = source
                 continue

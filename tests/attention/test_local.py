@@ -35,7 +35,7 @@ def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
     ):
         handle = one.allocate(MEMORY // 2)
         assert handle is not None
-        assert len(one.memory_of(handle)) == MEMORY // 2  # the same memory in both processes
+        assert len(one.shared[handle]) == MEMORY // 2  # the same memory in both processes
         assert two.pool == one.pool
         assert two.allocate(MEMORY) is None  # the other engine holds a half
     assert not path.exists()

@@ -92,7 +92,7 @@ def test_memory_and_order_of_work() -> None:
     pool, done = WorkerPool(100), list[int]()
     assert [pool.take(60), pool.take(41), pool.take(40), pool.take(1)] == [True, False, True, False]
     pool.give_back(60)
-    assert (pool.free, pool.taken) == (60, 40)
+    assert (pool.memory, pool.taken) == (100, 40)
     futures = [pool.compute(lambda i=i: done.append(i)) for i in range(50)]
     for future in futures:
         future.result()

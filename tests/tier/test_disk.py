@@ -243,7 +243,7 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "x"
     path.write_bytes(values.numpy().tobytes())
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(False))
-    real, calls, converting = tier._fill, [], []
+    real, calls, converting = tier._read, [], []
 
     def read(*args: Any) -> None:
         calls.append(args)
@@ -257,7 +257,7 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
         args[1].copy_(args[0])
         converting.pop()
 
-    monkeypatch.setattr(tier, "_fill", read)
+    monkeypatch.setattr(tier, "_read", read)
     monkeypatch.setattr(disk, "load_kernels", lambda: SimpleNamespace(convert=convert))
     home = tier.checkpoint(path, 0, values.nbytes, torch.float16)
     with pytest.raises(OSError, match="bad sector"):

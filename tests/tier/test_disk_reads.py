@@ -22,14 +22,14 @@ from tests.helpers.tiers import OneWay, some, watch_buffers
 
 def watched_fills(tier: DiskTier) -> list[tuple[str, bool]]:
     """Return a list that receives, of each read, the name of the thread and whether the read is direct."""
-    fills, fill = list[tuple[str, bool]](), tier._fill
+    fills, fill = list[tuple[str, bool]](), tier._read
 
     def filled(file: Any, targets: Any, low: int, needed: int, direct: bool) -> None:
         fills.append((threading.current_thread().name, direct))
         time.sleep(0.01)
         fill(file, targets, low, needed, direct)
 
-    tier._fill = filled  # type: ignore[method-assign]
+    tier._read = filled  # type: ignore[method-assign]
     return fills
 
 
@@ -200,7 +200,7 @@ def test_a_load_does_not_wait_for_the_threads_of_another_one(tmp_path: Path) -> 
     path.write_bytes(values.numpy().tobytes())
     tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(True), readers=3)
     go, begun = threading.Event(), threading.Barrier(4)
-    fill = tier._fill
+    fill = tier._read
 
     def filled(file: Any, buffer: torch.Tensor, low: int, *how: Any, **more: Any) -> None:
         if low < 8 * CHUNK and not go.is_set():
@@ -208,7 +208,7 @@ def test_a_load_does_not_wait_for_the_threads_of_another_one(tmp_path: Path) -> 
             go.wait(10)
         fill(file, buffer, low, *how, **more)
 
-    tier._fill = filled  # type: ignore[method-assign]
+    tier._read = filled  # type: ignore[method-assign]
     first, second = values[: 2 * CHUNK], values[2 * CHUNK :]
     homes = [tier.checkpoint(path, start, 8 * CHUNK, torch.float32) for start in (0, 8 * CHUNK)]
     targets = [torch.zeros_like(first), torch.zeros_like(second)]

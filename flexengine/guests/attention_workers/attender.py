@@ -43,7 +43,7 @@ class Desk:
             handle = client.allocate(nbytes, counted=False)
             if handle is None:
                 raise OutOfMemory(tier, what, nbytes)
-            self.handle, self.flat = handle, client.memory_of(handle)
+            self.handle, self.flat = handle, client.shared[handle]
         else:
             region = attender.regions.take(tier, nbytes, what)
             self.flat = attender.machine.tier(tier).view(region)
@@ -140,7 +140,7 @@ class RemoteAttender(BufferedAttender):
     def attend_cached(self, k: int) -> None:
         """Wait until the workers have computed attention over the cached tokens."""
         for pending in self._waiting[k]:
-            pending.wait_cached()
+            pending.cached.result()
 
     def attend(self, k: int, view: View) -> None:
         """Wait for the answers, and join them."""

@@ -6,7 +6,8 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 
 import torch
@@ -21,11 +22,10 @@ from flexengine.guests.wire.link import Broken, Connection, Message
 from flexengine.tier.base import aligned
 
 END_SECONDS = 5.0  # until `close` no longer waits for a thread
-_NO_BODY = torch.empty(0, dtype=torch.uint8)
 
 
 class PendingAnswer:
-    """Bytes that a worker will send, for a call that waits for them.
+    """Bytes that a worker will send.
 
     Args:
         targets: contiguous tensors in RAM that receive the bytes, in order.
@@ -33,34 +33,23 @@ class PendingAnswer:
 
     Attributes:
         open: whether the queries went first, and keys and values are not sent yet.
+        cached: done when attention over the cached tokens is computed, if the queries went first.
+        ended: done when the bytes are in the targets. Both raise WorkerLost if the worker has died or has failed.
     """
 
     def __init__(self, targets: Sequence[Tensor], ticket: int = -1) -> None:
         self.targets, self.ticket, self.open = targets, ticket, False
-        self._cached, self._ended = threading.Event(), threading.Event()
-        self._error: WorkerLost | None = None
-
-    def wait_cached(self) -> None:
-        """Wait until attention over the cached tokens is computed, if the queries went first. Raise as `wait`."""
-        self._cached.wait()
-        if self._error is not None:
-            raise self._error
-
-    def cached(self) -> None:
-        """Let `wait_cached` return."""
-        self._cached.set()
+        self.cached, self.ended = Future[None](), Future[None]()
 
     def wait(self) -> None:
         """Wait until the bytes are in the targets. Raise WorkerLost if the worker has died or has failed."""
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        self.ended.result()
 
     def end(self, error: WorkerLost | None = None) -> None:
-        """Let `wait` return, or raise an error."""
-        self._error = error
-        self._cached.set()
-        self._ended.set()
+        """Let those that wait go on, or raise an error."""
+        for part in (self.cached, self.ended):
+            with contextlib.suppress(InvalidStateError):  # it is done
+                part.set_result(None) if error is None else part.set_exception(error)
 
 
 class Client:
@@ -82,6 +71,7 @@ class Client:
         patience: seconds for which a lost worker may be started again by others, before it counts as lost for good.
         asked: bytes of queries, keys and values sent.
         answered: bytes of answers to them.
+        shared: memory that the worker maps too, uint8, by handle.
     """
 
     patience = 0.0
@@ -93,7 +83,7 @@ class Client:
         """Compare versions with the worker. Raise InvalidInput if it refuses, WorkerLost if it has ended."""
         self.link, self.place, self.name, self.threads = link, place, place, threads
         self.asked, self.answered, self.shares = 0, 0, shares
-        self._shared: dict[int, Tensor] = {}  # by handle
+        self.shared: dict[int, Tensor] = {}  # by handle
         self._tickets = itertools.count()
         self._pending: dict[int, PendingAnswer] = {}
         self._ready = queue.SimpleQueue[bool | WorkerLost]()
@@ -101,9 +91,8 @@ class Client:
         self._lock, self._allocating = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
         try:
-            link.send(
-                MessageKind.HELLO, (PROTOCOL, secrets.randbits(62) if engine is None else engine), text(identity())
-            )
+            number = secrets.randbits(62) if engine is None else engine
+            link.send(MessageKind.HELLO, (PROTOCOL, number), text(identity()))
             answer = link.receive()
             body = words(link.take())
         except Broken as error:
@@ -127,18 +116,15 @@ class Client:
     def _error(self, why: str) -> WorkerLost:
         return WorkerLost(self.place, self.name, why)
 
-    def _send(self, kind: MessageKind, numbers: Sequence[int] = (), *parts: Tensor) -> None:
-        self._call(lambda: self.link.send(kind, numbers, *parts))
-
-    def _call(self, send: Callable[[], None]) -> None:
+    def _send(
+        self, kind: MessageKind, numbers: Sequence[int] = (), *parts: Tensor, descriptor: int | None = None
+    ) -> None:
         if self._lost is not None:
             raise self._lost
         try:
-            send()
+            self.link.send(kind, numbers, *parts, descriptor=descriptor)
         except Broken as error:
-            self._fail(str(error))
-            assert self._lost is not None
-            raise self._lost from error
+            raise self._fail(str(error)) from error
 
     def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
         """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
@@ -155,8 +141,8 @@ class Client:
                 descriptor = os.memfd_create(f"flexengine-{self.place}", os.MFD_CLOEXEC)
                 try:
                     os.ftruncate(descriptor, size)
-                    self._call(lambda: self.link.send_file(MessageKind.SHARE, (handle, size, int(counted)), descriptor))
-                    self._shared[handle] = mapped_file(descriptor, size)
+                    self._send(MessageKind.SHARE, (handle, size, int(counted)), descriptor=descriptor)
+                    self.shared[handle] = mapped_file(descriptor, size)
                 finally:
                     os.close(descriptor)
             else:
@@ -165,7 +151,7 @@ class Client:
         if isinstance(ready, WorkerLost):
             raise ready
         if not ready:
-            self._shared.pop(handle, None)
+            self.shared.pop(handle, None)
         return handle if ready else None
 
     @contextlib.contextmanager
@@ -181,27 +167,23 @@ class Client:
         finally:
             self._send(MessageKind.ALONE, (0,))
 
-    def memory_of(self, handle: int) -> Tensor:
-        """Return shared memory, uint8."""
-        return self._shared[handle]
-
     def free(self, handle: int) -> None:
         """Free memory. Does nothing more if the worker is lost."""
-        self._shared.pop(handle, None)
+        self.shared.pop(handle, None)
         if self._lost is None and not self._closed.is_set():
             with contextlib.suppress(WorkerLost):
                 self._send(MessageKind.FREE, (handle,))
 
     def write(self, handle: int, start: int, source: Tensor) -> None:
         """Copy a contiguous tensor in RAM to byte `start` of memory."""
-        if (shared := self._shared.get(handle)) is not None:
+        if (shared := self.shared.get(handle)) is not None:
             shared[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8))
             return
         self._send(MessageKind.WRITE, (handle, start), source)
 
     def read(self, handle: int, start: int, target: Tensor) -> PendingAnswer:
         """Begin to copy bytes from byte `start` of memory on to a contiguous tensor in RAM."""
-        if (shared := self._shared.get(handle)) is not None:
+        if (shared := self.shared.get(handle)) is not None:
             target.view(-1).view(torch.uint8).copy_(shared[start : start + target.nbytes])
             (done := PendingAnswer([])).end()
             return done
@@ -228,16 +210,13 @@ class Client:
                 shared memory, they are there.
             target: uint8, contiguous; receives the answer. If the question names shared memory, it is there.
         """
-        answer_bytes, targets = target.nbytes, [target]
-        question = replace(question, nbytes=vectors.nbytes)
-        if question.shared is not None:
-            vectors, targets = _NO_BODY, []
-        ticket, pending = self._new(targets)
+        question, apart = replace(question, nbytes=vectors.nbytes), question.shared is None
+        ticket, pending = self._new([target] if apart else [])
         pending.open = question.first
-        self._send(MessageKind.ASK, (ticket, layer), question.pack(), vectors)
+        self._send(MessageKind.ASK, (ticket, layer), question.pack(), *([vectors] if apart else []))
         with self._lock:
             self.asked += question.nbytes
-            self.answered += answer_bytes
+            self.answered += target.nbytes
         return pending
 
     def add(self, pending: PendingAnswer, vectors: Tensor, at: int | None) -> None:
@@ -248,11 +227,10 @@ class Client:
             vectors: uint8, contiguous.
             at: first byte of the vectors in the question's shared memory; None if they are not there.
         """
-        nbytes, body = vectors.nbytes, vectors if at is None else _NO_BODY
         pending.open = False
-        self._send(MessageKind.ADD, (pending.ticket, at or 0, nbytes), body)
+        self._send(MessageKind.ADD, (pending.ticket, at or 0, vectors.nbytes), *([vectors] if at is None else []))
         with self._lock:
-            self.asked += nbytes
+            self.asked += vectors.nbytes
 
     def drain(self, pending: PendingAnswer) -> None:
         """Wait until the worker uses memory of a question no more, also if its keys and values are never sent. Raise
@@ -260,7 +238,7 @@ class Client:
         if not pending.open:
             pending.wait()
             return
-        pending.wait_cached()
+        pending.cached.result()
         with self._lock:
             self._pending.pop(pending.ticket, None)  # the worker forgets the question, too
 
@@ -293,7 +271,7 @@ class Client:
         if pending is None:
             raise Broken(f"it answered question {number}, which was not asked")
         if message.kind == MessageKind.CACHED:
-            pending.cached()
+            pending.cached.set_result(None)
             return
         error = None
         if message.kind == MessageKind.FAILED:
@@ -307,14 +285,15 @@ class Client:
             self._pending.pop(number, None)  # only now: after an error, `_fail` ends it
         pending.end(error)
 
-    def _fail(self, why: str) -> None:
-        """Let all calls that wait, and all later ones, raise WorkerLost."""
+    def _fail(self, why: str) -> WorkerLost:
+        """Let all calls that wait, and all later ones, raise WorkerLost, and return it."""
         with self._lock:
-            self._lost = self._lost or self._error(why)
+            lost = self._lost = self._lost or self._error(why)
             waiting, self._pending = list(self._pending.values()), {}
         for pending in waiting:
-            pending.end(self._lost)
-        self._ready.put(self._lost)
+            pending.end(lost)
+        self._ready.put(lost)
+        return lost
 
     def close(self) -> None:
         """End the connection."""
@@ -324,4 +303,4 @@ class Client:
                 self._send(MessageKind.BYE)
             self.link.close()
             self._thread.join(END_SECONDS)
-            self._shared.clear()
+            self.shared.clear()

@@ -48,8 +48,7 @@ class LocalWorker(Client):
             WorkerLost: the process did not start.
         """
         own, other = socket.socketpair()
-        listens = [] if path is None else [str(path)]
-        argv = ["-m", __package__, str(other.fileno()), str(memory), *listens]
+        argv = ["-m", __package__, str(other.fileno()), str(memory), *([] if path is None else [str(path)])]
         try:
             self.process = ChildProcess(argv, {"OMP_NUM_THREADS": str(threads)}, INTERRUPTS, [other.fileno()])
         except BaseException:
@@ -148,10 +147,8 @@ def shared_workers(
         folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
         try:
             if (length := len(os.fsencode(folder / str(count)))) > MOST_PATH:
-                raise InvalidInput(
-                    f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length}"
-                    f" bytes; at most {MOST_PATH} are possible: set it to a shorter one"
-                )
+                what = f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length} bytes"
+                raise InvalidInput(f"{what}; at most {MOST_PATH} are possible: set it to a shorter one")
             tiers = local_workers(count, memory, engines, folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -160,14 +157,9 @@ def shared_workers(
         exchange(json.dumps(str(folder)))
         return tiers
     folder = Path(json.loads(exchange("")[0]))
-    threads = _threads(count, engines)
-    return worker_tiers(
-        [
-            partial(JoinedWorker, path=folder / str(number), threads=threads, engine=secrets.randbits(62))
-            for number in range(count)
-        ],
-        engines,
-    )
+    start = partial(JoinedWorker, threads=_threads(count, engines))
+    starts = [partial(start, path=folder / str(n), engine=secrets.randbits(62)) for n in range(count)]
+    return worker_tiers(starts, engines)
 
 
 def _threads(count: int, engines: int) -> int:

@@ -26,7 +26,8 @@
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +74,8 @@ class WorkerQuestion:
         out: first byte of the output in it.
     """
 
+    NBYTES: ClassVar = _QUESTION.size  # packed
+
     handle: int
     start: int
     pages: int
@@ -98,21 +101,20 @@ class WorkerQuestion:
     out: int = 0
 
     def pack(self) -> Tensor:
-        """Return the question as uint8 [QUESTION_BYTES]."""
+        """Return the question as uint8 [NBYTES]."""
         values = (getattr(self, name) for name in _NAMES)
         packed = _QUESTION.pack(*(NONE if value is None else value for value in values))
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @staticmethod
     def unpack(body: Tensor) -> "WorkerQuestion":
-        """Return the question in uint8 [QUESTION_BYTES]."""
+        """Return the question in uint8 [NBYTES]."""
         values = dict(zip(_NAMES, _QUESTION.unpack(body.numpy().tobytes()), strict=True))
-        return WorkerQuestion(**values | {name: None for name in _OPTIONAL if values[name] == NONE})
+        missing = (name for name in ("window", "softcap", "topk", "shared") if values[name] == NONE)
+        return WorkerQuestion(**values | dict.fromkeys(missing))
 
 
-_NAMES = tuple(WorkerQuestion.__dataclass_fields__)
-_OPTIONAL = ("window", "softcap", "topk", "shared")
-QUESTION_BYTES = _QUESTION.size
+_NAMES = tuple(field.name for field in fields(WorkerQuestion))
 
 
 def text(words: str) -> Tensor:

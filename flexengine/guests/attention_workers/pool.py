@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,15 +24,11 @@ from torch import Tensor
 from flexengine.errors import InvalidInput
 from flexengine.tier.memory import aligned_buffer
 
+if TYPE_CHECKING:
+    from flexengine.guests.attention_workers.server import AttentionServer
+
 T = TypeVar("T")
 MEASURED = 64 << 20  # bytes that are written and read to measure a disk
-
-
-class EngineConnection(Protocol):
-    """The connection of one engine."""
-
-    def leave(self) -> None:
-        """End the connection, and return when its memory is given back."""
 
 
 class WorkerPool:
@@ -56,18 +52,13 @@ class WorkerPool:
         self.file_rate = 0 if folder is None else read_rate(folder, memory)
         self.measured = threading.Lock()
         self._lock = threading.Lock()
-        self._members: dict[int, EngineConnection] = {}  # by number of the engine
+        self._members: dict[int, AttentionServer] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
-
-    @property
-    def free(self) -> int:
-        """Bytes that no engine holds."""
-        return self.memory - self.taken
 
     def take(self, nbytes: int) -> bool:
         """Take memory. Return False, without taking any, if fewer bytes are free."""
         with self._lock:
-            if nbytes > self.free:
+            if nbytes > self.memory - self.taken:
                 return False
             self.taken += nbytes
             return True
@@ -77,7 +68,6 @@ class WorkerPool:
         return aligned_buffer(nbytes) if self.folder is None else new_file(self.folder, nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Give memory back."""
         with self._lock:
             self.taken -= nbytes
 
@@ -85,7 +75,7 @@ class WorkerPool:
         """Queue a computation. Return its result, when it has ended, or its error."""
         return self._thread.submit(work)
 
-    def join(self, engine: int, member: EngineConnection) -> None:
+    def join(self, engine: int, member: "AttentionServer") -> None:
         """Add a connection. If the same engine has an older one, which is lost, the older one ends first.
 
         Args:
@@ -97,7 +87,7 @@ class WorkerPool:
         if older is not None:
             older.leave()
 
-    def part(self, engine: int, member: EngineConnection) -> None:
+    def part(self, engine: int, member: "AttentionServer") -> None:
         """Remove a connection, unless a newer one has replaced it."""
         with self._lock:
             if self._members.get(engine) is member:

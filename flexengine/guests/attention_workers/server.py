@@ -5,6 +5,7 @@ and hands questions to the pool, which all connections share (`pool.py`); anothe
 The engine orders its messages: pages that a question names are not written before the answer.
 """
 
+import contextlib
 import os
 import queue
 import socket
@@ -17,14 +18,7 @@ from torch import Tensor
 
 from flexengine import kernels
 from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
-from flexengine.guests.attention_workers.messages import (
-    PROTOCOL,
-    QUESTION_BYTES,
-    MessageKind,
-    WorkerQuestion,
-    text,
-    words,
-)
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
 from flexengine.guests.attention_workers.pool import WorkerPool, mapped_file
 from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message
@@ -88,7 +82,7 @@ class AttentionServer(PageAttention):
         self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
 
     def _greet(self) -> None:
-        """Exchange versions. Raise Broken if the engine has another one."""
+        """Exchange versions."""
         hello = self.link.receive()
         engine = words(self.link.take())
         own = identity()
@@ -96,15 +90,12 @@ class AttentionServer(PageAttention):
             why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
             self.link.send(MessageKind.REFUSE, (), text(why))
             raise Broken(why)
-        self.engine = hello.numbers[1]
-        self.pool.join(self.engine, self)
-        pool = self.pool
-        self.link.send(
-            MessageKind.HELLO, (PROTOCOL, pool.free, pool.memory, pool.file_rate, pool.number), text(self.name)
-        )
+        self.engine, pool = hello.numbers[1], self.pool
+        pool.join(self.engine, self)
+        numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
+        self.link.send(MessageKind.HELLO, numbers, text(self.name))
 
     def _handle(self, message: Message) -> None:
-        """Carry out a message. Raise Broken if it is wrong."""
         link, (a, b, c, d, e) = self.link, message.numbers
         if message.kind == MessageKind.ALLOCATE:
             self._ready(a, self._allocate(a, b, self.pool.buffer))
@@ -143,7 +134,7 @@ class AttentionServer(PageAttention):
             raise Broken(f"a message of unknown kind {message.kind} came")
 
     def _begin_alone(self) -> None:
-        """Wait until no other engine measures this worker. Raise Broken if this one does, or if it connects again."""
+        """Wait until no other engine measures this worker."""
         if self._alone:
             raise Broken("measuring begins twice")
         while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
@@ -153,14 +144,12 @@ class AttentionServer(PageAttention):
         self._ready(0, True)
 
     def _end_alone(self) -> None:
-        """Let another engine measure this worker. Raise Broken if this one does not."""
         if not self._alone:
             raise Broken("measuring ends, but did not begin")
         self._alone = False
         self.pool.measured.release()
 
     def _ready(self, handle: int, ready: bool) -> None:
-        """Answer a request for memory."""
         others = self.pool.taken - self._taken
         self.link.send(MessageKind.READY, (handle, int(ready), self.pool.memory - others, self.pool.memory))
 
@@ -181,7 +170,6 @@ class AttentionServer(PageAttention):
 
     @property
     def _taken(self) -> int:
-        """Bytes of pages."""
         return sum(len(self._held[handle]) for handle in self._counted)
 
     def _part(self, handle: int, start: int, nbytes: int) -> Tensor:
@@ -192,7 +180,7 @@ class AttentionServer(PageAttention):
         return held[start : start + nbytes]
 
     def _ask(self, ticket: int, layer: int) -> None:
-        head = torch.empty(QUESTION_BYTES, dtype=torch.uint8)
+        head = torch.empty(WorkerQuestion.NBYTES, dtype=torch.uint8)
         self.link.take_into(head)
         question, vectors = WorkerQuestion.unpack(head), self.link.take()
         if question.shared is not None:
@@ -230,30 +218,23 @@ class AttentionServer(PageAttention):
         computed."""
         while (item := self._asked.get()) is not None:
             asked, answer = item
-            try:
+            with contextlib.suppress(Broken):  # the connection has ended, so the thread that receives ends, too
                 try:
                     if (found := answer.result()) is not None:
                         self._answer(asked, found)
                 except Exception as error:  # told to the engine, whose job computes the rows again
                     self.link.send(MessageKind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
-            except Broken:  # the connection has ended, so the thread that receives ends, too
-                continue
-            finally:
-                del item, asked, answer
+            del item, asked, answer
 
     def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:
         """Send an answer, or, if it is empty, that attention over the cached tokens is computed."""
-        ask = asked.question
-        if not answer:
-            self.link.send(MessageKind.CACHED, (asked.ticket,))
-            return
-        if ask.shared is None:
-            self.link.send(MessageKind.ANSWER, (asked.ticket,), *answer)
-            return
-        target = self._part(ask.shared, ask.out, sum(x.nbytes for x in answer))
-        for part, x in zip(torch.split(target, [x.nbytes for x in answer]), answer, strict=True):
-            part.copy_(x.view(-1).view(torch.uint8))
-        self.link.send(MessageKind.ANSWER, (asked.ticket,))
+        ask, kind = asked.question, MessageKind.ANSWER if answer else MessageKind.CACHED
+        if answer and ask.shared is not None:
+            target = self._part(ask.shared, ask.out, sum(x.nbytes for x in answer))
+            for part, x in zip(torch.split(target, [x.nbytes for x in answer]), answer, strict=True):
+                part.copy_(x.view(-1).view(torch.uint8))
+            answer = ()
+        self.link.send(kind, (asked.ticket,), *answer)
 
 
 def identity() -> str:
@@ -263,11 +244,6 @@ def identity() -> str:
     return f"flexengine {__version__} with {type(kernels.load()).__name__}"
 
 
-def name_of(process: int) -> str:
-    """Return the name of a worker, for messages."""
-    return f"{os.uname().nodename}, process {process}"
-
-
 def serve(connection: socket.socket, pool: WorkerPool) -> None:
     """Serve the engine at the other end of a connection until it ends. Raise Broken as `AttentionServer.run`."""
-    AttentionServer(Connection(connection), pool, name_of(os.getpid())).run()
+    AttentionServer(Connection(connection), pool, f"{os.uname().nodename}, process {os.getpid()}").run()

@@ -46,15 +46,13 @@ class WorkerTier(Tier):
         """
         self.client.close()
         client = self._connected()
-        self._earlier = self.attention_bytes
-        self.client = client
+        self._earlier, self.client = self.attention_bytes, client
         self.ledger.capacity = self._room()
         for handle, (size, what) in self._held.items():
             if client.allocate(size, handle=handle) is None:
                 raise OutOfMemory(self.name, what, size)
 
     def _connected(self) -> Client:
-        """Return a new connection after a loss. Raise WorkerLost as `renew`."""
         for wait in (WAIT_SECONDS,) * int(self.client.patience / WAIT_SECONDS):
             with contextlib.suppress(WorkerLost, OutOfMemory):
                 return self._connect(self.name)
@@ -66,7 +64,6 @@ class WorkerTier(Tier):
             raise WorkerLost(self.name, self.client.name, why) from error
 
     def _room(self) -> int:
-        """Return the bytes that this engine may take."""
         client = self.client
         return min(client.memory, (client.memory + client.others) // self.engines)
 
@@ -97,9 +94,6 @@ class WorkerTier(Tier):
         self.client.free(region.place)
         self.ledger.release(aligned(region.nbytes), what)
 
-    def load(self, region: Region, target: Tensor) -> None:
-        self.load_all([(region, target)])
-
     def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
         waiting = [self.client.read(region.place, region.start, target) for region, target in pairs]
         for pending in waiting:
@@ -125,10 +119,8 @@ def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) 
             connected.callback(tiers[-1].close)
             for other in tiers[:-1]:
                 if other.client.pool == tiers[-1].client.pool:
-                    raise InvalidInput(
-                        f"{other.client.name} and {tiers[-1].client.name} are one attention worker with"
-                        " two addresses; name each worker once"
-                    )
+                    both = f"{other.client.name} and {tiers[-1].client.name}"
+                    raise InvalidInput(f"{both} are one attention worker with two addresses; name each worker once")
         connected.pop_all()
     tiers.sort(key=lambda tier: tier.client.file_rate > 0)
     filed = sum(tier.client.file_rate > 0 for tier in tiers)

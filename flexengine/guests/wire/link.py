@@ -50,7 +50,7 @@ class Connection:
     def __init__(self, connection: socket.socket, first_seconds: float = SILENT_SECONDS) -> None:
         """Take over a connected socket. first_seconds: until the first byte must have come."""
         self._socket, self._silent, self._may_be_silent = connection, first_seconds, False
-        self._closed = threading.Event()
+        self._ended = threading.Event()
         self._socket.settimeout(first_seconds)
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,51 +58,39 @@ class Connection:
         self._next_sent = self._next_received = 0
         self._left = 0  # bytes of the present body that are not read
 
-    def send(self, kind: int, numbers: Sequence[int] = (), *parts: Tensor) -> None:
-        """Send a message. parts: tensors in RAM, contiguous, which together are the body. Raise Broken."""
+    def send(self, kind: int, numbers: Sequence[int] = (), *parts: Tensor, descriptor: int | None = None) -> None:
+        """Send a message. Raise Broken.
+
+        Args:
+            parts: tensors in RAM, contiguous, which together are the body.
+            descriptor: an open file that is sent instead, over a Unix socket, with a body of one byte.
+        """
         views = [_bytes(part) for part in parts if part.numel()]
-        nbytes = sum(map(len, views))
+        nbytes = sum(map(len, views)) if descriptor is None else 1
         with self._sending:
             head = HEADER.pack(MAGIC | kind, self._next_sent, nbytes, *numbers, *[0] * (NUMBERS - len(numbers)))
             self._next_sent += 1
             try:
                 for view in (memoryview(head), *views):
-                    self._send_all(view)
+                    done = 0
+                    while done < len(view):  # each part has the whole time limit: a slow network is no silence
+                        done += self._socket.send(view[done:])
+                if descriptor is not None:
+                    socket.send_fds(self._socket, [b"\0"], [descriptor])
             except OSError as error:
-                raise self._spoiled(error) from error
-
-    def _send_all(self, view: memoryview) -> None:
-        """Send bytes. The time limit holds for each part that the system takes, so a slow network is no silence."""
-        done = 0
-        while done < len(view):
-            done += self._socket.send(view[done:])
-
-    def _spoiled(self, error: OSError) -> Broken:
-        """End the connection after a message that was sent in part, so that nothing follows. Return the error."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        return Broken(self._reason(error))
-
-    def send_file(self, kind: int, numbers: Sequence[int], descriptor: int) -> None:
-        """Send a message with an open file, over a Unix socket. Its body is one byte. Raise Broken."""
-        with self._sending:
-            head = HEADER.pack(MAGIC | kind, self._next_sent, 1, *numbers, *[0] * (NUMBERS - len(numbers)))
-            self._next_sent += 1
-            try:
-                self._send_all(memoryview(head))
-                socket.send_fds(self._socket, [b"\0"], [descriptor])
-            except OSError as error:
-                raise self._spoiled(error) from error
+                with contextlib.suppress(OSError):  # it may be sent in part, so nothing may follow
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                raise self._broken(error) from error
 
     def take_file(self) -> int:
         """Return the descriptor of the open file in the present message. Raise Broken if there is none."""
-        if self._left != 1 or self._socket.family != socket.AF_UNIX:
-            raise Broken("a message without a file came where one was due")
-        try:
-            byte, files, _, _ = socket.recv_fds(self._socket, 1, 1)
-        except OSError as error:
-            raise Broken(self._reason(error)) from error
-        self._left -= len(byte)
+        files = list[int]()
+        if self._left == 1 and self._socket.family == socket.AF_UNIX:
+            try:
+                byte, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+            except OSError as error:
+                raise self._broken(error) from error
+            self._left -= len(byte)
         if not files:
             raise Broken("a message without a file came where one was due")
         return files[0]
@@ -113,15 +101,14 @@ class Connection:
         self._socket.settimeout(None)
 
     def beat(self) -> None:
-        """Start a thread that sends a message BEAT now and then, until the connection ends."""
-        threading.Thread(target=self._beat, name="flexengine-beat", daemon=True).start()
+        """Start a thread that sends a message BEAT now and then, until the connection ends or breaks."""
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
-            try:
-                self.send(BEAT)
-            except Broken:
-                return
+        def send() -> None:
+            with contextlib.suppress(Broken):
+                while not self._ended.wait(BEAT_SECONDS):
+                    self.send(BEAT)
+
+        threading.Thread(target=send, name="flexengine-beat", daemon=True).start()
 
     def receive(self) -> Message:
         """Wait for a message other than BEAT, and return its header. Raise Broken, also after SILENT_SECONDS without
@@ -171,19 +158,21 @@ class Connection:
         try:
             while done < len(view):
                 if not (count := self._socket.recv_into(view[done:])):
+                    self._ended.set()
                     raise Broken("it has ended" if not done else "it ended in the middle of a message")
                 done += count
         except OSError as error:
-            raise Broken(self._reason(error)) from error
+            raise self._broken(error) from error
 
-    def _reason(self, error: OSError) -> str:
+    def _broken(self, error: OSError) -> Broken:
+        self._ended.set()
         if isinstance(error, TimeoutError):
-            return f"it gave no sign of life for {self._silent:g} s"
-        return f"its connection broke ({error.strerror or error})"
+            return Broken(f"it gave no sign of life for {self._silent:g} s")
+        return Broken(f"its connection broke ({error.strerror or error})")
 
     def close(self) -> None:
         """End the connection. A thread that waits in `receive` raises Broken."""
-        self._closed.set()
+        self._ended.set()
         with contextlib.suppress(OSError):  # the other process has ended it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

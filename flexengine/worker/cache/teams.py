@@ -77,9 +77,6 @@ class Team(Tier):
                 target.copy_(view)
             tier.store(piece.flat, part)
 
-    def load(self, region: Region, target: Tensor) -> None:
-        self.load_all([(region, target)])
-
     def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
         for number, tier in enumerate(self._tiers):
             pieces = [self._empty(self.slices(region)[number], region) for region, _ in pairs]
