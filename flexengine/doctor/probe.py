@@ -82,8 +82,8 @@ def measured_rates(machine: Machine) -> dict[str, Any]:
     if necessary."""
     from flexengine.measure.links import measure_links  # imported here, as it imports transformers
 
-    links = measure_links(machine)
-    return _rates(machine, links.links, links.checkpoint_read, links.touch)
+    rates = measure_links(machine)
+    return _rates(machine, rates["links"], rates["checkpoint_read"], rates["touch"])
 
 
 def _rates(machine: Machine, links: Any, checkpoint: Table, touch: float) -> dict[str, Any]:

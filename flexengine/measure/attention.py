@@ -4,13 +4,13 @@ Every figure is the time of a call as on the device lane: new keys and values ar
 encoded), then attention is computed for decode steps or a prefill chunk.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.kernels.base import AttentionOptions
 from flexengine.lossy import Lossy
-from flexengine.measure.timing import fill, room, unnoticed
+from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.forward import Attend
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -42,7 +42,7 @@ PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; 
 UNCACHED = 64 << 20  # bytes of KV that decoding reads before it reads the same bytes again
 TRIALS = 12  # caches that exist at once
 LAYERS = 64  # maximum layers of a trial
-MAX_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between two calls
+WIDTH = 2048  # rows and columns of the matrix that is multiplied between two calls
 SECONDS, TURNS = 0.12, 3  # for each figure; figures take turns, so that slow moments of the machine affect all equally
 TENSOR = TensorFact("w", 1, 1, 1)  # replaces the weights of a layer
 MIN_CALL_SECONDS = 1e-7  # seconds; minimum of a call's time without its fixed cost
@@ -121,7 +121,6 @@ class AttentionTrial:
 
 
 def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
-    """Compute call `number`, on the next layer."""
     return cache.attend(event._replace(layer=number % cache.layers), view, "device", None)
 
 
@@ -151,8 +150,7 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
     return tables
 
 
-@dataclass(frozen=True)
-class AttentionFigure:
+class AttentionFigure(NamedTuple):
     """A call to time.
 
     Attributes:
@@ -179,45 +177,21 @@ def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
                 figures.append(figure)
         if not figures or figures[0].what != "call":
             return {}
-        times: list[list[float]] = [[] for _ in calls]
-        other = _product(trial)
-        for _ in range(TURNS):
-            for call, seconds in zip(calls, times, strict=True):
-                tick()
-                seconds += _seconds(call, other, SECONDS / TURNS, trial.machine)
-    took = [median(seconds) for seconds in times]
+        on, dtype = trial.machine.compute, trial.dtype
+        x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
+
+        def product() -> object:  # like a layer's; evicts attention's data from the CPU's caches
+            return functional.linear(x, weight)
+
+        turns = [[seconds_per_call(call, SECONDS / TURNS, trial.machine, product) for call in calls]
+                 for _ in range(TURNS)]  # fmt: skip
+    took = [median(seconds) for seconds in zip(*turns, strict=True)]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
     fixed = took[0]
     for figure, whole in zip(figures, took, strict=True):
         rest = whole if figure.what == "host" else max(MIN_CALL_SECONDS, whole - fixed)
         tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else whole))
     return {what: tuple(points) for what, points in tables.items()}
-
-
-def _product(trial: AttentionTrial) -> Callable[[], object]:
-    """Return a function that computes a product like a layer's, which evicts attention's data from the CPU's caches."""
-    on, dtype = trial.machine.compute, trial.dtype
-    x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
-    return lambda: functional.linear(x, weight)
-
-
-def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Machine) -> list[float]:
-    """Return the seconds of each call, with `other` called before it, within about `budget` seconds of calls.
-
-    The first call is left out.
-    """
-    times, spent = list[float](), 0.0
-    for number in range(MAX_CALLS):
-        other()
-        machine.synchronize()
-        began = time.perf_counter()
-        call(number)
-        machine.synchronize()
-        times.append(time.perf_counter() - began)
-        spent += times[-1]
-        if spent >= budget and number:
-            break
-    return times[1:]
 
 
 def _figures(trial: AttentionTrial, window: int | None, most: int) -> Iterator[AttentionFigure]:

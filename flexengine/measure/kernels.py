@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,26 +41,9 @@ TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
 
-@dataclass(frozen=True)
-class KernelRates:
-    """Measured fields of `Hardware`, under the same names; see there."""
-
-    products: Mapping[str, Table]
-    prompt_attention: Table
-    decode_attention: Table
-    elementwise: float
-    host_attention: float
-    vector_flops: float
-    host_flops: float
-    cell_seconds: float
-    task_seconds: float
-    sweep_seconds: float
-    sequence_seconds: float
-
-
 @torch.no_grad()
-def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
-    """Return the rates of the kernels for activations of `dtype`.
+def measure_kernels(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of `Hardware` about kernels, for activations of `dtype`.
 
     Takes about five seconds. Matrices and KV are allocated from the tiers, as in a job. The ledgers are unchanged
     afterwards.
@@ -78,21 +61,29 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
             host = _decode(machine, "host", native, dtype, LENGTHS[1:2])[0][1]
             host_flops = _vector_flops(_decode(machine, "host", native, dtype, LENGTHS[1:2], GROUP), dtype)
         sweep, sequence = sweep_seconds(machine, dtype)
-        return KernelRates(
-            _products(machine, dtype), _prompts(machine, kernels, dtype), decode, _elementwise(machine, dtype),
-            host, vector, host_flops, cell_seconds(machine, dtype), task_seconds(machine), sweep, sequence,
-        )  # fmt: skip
+        return dict(
+            products=_products(machine, dtype),
+            prompt_attention=_prompts(machine, kernels, dtype),
+            decode_attention=decode,
+            elementwise=_elementwise(machine, dtype),
+            host_attention=host,
+            vector_flops=vector,
+            host_flops=host_flops,
+            cell_seconds=cell_seconds(machine, dtype),
+            task_seconds=task_seconds(machine),
+            sweep_seconds=sweep,
+            sequence_seconds=sequence,
+        )
 
 
 def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
     """Return FLOP/s of products by dtype of the weights; only a CPU multiplies 16-bit weights by fp32 activations."""
-    on_cpu = machine.compute.type == "cpu"
-    dtypes = NARROW if on_cpu and dtype == torch.float32 else (dtype,)
+    dtypes = NARROW if not machine.gpu and dtype == torch.float32 else (dtype,)
     tables = {}
     for held in dtypes:
         with products(machine, dtype, held) as product:
             table = []
-            for rows in ROWS if on_cpu else (*ROWS, 2048):
+            for rows in (*ROWS, 2048) if machine.gpu else ROWS:
                 work = product(rows)
                 seconds = seconds_per_call(work.call, SECONDS, machine)
                 table.append((float(rows), work.flop / seconds))
@@ -100,14 +91,8 @@ def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
     return tables
 
 
-@dataclass(frozen=True)
-class ProductWork:
-    """Products to time.
-
-    Attributes:
-        call: call(i) computes product number i.
-        flop: FLOPs of each product.
-    """
+class ProductWork(NamedTuple):
+    """Products to time: call(i) computes product number i, of `flop` FLOPs."""
 
     call: Callable[[int], object]
     flop: float
@@ -122,7 +107,7 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
         dtype: dtype of activations.
         held: dtype of the matrices.
     """
-    width, working = SMALL if machine.compute.type == "cpu" else LARGE
+    width, working = LARGE if machine.gpu else SMALL
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
     size = width * width * held.itemsize
     count = max(1, min(working, room(machine, "device")) // size)
@@ -175,7 +160,7 @@ def _decode(
         lengths: tokens of each of SEQUENCES sequences.
         group: queries per KV head.
     """
-    working = min(SMALL[1] if machine.compute.type == "cpu" else LARGE[1], room(machine, tier))
+    working = min((LARGE if machine.gpu else SMALL)[1], room(machine, tier))
     one = 2 * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
     heads = max(1, min(HEADS // group, working // one))
     page = heads * one
@@ -220,7 +205,7 @@ def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict
     """
     crosstalk: dict[str, dict[str, float]] = {}
     reads = [disk.lanes[0] for disk in disks_of(machine.tiers)]
-    links = [*reads, "h2d"] if machine.compute.type == "cpu" else reads
+    links = reads if machine.gpu else [*reads, "h2d"]
     with unnoticed(machine), readable(machine, checkpoint) as files:
         for lane, other in [("device", link) for link in links] + list(combinations(reads, 2)):
             with _work(machine, lane, files) as work, _work(machine, other, files) as others:
@@ -238,33 +223,29 @@ def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, fl
 
     Turns alone and together alternate.
     """
-    rates: dict[str, list[float]] = {name: [] for name in ("first", "second", "first beside", "second beside")}
+
+    def rate() -> float:
+        began, number = time.perf_counter(), 0
+        while not number or time.perf_counter() - began < WINDOW:
+            first(number)
+            machine.synchronize()
+            number += 1
+        return number / (time.perf_counter() - began)
+
+    turns = list[tuple[float, ...]]()
     for _ in range(TURNS):
         tick()
-        rates["first"].append(_rate(first, machine.synchronize, WINDOW))
-        rates["second"].append(beside(second, WHAT, lambda: time.sleep(WINDOW))[0])
-        slowed, together = beside(second, WHAT, lambda: _rate(first, machine.synchronize, WINDOW))
-        rates["second beside"].append(slowed)
-        rates["first beside"].append(together)
-    middle = {name: median(values) for name, values in rates.items()}
-    return middle["first"] / middle["first beside"], middle["second"] / middle["second beside"]
-
-
-def _rate(call: Callable[[int], object], synchronize: Callable[[], None], seconds: float) -> float:
-    """Return the calls per second, over about `seconds` and at least one call. synchronize: waits for a call's work."""
-    began, number = time.perf_counter(), 0
-    while not number or time.perf_counter() - began < seconds:
-        call(number)
-        synchronize()
-        number += 1
-    return number / (time.perf_counter() - began)
+        alone = rate(), beside(second, WHAT, lambda: time.sleep(WINDOW))[0]
+        turns.append((*alone, *beside(second, WHAT, rate)))
+    one, other, other_beside, one_beside = map(median, zip(*turns, strict=True))
+    return one / one_beside, other / other_beside
 
 
 @contextmanager
 def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Calls]:
     """Yield a function that does work of a lane: a product, or a transfer of at most MOVED bytes."""
     if lane == "device":
-        dtype = torch.float32 if machine.compute.type == "cpu" else torch.bfloat16
+        dtype = torch.bfloat16 if machine.gpu else torch.float32
         with products(machine, dtype, torch.bfloat16) as product:
             yield product(BESIDE).call
         return

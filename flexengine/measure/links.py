@@ -5,9 +5,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,25 +43,8 @@ WHAT = "measuring"
 DTYPE = torch.bfloat16  # of all transfers, which do not convert
 
 
-@dataclass(frozen=True)
-class LinkRates:
-    """Measured rates of links and page faults.
-
-    Attributes:
-        links: by lane, (bytes of a transfer, bytes per second).
-        checkpoint_read: the same for reads of the model's own files.
-        touch: bytes per second of RAM that is written for the first time.
-        touch_busy: the same while the CPU computes.
-    """
-
-    links: Mapping[str, Table]
-    checkpoint_read: Table
-    touch: float
-    touch_busy: float
-
-
-def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRates:
-    """Return the rates of this machine's links.
+def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the fields of `Hardware` about this machine's links and page faults.
 
     Takes about ten seconds. The ledgers are unchanged afterwards.
 
@@ -79,8 +62,11 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
         links = copies(machine)
         for place in disks_of(machine.tiers):
             usable = not (place == DISK and machine.no_offload)
-            links |= _spills(machine, place) if usable else _assumed_spills(machine)
-        return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
+            if usable:
+                links |= _spills(machine, place)
+            else:  # no plan uses these rates
+                links |= {lane: assumed(machine.kind, machine.capacity).links[lane] for lane in DISK.lanes}
+        return dict(links=links, checkpoint_read=_checkpoint_read(machine, checkpoint), touch=touch, touch_busy=busy)
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
@@ -167,12 +153,10 @@ def copies(machine: Machine, seconds: float = COPY_SECONDS) -> dict[str, Table]:
         target = fill(machine.device.view(device))
 
         def load(size: int, i: int) -> None:
-            part, first = _part(host, size, i), _offset(total, size, i) // DTYPE.itemsize
-            machine.host.load_all([(part, target[first : first + size // DTYPE.itemsize])])
+            machine.host.load_all([(_part(host, size, i), _slice(target, size, i))])
 
         def store(size: int, i: int) -> None:
-            part, first = _part(host, size, i), _offset(total, size, i) // DTYPE.itemsize
-            machine.host.store(target[first : first + size // DTYPE.itemsize], part)
+            machine.host.store(_slice(target, size, i), _part(host, size, i))
 
         tables = {"h2d": _table(sizes, seconds, load, machine)}
         if not machine.capacity.shared:
@@ -187,6 +171,11 @@ def _offset(total: int, size: int, i: int) -> int:
 
 def _part(region: Region, size: int, i: int) -> Region:
     return region.part(_offset(region.nbytes, size, i), size)
+
+
+def _slice(tensor: torch.Tensor, size: int, i: int) -> torch.Tensor:
+    first = _offset(tensor.nbytes, size, i) // tensor.itemsize
+    return tensor[first : first + size // tensor.itemsize]
 
 
 def _spills(machine: Machine, place: str) -> dict[str, Table]:
@@ -218,12 +207,6 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
         return dict(zip(place_of(place).lanes, (reads, writes), strict=True))
 
 
-def _assumed_spills(machine: Machine) -> dict[str, Table]:
-    """Return assumed rates of the first offload directory, for one that cannot be used, and that no plan uses."""
-    links = assumed(machine.kind, machine.capacity).links
-    return {lane: links[lane] for lane in DISK.lanes}
-
-
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     """Return the rate of reads of the model's files, or of a file made for this."""
     tier = "device" if machine.capacity.shared else "host"
@@ -233,8 +216,7 @@ def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
         streams = {size: stretches(machine, files, size) for size in sizes}
 
         def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
-            first = _offset(sizes[-1], size, i) // DTYPE.itemsize
-            machine.disk.load_all([(next(streams[size]), target[first : first + size // DTYPE.itemsize])])
+            machine.disk.load_all([(next(streams[size]), _slice(target, size, i))])
 
         return _table(sizes, READ_SECONDS, read, machine)
 
@@ -256,33 +238,23 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield own
-    else:
-        with _made(machine) as made:
-            yield made
-
-
-@contextmanager
-def _made(machine: Machine) -> Iterator[dict[Path, int]]:
-    """Yield a new file in the offload directory. It loses its name once the tier has opened it, so no file remains."""
+        return
     if machine.no_offload:
         raise InvalidInput(machine.no_offload)
-    regions = Regions(machine)
-    regions.take("disk", ALIGN, WHAT)  # makes the offload directory
-    try:
+    with Regions(machine) as regions:
+        regions.take("disk", ALIGN, WHAT)  # makes the offload directory
         file, name = tempfile.mkstemp(".measuring", "flexengine-", machine.directories[0])
         try:
             try:
                 length = _write(file, min(WRITTEN, room(machine, "disk")))
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
                 machine.disk.checkpoint(Path(name), 0, length, DTYPE)
-            finally:
+            finally:  # the tier has opened it, so no file remains
                 os.unlink(name)
             yield {Path(name): length}
         finally:
             os.ftruncate(file, 0)  # the tier still has the file open; truncated, it takes no space
             os.close(file)
-    finally:
-        regions.free()
 
 
 def _write(file: int, most: int) -> int:

@@ -35,29 +35,16 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
         if time.perf_counter() - began < PATIENCE * len(machine.disks):
             with measuring("how much computing and transfers slow each other", "machine", "5 s"):
                 crosstalk = measure_crosstalk(machine, checkpoint)
-    return Hardware(
-        machine_name(machine),
-        machine.kind,
-        None,
-        None,
-        None,
-        links.links,
-        links.checkpoint_read,
-        more_disks=(None,) * (len(machine.disks) - 1),
-        touch=links.touch,
-        touch_busy=links.touch_busy,
-        crosstalk=crosstalk,
-        measured=True,
-        **vars(rates),
-    )
+    more = (None,) * (len(machine.disks) - 1)
+    return Hardware(machine_name(machine), machine.kind, None, None, None, more_disks=more, crosstalk=crosstalk,
+                    measured=True, **links, **rates)  # fmt: skip
 
 
 def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> dict[str, Mapping[str, Any]]:
     """Return the model's own rates that `hardware` lacks, by field of `Hardware` and name."""
     facts, name = opened.facts, opened.facts.signature(0)
-    found: dict[str, dict[str, Any]] = {
-        field: {} for field in ("layers", "heads", "streaming", "attention", "delegation", "blocks")
-    }
+    fields = ("layers", "heads", "streaming", "attention", "delegation", "blocks")
+    found: dict[str, dict[str, Any]] = {field: {} for field in fields}
     with noticing():
         if not knows_products(hardware, facts):
             with measuring("this model's layers", "model", "10 s"):

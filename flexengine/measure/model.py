@@ -71,18 +71,12 @@ def _layers(
     """Return seconds by signature and tokens, and the seconds of a one-token pass before its first layer."""
     with random_weights(skeleton, names, held, machine) as bound:
         times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
-    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for n in sorted(times):
-        for name, seconds in times[n].items():
-            if name != START:
-                tables[name].append((float(n), seconds))
-    return {name: _smooth(points) for name, points in tables.items()}, times.get(1, {}).get(START, 0.0)
-
-
-def _smooth(points: Sequence[tuple[float, float]]) -> Table:
-    """Return (tokens, seconds) whose seconds do not fall."""
-    tokens, seconds = zip(*points, strict=True)
-    return tuple(zip(tokens, without_falls(seconds), strict=True))
+    tables: dict[str, Table] = {}
+    for name in {name for by in times.values() for name in by if name != START}:
+        points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
+        numbers, seconds = zip(*points, strict=True)
+        tables[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
+    return tables, times.get(1, {}).get(START, 0.0)
 
 
 def time_layers(
@@ -227,20 +221,25 @@ def random_weights(
     These are as many layers as are needed to have UNCACHED bytes of layers of every signature, or all layers. If memory
     is short, layers of one signature share weights. If one layer of each signature does not fit, the number is 0.
     """
-    regions, before = Regions(machine), _Before(skeleton)
-    try:
-        before.move_buffers(skeleton, machine.compute)
-        yield _give(skeleton, names, held, machine, regions)
-    finally:
-        before.restore()
-        release(skeleton.model)
-        regions.free()
+    slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
+    before = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
+    with Regions(machine) as regions:
+        try:
+            for buffers in (module._buffers for module in skeleton.model.modules()):
+                for key, buffer in buffers.items():
+                    if buffer is not None and not buffer.is_meta and buffer.device.type != machine.compute.type:
+                        before.append((buffers, key, buffer))
+                        buffers[key] = buffer.to(machine.compute)
+            yield _give(skeleton, names, held, machine, regions)
+        finally:
+            for holder, name, tensor in before:
+                holder[name] = tensor
+            release(skeleton.model)
 
 
 def _give(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
 ) -> int:
-    """Bind the weights, and return the number of layers that have some; see random_weights."""
     left = room(machine, "device")
     sizes = {name: _size(skeleton, skeleton.layers[names.index(name)], held) for name in names}
     if _size(skeleton, skeleton.others, held) + sum(sizes.values()) > left:
@@ -291,27 +290,6 @@ def _random(
 def _bind(slots: Mapping[str, ParamRef], tensors: Sequence[Tensor]) -> None:
     for slot, tensor in zip(slots.values(), tensors, strict=True):
         slot.bind(torch.nn.Parameter(tensor, requires_grad=False))
-
-
-class _Before:
-    """Record of a skeleton's parameters and buffers, to restore them after a measurement."""
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
-        self._held = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
-
-    def move_buffers(self, skeleton: Skeleton, device: torch.device) -> None:
-        """Move buffers that have values to the device, until `restore`."""
-        for module in skeleton.model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
-                    self._held.append((module._buffers, key, buffer))
-                    module._buffers[key] = buffer.to(device)
-
-    def restore(self) -> None:
-        """Put the recorded tensors back into their modules."""
-        for holder, name, tensor in self._held:
-            holder[name] = tensor
 
 
 def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:

@@ -8,6 +8,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -98,19 +99,18 @@ def knows(hardware: Hardware, facts: ModelFacts) -> bool:
 
 def knows_blocks(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether reads and products of this model's records were measured."""
-    records = {block.signature for block in facts.blocks if block is not None and not block.experts}
-    return records <= set(hardware.blocks)
+    return all(b is None or b.experts or b.signature in hardware.blocks for b in facts.blocks)
 
 
 def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether attention of this model's shapes was measured."""
-    return {facts.attention_signature(window) for window in facts.windows or (None,)} <= set(hardware.attention)
+    return all(facts.attention_signature(window) in hardware.attention for window in facts.windows or (None,))
 
 
 def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether the seconds of this model's layers and head were measured."""
-    layers = {facts.signature(j) for j in range(len(facts.layers))}
-    return layers <= set(hardware.layers) and (facts.output is None or facts.head_signature in hardware.heads)
+    layers = all(facts.signature(j) in hardware.layers for j in range(len(facts.layers)))
+    return layers and (facts.output is None or facts.head_signature in hardware.heads)
 
 
 def corrected(
@@ -216,13 +216,12 @@ def save_rates(key: str, hardware: Hardware) -> str:
         path = _file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{key}.", dir=path.parent)
-        try:
+        with ExitStack() as failed:
+            failed.callback(os.unlink, name)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(hardware.to_json(), file)
             os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            failed.pop_all()
         return ""
     except (OSError, InvalidInput) as error:
         return str(error)

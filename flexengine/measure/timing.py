@@ -43,17 +43,18 @@ def seconds_per_call(
         before: called before each call, on a GPU before each BURST of calls; its seconds do not count.
     """
     queued = machine is not None and machine.gpu
-    synchronize = machine.synchronize if machine is not None else _nothing
-    number, times, prepare = 0, list[float](), before or _nothing
+    number, times = 0, list[float]()
     began = time.perf_counter()
     while len(times) < MAX_CALLS:
-        prepare()
+        if before is not None:
+            before()
         start = time.perf_counter()
         count = BURST if queued and number else 1
         for _ in range(count):
             call(number)
             number += 1
-        synchronize()
+        if machine is not None:
+            machine.synchronize()
         now = time.perf_counter()
         if number > count or now - began >= budget:
             times.append((now - start) / count)
@@ -92,10 +93,6 @@ def without_falls(seconds: Sequence[float]) -> list[float]:
         seconds: in the order of rising work.
     """
     return [float(x) for x in isotonic_regression(seconds).x]
-
-
-def _nothing() -> None:
-    pass
 
 
 def room(machine: Machine, *tiers: str) -> int:
