@@ -104,7 +104,7 @@ def _best(table: Table) -> float:
 def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
     """Return all facts; a failed probe is {"error": text}. disks: directories on disks of their own."""
     facts: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
-    facts["gpus"] = attempt(lambda: list(map(asdict, cuda.gpus())))
+    facts["gpus"] = attempt(cuda.gpus)
     facts["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
     facts["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
     return {name: asdict(value) if isinstance(value, Failed) else value for name, value in facts.items()}

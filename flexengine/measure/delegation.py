@@ -63,7 +63,6 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
 
 
 def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) -> float:
-    """Return the seconds of one layer of one gpu_batch."""
     program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
     home = "host" if delegated else "device"
     batches = [Batch((Piece(k, 1, 1, True),), home, "device", home) for k in range(BATCHES)]
@@ -112,7 +111,6 @@ class _Cell:
                 trial.layer()
 
     def _project(self) -> None:
-        """Compute a layer up to its attention, and copy its queries to the device buffer."""
         trial = self.trial
         attend = trial.attention()
         buffer = self.machine.device.view(self.device_buffer)

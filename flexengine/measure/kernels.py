@@ -243,7 +243,6 @@ def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, fl
 
 @contextmanager
 def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Calls]:
-    """Yield a function that does work of a lane: a product, or a transfer of at most MOVED bytes."""
     if lane == "device":
         dtype = torch.bfloat16 if machine.gpu else torch.float32
         with products(machine, dtype, torch.bfloat16) as product:

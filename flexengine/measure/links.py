@@ -104,7 +104,6 @@ def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], objec
 
 
 def _turn(call: Callable[[int], object], budget: float, first: int, machine: Machine) -> tuple[float, int]:
-    """Make calls for about `budget` seconds, at least one. Return (seconds, number of calls)."""
     began, count = time.perf_counter(), 0
     while not count or time.perf_counter() - began < budget:
         call(first + count)
@@ -136,7 +135,6 @@ def _touch(most: int) -> tuple[float, float]:
 
 
 def _faults(fresh: torch.Tensor) -> float:
-    """Return the bytes per second at which one byte of every page of `fresh` is written."""
     began = time.perf_counter()
     fresh[::PAGE] = 1
     return len(fresh) / (time.perf_counter() - began)
@@ -208,7 +206,6 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
 
 
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
-    """Return the rate of reads of the model's files, or of a file made for this."""
     tier = "device" if machine.capacity.shared else "host"
     with Regions(machine) as regions, readable(machine, checkpoint) as files:
         sizes = _sizes(READS, min(room(machine, tier), max(files.values())))

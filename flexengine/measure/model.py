@@ -262,7 +262,6 @@ def _give(
 
 
 def _size(skeleton: Skeleton, slots: Mapping[str, ParamRef], held: Mapping[str, torch.dtype]) -> int:
-    """Return the bytes of random weights of these parameters, at least 1."""
     return sum(aligned(prod(_shape(skeleton, n, slots[n])) * held[n].itemsize) for n in slots) or 1
 
 
@@ -278,7 +277,6 @@ def _random(
     machine: Machine,
     regions: Regions,
 ) -> list[Tensor]:
-    """Return random tensors for these parameters, in their order."""
     tensors = []
     for name, slot in slots.items():
         shape = _shape(skeleton, name, slot)

@@ -82,7 +82,6 @@ def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
-    """Return the overhead in seconds of one sweep in which `count` sequences decode."""
     tensor = TensorFact("w", 1, 1, 1)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
     policy, workload = Policy(count, 1), Workload({(PROMPT, MAX_CALLS + 2): count})

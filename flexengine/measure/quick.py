@@ -51,7 +51,6 @@ def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
 
 @contextmanager
 def _halves(machine: Machine) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two tensors of equal size in device memory."""
     size = max(ALIGN, min(MOVED, room(machine, "device") // 2) // ALIGN * ALIGN)
     with Regions(machine) as regions:
         first, second = (machine.device.view(regions.take("device", size, WHAT)) for _ in range(2))

@@ -127,7 +127,6 @@ def _depth(opened: OpenModel) -> int:
 
 
 def _passes(weights: Weights, trials: Sequence[PassTrial], depth: int, slots: int) -> Streamed:
-    """Run passes over the first `depth` layers, each computed once for every trial. Return the mean times."""
     batches = [Batch((Piece(k, 0, trial.tokens, True),), "device", "device") for k, trial in enumerate(trials)]
 
     def perform(task: Task) -> None:

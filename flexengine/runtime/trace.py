@@ -95,5 +95,4 @@ def _events(process: int, name: str, rows: Sequence[Row], zero: float) -> list[d
 
 
 def _named(event: str, process: int, thread: int, **args: object) -> dict[str, object]:
-    """Return a metadata event of the trace."""
     return {"ph": "M", "pid": process, "tid": thread, "name": event, "args": args}

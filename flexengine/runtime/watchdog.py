@@ -74,7 +74,6 @@ class Watchdog:
                 quiet *= 2
 
     def _under_way(self) -> str:
-        """Return a text that names the running tasks."""
         now, begun = time.perf_counter(), sorted(self._begun.copy().items())
         tasks = [f"lane {lane}: {task.op.value}, {task.cell}, for {now - began:.0f} s" for lane, (task, began) in begun]
         if not tasks and (task := self.awaited) is not None:  # its thread has queued it, the GPU has not done it

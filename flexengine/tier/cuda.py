@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import resource
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,18 +42,9 @@ class PinnedTier(MemoryTier):
         room, usable = mapped(nbytes, huge=True), usable_memory()
         if nbytes < usable:
             room.fill_(0)  # the page faults, by all of torch's threads: locking makes them one by one
-        if error := register(room):
-            self._refused(nbytes, usable, what, error)
-        else:
+        if not (error := register(room)):
             self._locked.add(room.data_ptr())
-        return room
-
-    def _refused(self, nbytes: int, usable: int, what: str, error: str) -> None:
-        """Raise OutOfMemory if RAM was short; else say once that the limit of locked memory was reached.
-
-        Args:
-            usable: bytes of RAM that could be used before.
-        """
+            return room
         if usable < nbytes:
             raise OutOfMemory(self.name, what, nbytes, remedy="lower --host-mem, or end what else takes memory")
         if not self._warned:
@@ -64,15 +54,19 @@ class PinnedTier(MemoryTier):
                     f" are slower; the limit of locked memory is {most}: raise it by ulimit -l, in a container by"
                     " --ulimit memlock=-1", logging.WARNING)  # fmt: skip
         self._warned = True
+        return room
 
     def free(self, region: Region, what: str) -> None:
         self._unlock(region.place.data_ptr())
         super().free(region, what)
 
     def _unlock(self, address: int) -> None:
+        """Unlock pages after all queued GPU work has ended: copies may still use them."""
         if address in self._locked:
             self._locked.remove(address)
-            unregister(address)
+            torch.cuda.synchronize()
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(address)
 
     def load(self, region: Region, target: torch.Tensor) -> None:
         if not target.is_cuda:
@@ -152,47 +146,20 @@ def _forget_error() -> None:
         torch.ones(1, device="cuda")
 
 
-def unregister(address: int) -> None:
-    """Unlock the pages that `register` locked, after all queued GPU work has ended: copies may still use them."""
-    torch.cuda.synchronize()
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    cudart.cudaHostUnregister(address)
+def memory() -> tuple[int, int]:
+    """Return the free bytes of the current GPU, and all its bytes."""
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
 
 
-def free_memory() -> int:
-    """Return the free bytes of the current GPU."""
-    return int(torch.cuda.mem_get_info()[0])
-
-
-def total_memory() -> int:
-    """Return the bytes of the current GPU, free or not."""
-    return int(torch.cuda.mem_get_info()[1])
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that torch sees.
-
-    Attributes:
-        name: name of the product.
-        total: bytes of its memory.
-        free: bytes of its memory that no process uses.
-        capability: compute capability, such as "9.0".
-    """
-
-    name: str
-    total: int
-    free: int
-    capability: str
-
-
-def gpus() -> list[Gpu]:
-    """Return all GPUs that torch sees. The CUDA runtime then keeps some hundred MB of each until the process ends."""
+def gpus() -> list[dict[str, Any]]:
+    """Return all GPUs that torch sees: name of the product, bytes of memory (total, free), and compute capability, such
+    as "9.0". The CUDA runtime then keeps some hundred MB of each until the process ends."""
     seen = []
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        seen.append(Gpu(about.name, total, free, f"{about.major}.{about.minor}"))
+        seen.append(dict(name=about.name, total=total, free=free, capability=f"{about.major}.{about.minor}"))
     return seen
 
 

@@ -261,14 +261,12 @@ class DiskTier(Tier):
                 ring.put(buffer)
 
     def _short(self) -> torch.Tensor:
-        """Return the buffer of this thread for short reads, and for short pieces of long ones."""
         if not hasattr(self._local, "short"):
             self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
         buffer: torch.Tensor = self._local.short
         return buffer
 
     def _read_short(self, read: DiskRead) -> None:
-        """Do a short read and its conversion in this thread."""
         low, high = read.start // ALIGN * ALIGN, aligned(read.end)
         buffer = self._short()[: high - low]
         self._read(read.file, [memory(buffer)], low, read.end, self._reads_direct(read.file))

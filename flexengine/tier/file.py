@@ -5,6 +5,7 @@ import errno
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,7 +83,8 @@ def read_fully(file: File, targets: Sequence[memoryview], offset: int, direct: b
     """
     got, left = 0, list(targets)
     while left:
-        n = _read(file, left, offset + got, direct)
+        read = partial(file.transfer, os.preadv, left[:MOST_PARTS], offset + got, direct)
+        n = patiently(read, file.path, offset + got)
         if n == 0:
             break
         got, left = got + n, _after(left, n)
@@ -92,17 +94,12 @@ def read_fully(file: File, targets: Sequence[memoryview], offset: int, direct: b
 
 
 def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return what is left of the parts after their first `nbytes` bytes."""
     left = list[memoryview]()
     for part in parts:
         if nbytes < len(part):
             left.append(part[nbytes:])
         nbytes = max(0, nbytes - len(part))
     return left
-
-
-def _read(file: File, targets: Sequence[memoryview], offset: int, direct: bool) -> int:
-    return patiently(lambda: file.transfer(os.preadv, targets[:MOST_PARTS], offset, direct), file.path, offset)
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:

@@ -217,7 +217,7 @@ def make_machine(
         made = cuda.CudaMachine
     else:
         keep_freed()
-    _check_sizes(kind, device_mem, host_mem, cuda.total_memory() if kind == "cuda" else None)
+    _check_sizes(kind, device_mem, host_mem, cuda.memory()[1] if kind == "cuda" else None)
     _allow_open_files()
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
@@ -240,7 +240,7 @@ def make_machine(
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disks = tuple(Throttled(disk, *links.of_disk(number)) for number, disk in enumerate(disks))
     else:
-        sizes = (device_mem or int(cuda.free_memory() * HEADROOM) // cuda.sharing(processes), ram)
+        sizes = (device_mem or int(cuda.memory()[0] * HEADROOM) // cuda.sharing(processes), ram)
         device = cuda.CudaTier("device", Ledger("device", sizes[0]))
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more),

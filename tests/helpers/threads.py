@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from flexengine import Engine
-from flexengine.guests.stages.frames import HEADER_BYTES, Frame, FrameChannel, FrameQueue
+from flexengine.guests.stages.frames import HEADER_BYTES, Frame, FrameChannel
 from flexengine.guests.stages.group import PipelineGroup
 from flexengine.guests.stages.server import StageServer
 
 Key = tuple[int, int, int]  # sender, receiver, tag
 
 
-class _Wire(FrameQueue):
+class _Wire(FrameChannel):
     """Frames on their way, with the bytes that would be sent."""
 
     def __init__(self) -> None:
@@ -34,13 +34,6 @@ class _Wire(FrameQueue):
         self.seen(frame)
 
 
-class _End(FrameChannel):
-    """One end of a wire."""
-
-    def __init__(self, wire: _Wire) -> None:
-        self.queue: FrameQueue = wire
-
-
 class ThreadGroup(PipelineGroup):
     """A group of threads."""
 
@@ -55,12 +48,12 @@ class ThreadGroup(PipelineGroup):
         return values
 
     def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
-        return _End(self.wires.setdefault((self.rank, rank, tag), _Wire()))
+        return self.wires.setdefault((self.rank, rank, tag), _Wire())
 
     def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> FrameChannel:
         wire = self.wires.setdefault((rank, self.rank, tag), _Wire())
         wire.seen = seen
-        return _End(wire)
+        return wire
 
 
 class Pipeline:

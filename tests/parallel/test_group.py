@@ -99,15 +99,15 @@ def test_frames_go_from_process_to_process(monkeypatch: pytest.MonkeyPatch) -> N
     driver, *stages = groups = joined(monkeypatch, 3)
     body = torch.arange(100, dtype=torch.uint8)
     hidden = stages[0].send(2, HIDDENS), stages[1].receive(1, HIDDENS)
-    hidden[0].queue.put(Frame(20, 1, 2, 3, body))
-    kind, *numbers, taken = hidden[1].queue.get()
+    hidden[0].put(Frame(20, 1, 2, 3, body))
+    kind, *numbers, taken = hidden[1].get()
     assert (kind, numbers) == (20, [1, 2, 3])
     assert torch.equal(taken, body)
     for rank, stage in enumerate(stages, 1):
         orders, results = stage.receive(0, ORDERS), driver.receive(rank, RESULTS)
-        driver.send(rank, ORDERS).queue.put(Frame(21, 7))
-        stage.send(0, RESULTS).queue.put(Frame(22, orders.queue.get().job + 1))
-        assert results.queue.get()[:3] == (22, 8, 0)
+        driver.send(rank, ORDERS).put(Frame(21, 7))
+        stage.send(0, RESULTS).put(Frame(22, orders.get().job + 1))
+        assert results.get()[:3] == (22, 8, 0)
     assert driver.names == [f"{os.uname().nodename}, process {os.getpid()}"] * 3
     closed(groups)
 
@@ -117,12 +117,12 @@ def test_a_lost_stage_fails_all_channels_of_the_driver(monkeypatch: pytest.Monke
     channels = [driver.send(rank, ORDERS) for rank in (1, 2)] + [driver.receive(rank, RESULTS) for rank in (1, 2)]
     second._close_links()  # as if its process were killed
     with pytest.raises(StageLost, match=r"stage 2 of 0 to 2 \(.* is lost: it has ended"):
-        channels[3].queue.get()
+        channels[3].get()
     for channel in channels[:2]:
         with pytest.raises(StageLost, match="stage 2"):
-            channel.queue.put(Frame(21))
+            channel.put(Frame(21))
     with pytest.raises(StageLost, match="stage 2"):
-        channels[2].queue.get()
+        channels[2].get()
     closed(groups)
 
 
@@ -132,7 +132,7 @@ def test_a_silent_stage_is_lost_unless_hidden_states_are_due(monkeypatch: pytest
     driver, stage = groups = joined(monkeypatch, 2)
     hidden, results = stage.receive(0, HIDDENS), driver.receive(1, RESULTS)
     with pytest.raises(StageLost, match=r"it gave no sign of life for 0\.5 s"):
-        results.queue.get()
+        results.get()
     assert hidden._thread.is_alive()
     closed(groups)
 

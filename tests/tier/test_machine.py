@@ -74,7 +74,7 @@ def test_more_memory_than_there_is_is_refused(
     """Otherwise a plan would use memory that does not exist, and the system would kill the job."""
     monkeypatch.setattr(machine, "total_memory", lambda: 100)
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(cuda, "total_memory", lambda: 50)
+    monkeypatch.setattr(cuda, "memory", lambda: (50, 50))
     with pytest.raises(InvalidInput, match=message):
         make_machine(kind, device, host, [tmp_path])
 

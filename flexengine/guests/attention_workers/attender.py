@@ -178,11 +178,9 @@ class RemoteAttender(BufferedAttender):
 
     @property
     def _partial(self) -> bool:
-        """Whether workers return parts that are merged."""
         return self.partition == TOKENS and len(self.clients) > 1
 
     def _heads(self, vectors: Tensor, number: int) -> Tensor:
-        """Return a worker's heads of [rows, heads, ...]."""
         if self.partition != HEADS:
             return vectors
         share = vectors.shape[1] // len(self.clients)
@@ -196,14 +194,12 @@ class RemoteAttender(BufferedAttender):
         return [self._heads(x, number) for x in vectors]
 
     def _answer_bytes(self, k: int) -> int:
-        """Return the bytes of a worker's answer."""
         asked, out = self._asked[k], self._asked[k].heads[0] * self.model.head_dim * self.dtype.itemsize
         if self._partial:
             return asked.tokens * (out + 4 * asked.heads[0])
         return asked.tokens * out // len(self.clients)
 
     def _joined(self, answers: Sequence[Tensor], k: int, sinks: Tensor | None) -> Tensor:
-        """Return attention of a gpu_batch from the workers' answers, [tokens, heads, head_dim]."""
         asked, dim = self._asked[k], self.model.head_dim
         n, heads = asked.tokens, asked.heads[0]
         if not self._partial:
@@ -213,7 +209,6 @@ class RemoteAttender(BufferedAttender):
         return merged(outs, [x[cut:].view(torch.float32).view(n, heads) for x in answers], sinks)
 
     def _question(self, k: int, number: int) -> WorkerQuestion:
-        """Return the question about a gpu_batch to one of the workers, without its vectors."""
         asked, pools = self._asked[k], self.cache.pools
         pool, region = self.cache.layout.pool_of(self.place, asked.layer), pools.region(asked.layer, self.place)
         (heads, kv_heads), page_tokens = asked.heads, pool.page_tokens

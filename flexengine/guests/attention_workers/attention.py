@@ -108,7 +108,6 @@ class PageAttention(ABC):
         return asked.queries, pool, form
 
     def _append(self, asked: PendingQuestion, vectors: Tensor, pool: Tensor, form: CacheFormat | None) -> None:
-        """Append the new keys and values."""
         ask, tables = asked.question, asked.tables
         k, v = vectors.view(DTYPES[ask.dtype]).view(2, len(tables.pages), ask.kv_heads, ask.head_dim)
         self.kernels.append(k, v, pool, tables.pages, tables.offsets, form)
@@ -136,7 +135,6 @@ class PageAttention(ABC):
         return out, lse
 
     def _pool(self, ask: WorkerQuestion) -> tuple[Tensor, CacheFormat | None]:
-        """Return the pages of a question, and their format."""
         if ask.bits:
             form = CacheFormat(ask.bits, ask.kv_heads, ask.page_tokens, ask.head_dim)
             shape: tuple[int, ...] = (ask.pages, form.page_bytes)

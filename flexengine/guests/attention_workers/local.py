@@ -163,5 +163,4 @@ def shared_workers(
 
 
 def _threads(count: int, engines: int) -> int:
-    """Return the threads of each worker, of which there are `count` beside some engines."""
     return max(1, len(os.sched_getaffinity(0)) // (count + engines))

@@ -74,7 +74,6 @@ def _link_rate(tier: WorkerTier) -> float:
 
 
 def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
-    """Return the seconds of a question about sequences of as many tokens."""
     page = 2 * model.kv_heads * PAGE_TOKENS * model.head_dim * dtype.itemsize
     wanted, room = SEQUENCES * -(-tokens // PAGE_TOKENS), (tier.ledger.capacity or 0) // page - 1
     fitting = max(1, min(wanted, room))  # pages in the worker's memory
@@ -86,7 +85,6 @@ def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: in
 
 
 def _timed(tier: WorkerTier, region: Region, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
-    """Return the seconds of a question over pages in a region."""
     kv_heads, dim, pages = model.kv_heads, model.head_dim, -(-tokens // PAGE_TOKENS)
     fitting = region.nbytes // (2 * kv_heads * PAGE_TOKENS * dim * dtype.itemsize)
     table = (torch.arange(SEQUENCES * pages, dtype=torch.int32) % fitting).view(SEQUENCES, pages)

@@ -82,7 +82,6 @@ class AttentionServer(PageAttention):
         self._left.wait(SILENT_SECONDS / 2)  # the new connection waits for its greeting
 
     def _greet(self) -> None:
-        """Exchange versions."""
         hello = self.link.receive()
         engine = words(self.link.take())
         own = identity()
@@ -134,7 +133,6 @@ class AttentionServer(PageAttention):
             raise Broken(f"a message of unknown kind {message.kind} came")
 
     def _begin_alone(self) -> None:
-        """Wait until no other engine measures this worker."""
         if self._alone:
             raise Broken("measuring begins twice")
         while not self.pool.measured.acquire(timeout=LOOK_SECONDS):
@@ -227,7 +225,6 @@ class AttentionServer(PageAttention):
             del item, asked, answer
 
     def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:
-        """Send an answer, or, if it is empty, that attention over the cached tokens is computed."""
         ask, kind = asked.question, MessageKind.ANSWER if answer else MessageKind.CACHED
         if answer and ask.shared is not None:
             target = self._part(ask.shared, ask.out, sum(x.nbytes for x in answer))

@@ -42,7 +42,7 @@ class Ended(Exception):
     """The job ended while a thread waited for a frame."""
 
 
-class FrameQueue:
+class FrameChannel:
     """Frames that wait, between two threads. After `fail`, `put` and `get` raise its error.
 
     Args:
@@ -91,19 +91,26 @@ class FrameQueue:
             self._changed.notify_all()
 
 
-class FrameChannel:
-    """Frames to or from one process of a group, in a thread that ends with frame LAST.
+class SocketChannel(FrameChannel):
+    """Frames to or from a process of the group, which a thread sends or receives. It ends with frame LAST.
 
     Args:
-        step: sends or receives a frame, and returns its kind.
-        lost: called with the queue and the reason if the connection breaks.
-        most: most frames that wait; None for no limit.
+        link: the connection.
+        lost: called with the channel and the reason if the connection breaks.
+        most: most frames that wait to be sent. None for received frames, of which any number waits, so that the other
+            process never waits for this one.
+        seen: called with every frame that is received, from the channel's thread; None for a channel that sends.
     """
 
     def __init__(
-        self, step: Callable[[FrameQueue], int], lost: Callable[[FrameQueue, str], None], most: int | None = None
+        self,
+        link: Connection,
+        lost: Callable[[FrameChannel, str], None],
+        most: int | None,
+        seen: Callable[[Frame], None] | None = None,
     ) -> None:
-        self.queue, self._step, self._lost = FrameQueue(most), step, lost
+        super().__init__(most)
+        self._link, self._lost, self._seen = link, lost, seen
         self._thread = threading.Thread(target=self._loop, name="flexengine-channel", daemon=True)
         self._thread.start()
 
@@ -113,40 +120,21 @@ class FrameChannel:
 
     def _loop(self) -> None:
         try:
-            while self._step(self.queue) != LAST:
+            while (self._send() if self._seen is None else self._receive(self._seen)) != LAST:
                 pass
-        except StageLost:  # from the queue
+        except StageLost:  # from `get` or `put`
             return
         except (Broken, MemoryError, RuntimeError) as error:  # RuntimeError: no memory for a tensor
-            self._lost(self.queue, str(error))
+            self._lost(self, str(error))
 
-
-def sender(link: Connection, lost: Callable[[FrameQueue, str], None], most: int) -> FrameChannel:
-    """Return a channel that sends the frames that are put into its queue. Arguments as for FrameChannel."""
-
-    def step(queue: FrameQueue) -> int:
-        kind, *numbers, body = queue.get()
-        link.send(kind, numbers, body)
+    def _send(self) -> int:
+        kind, *numbers, body = self.get()
+        self._link.send(kind, numbers, body)
         return kind
 
-    return FrameChannel(step, lost, most)
-
-
-def receiver(link: Connection, lost: Callable[[FrameQueue, str], None], seen: Callable[[Frame], None]) -> FrameChannel:
-    """Return a channel whose queue gets the frames that another process sends. Any number of frames wait, so that the
-    other process never waits for this one.
-
-    Args:
-        link: the connection.
-        lost: as for FrameChannel.
-        seen: called with every frame when it arrives, from the channel's thread.
-    """
-
-    def step(queue: FrameQueue) -> int:
-        kind, (job, number, tokens, *_), _ = link.receive()
-        frame = Frame(kind, job, number, tokens, link.take(MOST_BODY))
-        queue.put(frame)
+    def _receive(self, seen: Callable[[Frame], None]) -> int:
+        kind, (job, number, tokens, *_), _ = self._link.receive()
+        frame = Frame(kind, job, number, tokens, self._link.take(MOST_BODY))
+        self.put(frame)
         seen(frame)
         return kind
-
-    return FrameChannel(step, lost)

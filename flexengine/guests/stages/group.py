@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
-from flexengine.guests.stages.frames import LAST, Frame, FrameChannel, FrameQueue, receiver, sender
+from flexengine.guests.stages.frames import LAST, Frame, FrameChannel, SocketChannel
 from flexengine.guests.stages.launch import INTERFACE, ranks
 from flexengine.guests.wire.link import Broken, Connection
 from flexengine.guests.wire.packing import pack, unpack
@@ -53,8 +53,8 @@ class PipelineGroup(ProcessGroup):
         self.rank, self.size = ranks()
         self.local_size, self.local_rank = (int(os.environ.get(n, d)) for n, d in _LOCAL_VARIABLES)
         self._links: dict[tuple[int, int], Connection] = {}  # by CONTROL or HIDDENS, and rank
-        self._channels: list[FrameChannel] = []
-        self._senders: list[FrameChannel] = []
+        self._channels: list[SocketChannel] = []
+        self._senders: list[SocketChannel] = []
         self._lost: StageLost | None = None
         name = interface or os.environ.get(INTERFACE)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -73,7 +73,6 @@ class PipelineGroup(ProcessGroup):
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
 
     def _join(self, look: Callable[[], None]) -> Any:
-        """Return the store, after all processes have come."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process serves the store
         serves = self.rank == 0 and not agent
@@ -108,7 +107,6 @@ class PipelineGroup(ProcessGroup):
                 link.allow_silence()
 
     def _accept(self, connection: socket.socket, key: str) -> None:
-        """Add the connection of another process of the group, or close that of another program."""
         link = Connection(connection)
         try:
             hello = link.receive()
@@ -125,35 +123,28 @@ class PipelineGroup(ProcessGroup):
 
     def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
         """Return a channel of frames to a process. most: most frames that wait."""
-        self._senders.append(self._started(sender(self._link(rank, tag), self._lost_by(rank, tag), most)))
+        self._senders.append(self._channel(rank, tag, most, None))
         return self._senders[-1]
 
     def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> FrameChannel:
-        """Return a channel of frames from a process. seen: as for `frames.receiver`."""
-        return self._started(receiver(self._link(rank, tag), self._lost_by(rank, tag), seen))
+        """Return a channel of frames from a process. seen: as for `SocketChannel`."""
+        return self._channel(rank, tag, None, seen)
 
-    def _link(self, rank: int, tag: int) -> Connection:
-        return self._links[tag if tag == HIDDENS else CONTROL, rank]
-
-    def _lost_by(self, rank: int, tag: int) -> Callable[[FrameQueue, str], None]:
-        """Return a function for a lost connection. Between the driver and a stage, all channels raise its error."""
-
-        def lost(queue: FrameQueue, why: str) -> None:
+    def _channel(self, rank: int, tag: int, most: int | None, seen: Callable[[Frame], None] | None) -> SocketChannel:
+        def lost(channel: FrameChannel, why: str) -> None:
             error = self._lost or self.lost(rank, why)
             if tag == HIDDENS:
-                queue.fail(error)
+                channel.fail(error)
                 return
-            self._lost = error
-            for channel in self._channels:
-                channel.queue.fail(error)
+            self._lost = error  # between the driver and a stage, all channels raise it
+            for each in self._channels:
+                each.fail(error)
 
-        return lost
-
-    def _started(self, channel: FrameChannel) -> FrameChannel:
-        self._channels.append(channel)
+        link = self._links[tag if tag == HIDDENS else CONTROL, rank]
+        self._channels.append(SocketChannel(link, lost, most, seen))
         if self._lost is not None:
-            channel.queue.fail(self._lost)
-        return channel
+            self._channels[-1].fail(self._lost)
+        return self._channels[-1]
 
     def lost(self, rank: int, why: str) -> StageLost:
         """Return the error of a stage that has died or hangs."""
@@ -163,7 +154,7 @@ class PipelineGroup(ProcessGroup):
         """Leave the group. Wait for a moment until the other processes leave, too."""
         with contextlib.suppress(StageLost):
             for channel in self._senders:
-                channel.queue.put(Frame(LAST))
+                channel.put(Frame(LAST))
         deadline = time.monotonic() + LEAVE_SECONDS
         for channel in self._channels:
             channel.wait(max(0.0, deadline - time.monotonic()))
@@ -190,7 +181,6 @@ def _await(store: Any, key: str, size: int, look: Callable[[], None] = lambda: N
 
 
 def _address(interface: str | None) -> str:
-    """Return the address of this machine at a network interface; that of loopback if it is None."""
     if interface is None:
         return LOOPBACK
     interfaces = psutil.net_if_addrs()

@@ -25,7 +25,7 @@ class SendingPort(Port):
 
     def put(self, batch: int, hidden: Tensor) -> None:
         copied = torch.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
-        self.channel.queue.put(Frame(HIDDEN, self.job, batch, hidden.shape[1], copied.view(-1).view(torch.uint8)))
+        self.channel.put(Frame(HIDDEN, self.job, batch, hidden.shape[1], copied.view(-1).view(torch.uint8)))
 
     def take(self, batch: int, target: Tensor) -> None:
         raise NotImplementedError("a stage takes hidden states from the stage before it")
@@ -65,11 +65,11 @@ class TakingPort(Port):
         target.copy_(frame.body.view(target.dtype).view(target.shape))
 
     def _next(self) -> Frame:
-        while (frame := self.channel.queue.get(lambda: self._ended >= self.job)).job != self.job:
+        while (frame := self.channel.get(lambda: self._ended >= self.job)).job != self.job:
             pass  # of a job that ended early
         return frame
 
     def end(self, job: int) -> None:
         """Let `take` raise Ended in this job and in earlier ones. May be called from any thread."""
         self._ended = job
-        self.channel.queue.wake()
+        self.channel.wake()

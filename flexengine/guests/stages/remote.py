@@ -98,9 +98,9 @@ class Driver(StageDriver):
         with contextlib.suppress(StageLost):
             self._order(OrderKind.END)
             for rank in self.orders:
-                frame = self.results[rank].queue.get()
+                frame = self.results[rank].get()
                 while (frame.kind, frame.number) != (OrderKind.ANSWER, OrderKind.END):
-                    frame = self.results[rank].queue.get()  # drops results that the driver no longer waits for
+                    frame = self.results[rank].get()  # drops results that the driver no longer waits for
                 self.measured[rank] = unpack(frame.body, dict)
 
     def report(self) -> tuple[dict[str, Any], ...]:
@@ -116,11 +116,11 @@ class Driver(StageDriver):
 
     def _order(self, kind: OrderKind, job: JobOrder | None = None) -> None:
         for channel in self.orders.values():
-            channel.queue.put(Frame(kind, self.job, body=EMPTY if job is None else pack(job)))
+            channel.put(Frame(kind, self.job, body=EMPTY if job is None else pack(job)))
 
     def _answers(self) -> dict[int, Any]:
         """Return the answers of all stages. Raise the first error, after all have answered."""
-        frames = {rank: self.results[rank].queue.get() for rank in self.orders}
+        frames = {rank: self.results[rank].get() for rank in self.orders}
         for rank, frame in frames.items():
             self.check(rank, frame)
         return {rank: unpack(frame.body, dict) for rank, frame in frames.items()}
@@ -145,7 +145,6 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
-    """Return the error of a stage, with its name."""
     message = f"{stage}: {values['message']}"
     if "tier" in values:
         error = OutOfMemory(*(values[name] for name in ("tier", "what", "needed", "used", "capacity")))
@@ -196,10 +195,10 @@ class RemoteStage(Stage):
                 order.grown[sequence] = text.token_ids[self._known[sequence] :]
                 self._known[sequence] = len(text.token_ids)
         frame = Frame(OrderKind.SWEEP, self.driver.job, sweep.number, body=pack(order))
-        self.driver.orders[self.rank].queue.put(frame)
+        self.driver.orders[self.rank].put(frame)
 
     def result(self) -> StageResult:
-        frame = self.driver.results[self.rank].queue.get()
+        frame = self.driver.results[self.rank].get()
         self.driver.check(self.rank, frame)
         return unpack(frame.body, StageResult)
 

@@ -46,7 +46,7 @@ class StageServer:
     def run(self) -> None:
         """Carry out orders. Raise StageLost if the driver or a neighbour is lost."""
         try:
-            while (frame := self.orders.queue.get()).kind not in (OrderKind.LEAVE, LAST):
+            while (frame := self.orders.get()).kind not in (OrderKind.LEAVE, LAST):
                 try:
                     with torch.no_grad():
                         self._do(frame)
@@ -64,7 +64,7 @@ class StageServer:
         if frame.kind == OrderKind.SWEEP:
             if not self.failed:
                 result = self._sweep(unpack(frame.body, Order))
-                self.results.queue.put(Frame(OrderKind.RESULT, frame.job, frame.number, body=pack(result)))
+                self.results.put(Frame(OrderKind.RESULT, frame.job, frame.number, body=pack(result)))
         elif frame.kind == OrderKind.END:
             self._reply(OrderKind.ANSWER, frame, self._end())
         else:
@@ -81,23 +81,20 @@ class StageServer:
             self._reply(OrderKind.ANSWER, frame, answers[OrderKind(frame.kind)](unpack(frame.body, JobOrder)))
 
     def _reply(self, kind: OrderKind, frame: Frame, values: Any) -> None:
-        self.results.queue.put(Frame(kind, frame.job, frame.kind, body=pack(values)))
+        self.results.put(Frame(kind, frame.job, frame.kind, body=pack(values)))
 
     def _use(self, job: JobOrder) -> None:
-        """Set the lossy switches that the driver chose."""
         if (lossy := Lossy(**job.lossy)) != self.core.lossy:
             self.core.drop_weights()
             self.planner.use(lossy)
 
     def _chosen(self, job: JobOrder) -> dict[str, Any]:
-        """Return the policy that is best for this stage alone."""
         self._use(job)
         limits = Options(job.prefill_tokens, block=job.block)
         best = self.planner.choose(job.workload, self.core.resident, limits)
         return best.policy.to_json()
 
     def _planned(self, job: JobOrder) -> dict[str, Any]:
-        """Return the layers, the policy and the predicted seconds of a job."""
         self._use(job)
         layout = self._lay_out(job)
         seconds = self.planner.cost(job.workload).predict(layout).total_seconds
@@ -109,7 +106,6 @@ class StageServer:
         }
 
     def _lay_out(self, job: JobOrder) -> Layout:
-        """Return the layout of a job."""
         policy, workload = Policy(**job.policy), job.workload
         if job.given:
             return self.planner.layout_under(policy, workload)
@@ -117,7 +113,6 @@ class StageServer:
         return place_weights(cost, policy, self.core.machine.capacity, self.core.resident).layout
 
     def _prepared(self, job: JobOrder) -> dict[str, Any]:
-        """Allocate the memory of a job. Return the stage's layers, policy and pools."""
         core, planner = self.core, self.planner
         for place in job.lost:
             core.machine.renew(place)
@@ -134,7 +129,6 @@ class StageServer:
         return {"layers": stage.layers, "policy": stage.policy.to_json(), "pools": pools, "cuda": stage.cuda}
 
     def _sweep(self, order: Order) -> StageResult:
-        """Return the result of a sweep, after claims and releases."""
         stage = self.stage
         assert stage is not None
         for event in order.events:
@@ -152,7 +146,6 @@ class StageServer:
         return result
 
     def _end(self) -> dict[str, Any]:
-        """Free the memory of the job. Return what was measured."""
         stage, self.stage = self.stage, None
         self._members = {}
         if stage is None:

@@ -179,6 +179,5 @@ class Connection:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in RAM, which is not empty."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
