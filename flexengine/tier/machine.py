@@ -218,12 +218,15 @@ def make_machine(
     else:
         keep_freed()
     _check_sizes(kind, device_mem, host_mem, cuda.memory()[1] if kind == "cuda" else None)
-    _allow_open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else max(soft, 65536)
+    with contextlib.suppress(ValueError, OSError):  # each shard is opened twice, and some models have hundreds
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
     taken = sum(worker.local_bytes for worker in workers)
     ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0], sharing, taken)
-    free_disk, *more = _shared_out((free_disk, *_further(directories)), directories, sharing)
+    free_disk, *more = _disk_sizes(directories, free_disk, sharing)
     of_disks = zip(place_names(len(directories))[2:], (free_disk, *more), directories, strict=True)
     disks: tuple[Tier, ...] = tuple(DiskTier(name, Ledger(name, size), path) for name, size, path in of_disks)
     device: Tier
@@ -251,36 +254,31 @@ def make_machine(
     return made(kind, device, host, disks, tuple(workers), capacity, routes, directories, fault)
 
 
-def _further(directories: Sequence[Path]) -> tuple[int, ...]:
-    """Return the free bytes of each offload directory after the first. Raise InvalidInput if there are too many, one
-    is given twice, or one cannot be used."""
-    if len(directories) == 1:
-        return ()
-    if len(directories) > MOST_DISKS:
-        raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
-    if null := next((each for each in directories if "\0" in str(each)), None):
-        raise InvalidInput(f"offload directory {str(null)!r} has a null character; give another directory")
-    real = list(map(os.path.realpath, directories))
-    if twice := next((path for path in real if real.count(path) > 1), None):
-        raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")
-    free = [usable_disk(directory) for directory in directories[1:]]
-    if in_memory := next(filter(in_ram, directories[1:]), None):
-        raise InvalidInput(f"offload directory {in_memory} is in RAM, which is no further disk; leave it out")
-    return tuple(free)
-
-
-def _shared_out(sizes: Sequence[int], directories: Sequence[Path], sharing: int) -> tuple[int, ...]:
-    """Return the bytes of each disk. Directories on one file system share its free bytes.
+def _disk_sizes(directories: Sequence[Path], first: int, sharing: int) -> list[int]:
+    """Return the bytes of each offload directory. Directories on one file system share its free bytes.
 
     Args:
-        sizes: free bytes by directory; NO_DISK for one that cannot be used.
+        first: free bytes of the first one; NO_DISK if it cannot be used.
         sharing: processes that share each directory.
+
+    Raises:
+        InvalidInput: there are too many, one is given twice, or one after the first cannot be used.
     """
-    devices = [device_of(each) for each, size in zip(directories, sizes, strict=True) if size > NO_DISK]
-    return tuple(
-        max(size // devices.count(device_of(each)) // sharing, NO_DISK) if size > NO_DISK else size
-        for each, size in zip(directories, sizes, strict=True)
-    )
+    if len(directories) > MOST_DISKS:
+        raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
+    more = directories[1:]
+    if null := next((each for each in directories if more and "\0" in str(each)), None):
+        raise InvalidInput(f"offload directory {str(null)!r} has a null character; give another directory")
+    real = [os.path.realpath(each) for each in directories if more]
+    if twice := next((path for path in real if real.count(path) > 1), None):
+        raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")
+    free = [first, *map(usable_disk, more)]
+    if in_memory := next(filter(in_ram, more), None):
+        raise InvalidInput(f"offload directory {in_memory} is in RAM, which is no further disk; leave it out")
+    usable = [(device_of(each), size) for each, size in zip(directories, free, strict=True) if size > NO_DISK]
+    devices = [device for device, _ in usable]
+    shares = [max(size // devices.count(device) // sharing, NO_DISK) for device, size in usable]
+    return shares if first > NO_DISK else [first, *shares]
 
 
 def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: int | None) -> None:
@@ -295,16 +293,10 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: i
         sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))
     for option, size, (most, where) in sizes:
         if size > most:
-            raise InvalidInput(f"{option}: {size:,} bytes are given, but {where} has {most:,}; give at most that"
-                               " (flexengine plan --hardware FILE plans for other"
-                               " machines)")  # fmt: skip
-
-
-def _allow_open_files() -> None:
-    """Set the limit of open files to this user's maximum: each shard is opened twice, and some models have hundreds."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+            raise InvalidInput(
+                f"{option}: {size:,} bytes are given, but {where} has {most:,}; give at most that (flexengine plan"
+                " --hardware FILE plans for other machines)"
+            )
 
 
 def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int, taken: int) -> tuple[int, int, str]:
@@ -315,8 +307,10 @@ def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int, taken:
     """
     free_ram = int(usable_memory() * HEADROOM)
     if taken >= free_ram:
-        raise InvalidInput(f"attention workers may take {taken:,} bytes of RAM, but {free_ram:,} are free; give a"
-                           " smaller --worker-mem, or fewer workers")  # fmt: skip
+        raise InvalidInput(
+            f"attention workers may take {taken:,} bytes of RAM, but {free_ram:,} are free; give a smaller"
+            " --worker-mem, or fewer workers"
+        )
     usable = (free_ram - taken) // sharing
     try:
         free = usable_disk(offload_dir)

@@ -68,42 +68,33 @@ class StageServer:
         elif frame.kind == OrderKind.END:
             self._reply(OrderKind.ANSWER, frame, self._end())
         else:
+            job = unpack(frame.body, JobOrder)
             if frame.kind == OrderKind.PREPARE:
                 self.failed = False
-                self.before.job = frame.job
-                if self.after:
-                    self.after.job = frame.job
-            answers = {
-                OrderKind.CHOOSE: self._chosen,
-                OrderKind.LAY_OUT: self._planned,
-                OrderKind.PREPARE: self._prepared,
-            }
-            self._reply(OrderKind.ANSWER, frame, answers[OrderKind(frame.kind)](unpack(frame.body, JobOrder)))
+                for port in filter(None, (self.before, self.after)):
+                    port.job = frame.job
+                for place in job.lost:
+                    self.core.machine.renew(place)
+            if (lossy := Lossy(**job.lossy)) != self.core.lossy:
+                self.core.drop_weights()
+                self.planner.use(lossy)
+            work = {OrderKind.CHOOSE: self._chosen, OrderKind.LAY_OUT: self._planned, OrderKind.PREPARE: self._prepared}
+            self._reply(OrderKind.ANSWER, frame, work[OrderKind(frame.kind)](job))
 
     def _reply(self, kind: OrderKind, frame: Frame, values: Any) -> None:
         self.results.put(Frame(kind, frame.job, frame.kind, body=pack(values)))
 
-    def _use(self, job: JobOrder) -> None:
-        if (lossy := Lossy(**job.lossy)) != self.core.lossy:
-            self.core.drop_weights()
-            self.planner.use(lossy)
-
     def _chosen(self, job: JobOrder) -> dict[str, Any]:
-        self._use(job)
         limits = Options(job.prefill_tokens, block=job.block)
         best = self.planner.choose(job.workload, self.core.resident, limits)
         return best.policy.to_json()
 
     def _planned(self, job: JobOrder) -> dict[str, Any]:
-        self._use(job)
         layout = self._lay_out(job)
         seconds = self.planner.cost(job.workload).predict(layout).total_seconds
         skeleton = self.core.skeleton
-        return {
-            "layers": [*skeleton.layer_range, skeleton.total],
-            "policy": layout.policy.to_json(),
-            "seconds": seconds,
-        }
+        layers = [*skeleton.layer_range, skeleton.total]
+        return {"layers": layers, "policy": layout.policy.to_json(), "seconds": seconds}
 
     def _lay_out(self, job: JobOrder) -> Layout:
         policy, workload = Policy(**job.policy), job.workload
@@ -114,9 +105,6 @@ class StageServer:
 
     def _prepared(self, job: JobOrder) -> dict[str, Any]:
         core, planner = self.core, self.planner
-        for place in job.lost:
-            core.machine.renew(place)
-        self._use(job)
         workload, layout = job.workload, self._lay_out(job)
         core.opened.prepare()  # before memory is allocated
         core.machine.give_back()

@@ -1,6 +1,7 @@
 """Pipelines of one to four stages generate the tokens of one process."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from bench.pipeline.grid import DISK, POLICIES
 from flexengine import Policy, SamplingParams
-from flexengine.engine.stages import LocalStage, Sweep
+from flexengine.engine.stages import LocalStage, StageResult, Sweep
 from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
 from flexengine.guests.flash.predictors import Latest
 from flexengine.guests.stages.frames import HEADER_BYTES
@@ -151,20 +152,43 @@ def test_plans_of_all_stages(families: Any) -> None:
     assert {plan.policy.block_size for plan in others} == {layout.policy.block_size}
 
 
+def packed_bytes(value: Any) -> int:
+    """Bytes of a value in MessagePack, by its specification (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
+    if value is None:
+        return 1
+    if isinstance(value, float):
+        return 9
+    if isinstance(value, int):
+        negative, size = value < 0, ~value if value < 0 else value
+        return (
+            1
+            if size < (32 if negative else 128)
+            else next(1 + n for n in (1, 2, 4, 8) if size < 1 << (8 * n - negative))
+        )
+    items = [*value, *value.values()] if isinstance(value, Mapping) else list(value)
+    return (1 if len(value) < 16 else 3) + sum(map(packed_bytes, items))
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_bytes_between_stages_equal_the_formula(families: Any, stages: int) -> None:
     """A token crosses each boundary once per sweep, in frames of one gpu_batch each (docs/pipeline.md)."""
     known = families("llama")
     with in_threads(stages, model=known.directory, policy=Policy(2, 4), device="cpu") as pipeline:
-        batches = [0]
-        start = LocalStage.start
+        batches, made = [0], list[StageResult]()
+        start, finish = LocalStage.start, LocalStage.result
 
         def counted(stage: LocalStage, sweep: Sweep, texts: Any) -> None:
             batches[0] += len(sweep.batches) if stage.layers[0] == 0 else 0
             start(stage, sweep, texts)
 
+        def noted(stage: LocalStage) -> StageResult:
+            result = finish(stage)
+            made.extend([result] * (stage.layers[1] == stage.layers[2]))
+            return result
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalStage, "start", counted)
+            patch.setattr(LocalStage, "result", noted)
             assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
         crossed = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
         hidden = {key: wire for key, wire in pipeline.wires.items() if key[2] == HIDDENS}
@@ -174,7 +198,8 @@ def test_bytes_between_stages_equal_the_formula(families: Any, stages: int) -> N
         results = pipeline.wires[stages - 1, 0, RESULTS]
         sweeps = pipeline.engine.summary.sweeps
         assert results.counts[OrderKind.RESULT] == sweeps
-        assert results.bodies[OrderKind.RESULT] <= sweeps * 24 + len(LENGTHS) * NEW * 40
+        assert sum(len(result.sampled) for result in made) == len(LENGTHS) * NEW
+        assert results.bodies[OrderKind.RESULT] == sum(map(packed_bytes, made))
 
 
 def test_stages_must_be_alike(families: Any) -> None:
