@@ -209,7 +209,7 @@ def test_threads_are_made_in_few_places() -> None:
             makers.add(name)
     known = {"runtime.lane", "runtime.watchdog", "tier.disk", "guests.flash.reader", "guests.flash.expert_reads",
              "guests.stages.frames", "guests.wire.link", "model.encoding",
-             *(f"guests.attention_workers.{name}" for name in ("client", "network", "pool", "server"))}  # fmt: skip
+             *(f"guests.attention_workers.{name}" for name in ("client", "pool", "server", "workers"))}  # fmt: skip
     assert makers <= known
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
-from flexengine.guests.attention_workers.network import address_of, serve_forever
 from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.workers import address_of, serve_forever
 
 
 def pool(job: dict[str, Any]) -> None:

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         remedy = "give less, or hold the KV cache in a file with --worker-file"
         raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; {remedy}")
     from flexengine import kernels
-    from flexengine.guests.attention_workers.network import address_of, serve_forever
     from flexengine.guests.attention_workers.pool import WorkerPool
+    from flexengine.guests.attention_workers.workers import address_of, serve_forever
 
     host, port = address_of(args.address)
     pool = WorkerPool(memory, None if args.worker_file is None else Path(args.worker_file))

@@ -19,7 +19,7 @@ from flexengine.engine.state import Progress
 from flexengine.engine.sweep_reports import SweepReports
 from flexengine.job.prompts import Request
 from flexengine.model.stop import Stops
-from flexengine.runtime.frames import forget_variables
+from flexengine.runtime.lane import forget_variables
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence

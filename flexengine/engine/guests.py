@@ -12,8 +12,8 @@ from flexengine.policy import Policy
 from flexengine.worker.stage_ports import Ports
 
 GUESTS = {  # module:object, by name
-    "attention workers": "flexengine.guests.attention_workers.local:open_workers",
-    "check of attention workers": "flexengine.guests.attention_workers.network:check_workers",
+    "attention workers": "flexengine.guests.attention_workers.workers:open_workers",
+    "check of attention workers": "flexengine.guests.attention_workers.workers:check_workers",
     "rates of attention workers": "flexengine.guests.attention_workers.measure:measure_workers",
     "driver of stages": "flexengine.guests.stages.remote:Driver",
     "planner of stages": "flexengine.guests.stages.planner:PipelinePlanner",

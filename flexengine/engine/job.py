@@ -35,7 +35,7 @@ from flexengine.plan.brief import plan_line
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
-from flexengine.runtime.frames import forget_variables
+from flexengine.runtime.lane import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 
 # Imported after a failure.

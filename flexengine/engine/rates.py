@@ -63,7 +63,7 @@ class RateStore:
         if self._tried or self.machine.capacity.shared or self.known().measured:
             return False
         self._tried = True
-        from flexengine.measure.quick import quick_rates
+        from flexengine.measure.kernels import quick_rates
 
         try:
             self._quick = quick_rates(self.machine, self.opened.dtype)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -16,12 +17,13 @@ from flexengine import kernels as available
 from flexengine.activity import tick
 from flexengine.kernels import Kernels
 from flexengine.kernels.base import AttentionOptions
-from flexengine.measure.links import WHAT, readable, stretches
+from flexengine.measure.links import WHAT, copies, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
 from flexengine.model.linear import Product
 from flexengine.places import HOST, disks_of, lane_of
-from flexengine.plan.hardware import Table
+from flexengine.plan.assumed import assumed
+from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
@@ -38,6 +40,9 @@ HEADS, HEAD_DIM, SEQUENCES = 32, 64, 16
 GROUP = 8  # queries per KV head; with this many, arithmetic, not memory, limits decode attention
 SECONDS = 0.1  # for each figure
 TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
+QUICK_ROWS, QUICK_SECONDS = (1, 64, 1024), 0.03  # rows of activations; seconds of each figure
+COPIED = 256 << 20  # bytes of device memory that a copy within the device reads; caches hold less
+ATTENDED = 0.4  # rate at which attention reads the KV cache, by that of such copies; 0.3 to 0.8 were measured
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
 
@@ -264,3 +269,39 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
             for i in range(count):
                 source.store(target, home.part(i * size, size))
             yield lambda i: source.load_all([(home.part(i % count * size, size), target)])
+
+
+@torch.no_grad()
+def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
+    """Return assumed rates, but measured ones of copies to and from the device, of products, and of device memory.
+
+    These differ by more than ten times between GPUs, and decide which policy is best. The ledgers are unchanged
+    afterwards.
+
+    Args:
+        machine: its device has memory of its own.
+        dtype: of activations.
+
+    Raises:
+        OutOfMemory: a tier has no free memory.
+    """
+    known, name = assumed(machine.kind, machine.capacity, machine.same_device), str(dtype).removeprefix("torch.")
+    with unnoticed(machine):
+        links = copies(machine, QUICK_SECONDS)
+        with _halves(machine) as (source, target):
+            copied = 2 * source.nbytes / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
+        with products(machine, dtype, dtype) as product:
+            works = [(rows, product(rows)) for rows in QUICK_ROWS]
+            table = tuple((float(rows), w.flop / seconds_per_call(w.call, QUICK_SECONDS, machine)) for rows, w in works)
+    return replace(
+        known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
+        products={name: table}, decode_attention=((1.0, ATTENDED * copied),),
+    )  # fmt: skip
+
+
+@contextmanager
+def _halves(machine: Machine) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
+    with Regions(machine) as regions:
+        first, second = (machine.device.view(regions.take("device", size, WHAT)) for _ in range(2))
+        yield fill(first), fill(second)

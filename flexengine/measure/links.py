@@ -240,18 +240,18 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
         raise InvalidInput(machine.no_offload)
     with Regions(machine) as regions:
         regions.take("disk", ALIGN, WHAT)  # makes the offload directory
-        file, name = tempfile.mkstemp(".measuring", "flexengine-", machine.directories[0])
+        handle, name = tempfile.mkstemp(".measuring", "flexengine-", machine.directories[0])
         try:
             try:
-                length = _write(file, min(WRITTEN, room(machine, "disk")))
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                length = _write(handle, min(WRITTEN, room(machine, "disk")))
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
                 machine.disk.checkpoint(Path(name), 0, length, DTYPE)
             finally:  # the tier has opened it, so no file remains
                 os.unlink(name)
             yield {Path(name): length}
         finally:
-            os.ftruncate(file, 0)  # the tier still has the file open; truncated, it takes no space
-            os.close(file)
+            os.ftruncate(handle, 0)  # the tier still has the file open; truncated, it takes no space
+            os.close(handle)
 
 
 def _write(file: int, most: int) -> int:

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from flexengine.runtime.frames import forget_variables
-from flexengine.runtime.lane import Done, LaneRunner, new_lane
-from flexengine.runtime.times import TaskTimes
-from flexengine.runtime.trace import Spans
+from flexengine.runtime.lane import Done, LaneRunner, forget_variables, new_lane
+from flexengine.runtime.trace import Spans, TaskTimes
 from flexengine.runtime.watchdog import Watchdog
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.tasks import Op, Task

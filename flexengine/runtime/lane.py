@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from flexengine.places import lane_of
-from flexengine.runtime.frames import forget_variables
 
 
 class Mark:
@@ -219,3 +219,17 @@ def new_lane(kind: str, name: str) -> LaneRunner:
     if kind == "inline":
         return Inline(name)
     return Stream(name) if kind == "stream" and lane_of(name).queues else Thread(name)
+
+
+def forget_variables(error: BaseException) -> None:
+    """Clear the local variables of all ended frames in the tracebacks of `error` and of its causes and contexts.
+
+    Tensors in such variables would live as long as the error, and a variable that leads back to the error (a `Done`)
+    would close a reference cycle. The traceback still prints as before.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__

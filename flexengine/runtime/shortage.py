@@ -8,7 +8,7 @@ import torch
 from flexengine.errors import OutOfMemory
 from flexengine.places import place_of
 from flexengine.runtime.execute import TaskFailed
-from flexengine.runtime.frames import forget_variables
+from flexengine.runtime.lane import forget_variables
 
 _UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)

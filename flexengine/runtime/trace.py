@@ -1,4 +1,4 @@
-"""Trace of a job's tasks as Chrome trace JSON, which Perfetto opens.
+"""Times of tasks that have ended, and their trace as Chrome trace JSON, which Perfetto opens.
 
 The process is named flexengine, with its stage if it is one of a pipeline. It has one row per lane, in the order in
 which data passes the lanes.
@@ -6,15 +6,18 @@ which data passes the lanes.
 
 import json
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from flexengine.errors import InvalidInput
+from flexengine.runtime.lane import Mark
 from flexengine.schedule.routes import by_way
-from flexengine.schedule.tasks import Compute, Copy, Delegate, Task
+from flexengine.schedule.tasks import LOADING, Compute, Copy, Delegate, Op, Task
 
 PROCESS = "flexengine"  # name of the process in the trace
+_CELLS = (Op.COMPUTE, Op.PROJECT)  # each cell has one task of these
 Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: JSON values that other processes read
 
 
@@ -96,3 +99,41 @@ def _events(process: int, name: str, rows: Sequence[Row], zero: float) -> list[d
 
 def _named(event: str, process: int, thread: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "pid": process, "tid": thread, "name": event, "args": args}
+
+
+class TaskTimes:
+    """Sums the seconds of tasks by lane, and passes them to traces.
+
+    On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
+
+    Attributes:
+        busy: seconds of work by lane, of the tasks counted so far. Reads of resident weights, which occur once, have
+            the key LOADING.
+    """
+
+    def __init__(self, traces: Iterable[Spans]) -> None:
+        self._traces = tuple(traces)
+        self.busy: dict[str, float] = {}
+        self._marks: deque[tuple[Task, Mark, Mark]] = deque()  # begin and end of the tasks that `busy` lacks
+
+    def add(self, task: Task, began: Mark, end: Mark) -> None:
+        """Add a task. On CUDA streams it may not have ended yet."""
+        self._marks.append((task, began, end))
+
+    @property
+    def cells(self) -> int:
+        """Number of cells computed since `count` was called last, on the GPU too."""
+        ended = (task for task, _, end in self._marks.copy() if task.op in _CELLS and end.passed)
+        return sum(task.layers if isinstance(task, Compute) else 1 for task in ended)
+
+    def count(self) -> None:
+        """Add the tasks that have ended to `busy` and to the traces. Weight loads may still be under way."""
+        for _ in range(len(self._marks)):
+            task, began, end = self._marks.popleft()
+            if not end.passed:
+                self._marks.append((task, began, end))
+                continue
+            lane = LOADING if task.op is Op.LOAD_RESIDENT else task.lane
+            self.busy[lane] = self.busy.get(lane, 0.0) + end.seconds - began.seconds
+            for trace in self._traces:
+                trace.add(task, began.seconds, end.seconds)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from flexengine.activity import messenger
-from flexengine.runtime.times import TaskTimes
+from flexengine.runtime.trace import TaskTimes
 from flexengine.schedule.tasks import Task
 
 QUIET_SECONDS = 120.0  # without the end of a task, until the first report; the next one comes after twice that

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexengine.commands.main import main
-from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers import workers
 from flexengine.plan.assumed import assumed
 from flexengine.plan.brief import waits_for
 from flexengine.plan.capacity import Capacity
@@ -33,7 +33,7 @@ def test_output_and_dry_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     measure_quickly(monkeypatch)
-    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    monkeypatch.setattr(workers, "LocalWorker", ThreadWorker)
     measure_quickly(monkeypatch)
     known = families("llama")
     words = written(tmp_path, known)

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, ModelNotFound, OutOfMemory
-from flexengine.guests.attention_workers import client, local
+from flexengine.guests.attention_workers import client
 from flexengine.guests.attention_workers.attender import RemoteAttender
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.lossy import Lossy
@@ -21,6 +21,7 @@ from tests.helpers.families import LENGTHS, NEW
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 ALL = {"workers": 1}
+OPENED = "flexengine.guests.attention_workers.workers"
 # (workers, policy fields)
 SPLITS: list[tuple[int, dict[str, Any]]] = [
     (1, dict(gpu_batch_size=8, num_gpu_batches=1, cache=ALL)),
@@ -43,7 +44,7 @@ RUNS = [("llama", split) for split in range(len(SPLITS))] + [(f, s) for f in ("g
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers be threads of this process."""
-    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    monkeypatch.setattr(f"{OPENED}.LocalWorker", ThreadWorker)
 
 
 def generated(known: Any, workers: int, fields: dict[str, Any], rows: Any = None, **options: Any) -> list[list[int]]:
@@ -79,7 +80,7 @@ def test_tokens_with_queries_first(
     families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, split: int, worker: Any
 ) -> None:  # fmt: skip
     """Through shared memory and over TCP. One row begins with a single cached token."""
-    monkeypatch.setattr(local, "LocalWorker", worker)
+    monkeypatch.setattr(f"{OPENED}.LocalWorker", worker)
     known, (workers, fields) = families(family), FIRST[split]
     device = "cpu" if split == 3 else "sim"
     assert generated(known, workers, fields, device=device, offload_dir=tmp_path) == known.expected
@@ -147,7 +148,7 @@ def test_lossy_caches_give_the_tokens_they_give_on_the_device(families: Any, spl
 
 
 def test_tokens_over_tcp(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LocalWorker", NetWorker)
+    monkeypatch.setattr(f"{OPENED}.LocalWorker", NetWorker)
     known, (workers, fields) = families("llama"), SPLITS[3]
     assert generated(known, workers, fields) == known.expected
 
@@ -236,7 +237,7 @@ def test_no_worker_stays_behind_if_the_model_cannot_be_opened(monkeypatch: pytes
             super().__init__(*args, **more)
             made.append(self)
 
-    monkeypatch.setattr(local, "LocalWorker", Noted)
+    monkeypatch.setattr(f"{OPENED}.LocalWorker", Noted)
     with pytest.raises(ModelNotFound):
         Engine("/no/such/model", policy=Policy(cache=ALL), device="cpu", attention_workers=2, worker_mem="4M")
     assert len(made) == 2

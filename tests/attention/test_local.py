@@ -16,10 +16,10 @@ import pytest
 
 from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.__main__ import listening
-from flexengine.guests.attention_workers.local import JoinedWorker, LocalWorker, shared_workers
 from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.workers import JoinedWorker, LocalWorker, shared_workers
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.forked import SLOW, Forked, children
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: p
         started.append(start(*args, **more))
         return started[0]
 
-    monkeypatch.setattr(local, "LocalWorker", once)
+    monkeypatch.setattr(workers, "LocalWorker", once)
     with pytest.raises(WorkerLost, match="no memory"):
         shared_workers(2, MEMORY, 0, 2, lambda text: [text])
     assert started[0].process.poll() == 0
@@ -71,7 +71,7 @@ def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: p
 
 def test_sockets_last_as_long_as_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    monkeypatch.setattr(workers, "LocalWorker", ThreadWorker)
     tiers = shared_workers(1, MEMORY, 0, 2, lambda text: [text])
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700

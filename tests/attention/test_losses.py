@@ -13,7 +13,7 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory, WorkerLost
-from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.server import AttentionServer
 from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.lossy import EXACT, Lossy
@@ -222,14 +222,14 @@ def test_a_job_ends_if_workers_are_lost_again_and_again(families: Any, monkeypat
             self.link.close()
             return super().ask(*args)
 
-    monkeypatch.setattr(local, "LocalWorker", Broken)
+    monkeypatch.setattr(workers, "LocalWorker", Broken)
     known, said = families("llama"), list[Any]()
     with Engine(known.directory, policy=Policy(8, 1, cache=ALL), device="cpu", attention_workers=1,
                 worker_mem="4M") as engine:  # fmt: skip
         with pytest.raises(WorkerLost, match=r"attention worker worker1 \(.*, process \d+\) is lost: "):
             said += engine.generate(known.rows, GREEDY)
         assert len(engine.summary.replanned) == 8
-        monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+        monkeypatch.setattr(workers, "LocalWorker", ThreadWorker)
     assert not said
 
 

@@ -15,7 +15,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.commands import serve_attention
 from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers import network, tier
+from flexengine.guests.attention_workers import tier, workers
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
@@ -120,7 +120,7 @@ def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_waits_for_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a signal that came just before `accept` is handled when it returns."""
     timeouts = list[float | None]()
-    monkeypatch.setattr(network, "serve_forever", lambda server, pool, say: timeouts.append(server.gettimeout()))
+    monkeypatch.setattr(workers, "serve_forever", lambda server, pool, say: timeouts.append(server.gettimeout()))
     assert main(["serve-attention", f"127.0.0.1:{free_port()}", "--worker-mem", "4M"]) == 0
     assert timeouts == [serve_attention.ACCEPT_SECONDS]
 

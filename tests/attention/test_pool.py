@@ -17,11 +17,11 @@ from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
 from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text
-from flexengine.guests.attention_workers.network import RemoteWorker, connecting
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.tables import WorkerTables
 from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.attention_workers.workers import RemoteWorker, connecting
 from flexengine.guests.wire.link import Connection
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage

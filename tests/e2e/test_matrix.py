@@ -17,7 +17,7 @@ import pytest
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers import workers
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.durations import ONCE
 from tests.helpers.families import Family, prompts_of, reference
@@ -187,7 +187,7 @@ def opened(case: Case, **options: Any) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", ""))
 def test_tokens(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    monkeypatch.setattr(local, "LocalWorker", ThreadWorker)
+    monkeypatch.setattr(workers, "LocalWorker", ThreadWorker)
     known, prompts, expected = answers(case.family, case.form)
     options = dict(
         model=known.directory, policy=policy_of(case), lossy=lossy_of(case), device=case.device, overlap=case.overlap,

@@ -18,7 +18,7 @@ from flexengine.engine import planner as planning
 from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import InputRows
-from flexengine.measure.quick import quick_rates
+from flexengine.measure.kernels import quick_rates
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
@@ -140,7 +140,7 @@ def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
         calls.append(quick_rates(machine, dtype))
         return calls[-1]
 
-    monkeypatch.setattr("flexengine.measure.quick.quick_rates", rates)
+    monkeypatch.setattr("flexengine.measure.kernels.quick_rates", rates)
     with Engine(families("llama").directory, device=device, device_mem="64M") as engine:
         before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
         for _ in range(2):

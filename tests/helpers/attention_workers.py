@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flexengine.guests.attention_workers import local
+from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.network import serve_forever
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import serve
 from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.attention_workers.workers import serve_forever
 from flexengine.guests.wire.link import Broken, Connection
 from flexengine.places import worker_names
 from flexengine.schedule.batches import Batch
@@ -112,7 +112,7 @@ class Losses:
         self.sweeps = list[dict[int, tuple[str, int, bool]]]()
         self.lost = list[tuple[int, str]]()
         self.workers, self.calls, self._at = list[ThreadWorker](), 0, set(at)
-        patch.setattr(local, "LocalWorker", lambda *args, **more: self._made(kind, *args, **more))
+        patch.setattr(workers, "LocalWorker", lambda *args, **more: self._made(kind, *args, **more))
         for name in calls:
             patch.setattr(kind, name, self._counted(getattr(kind, name)))
         begin = Worker.begin

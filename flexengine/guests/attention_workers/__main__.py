@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexengine.guests.attention_workers.network import serve_meanwhile
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import serve
+from flexengine.guests.attention_workers.workers import serve_meanwhile
 from flexengine.guests.wire.link import Broken
 
 

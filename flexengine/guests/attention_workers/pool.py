@@ -16,16 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput
 from flexengine.tier.memory import aligned_buffer
-
-if TYPE_CHECKING:
-    from flexengine.guests.attention_workers.server import AttentionServer
 
 T = TypeVar("T")
 MEASURED = 64 << 20  # bytes that are written and read to measure a disk
@@ -52,7 +49,7 @@ class WorkerPool:
         self.file_rate = 0 if folder is None else read_rate(folder, memory)
         self.measured = threading.Lock()
         self._lock = threading.Lock()
-        self._members: dict[int, AttentionServer] = {}  # by number of the engine
+        self._members: dict[int, Callable[[], None]] = {}  # by number of the engine
         self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
 
     def take(self, nbytes: int) -> bool:
@@ -75,22 +72,22 @@ class WorkerPool:
         """Queue a computation. Return its result, when it has ended, or its error."""
         return self._thread.submit(work)
 
-    def join(self, engine: int, member: "AttentionServer") -> None:
+    def join(self, engine: int, leave: Callable[[], None]) -> None:
         """Add a connection. If the same engine has an older one, which is lost, the older one ends first.
 
         Args:
             engine: number that the engine has drawn.
-            member: the connection.
+            leave: ends the connection, and returns when its memory is given back.
         """
         with self._lock:
-            older, self._members[engine] = self._members.get(engine), member
+            older, self._members[engine] = self._members.get(engine), leave
         if older is not None:
-            older.leave()
+            older()
 
-    def part(self, engine: int, member: "AttentionServer") -> None:
+    def part(self, engine: int, leave: Callable[[], None]) -> None:
         """Remove a connection, unless a newer one has replaced it."""
         with self._lock:
-            if self._members.get(engine) is member:
+            if self._members.get(engine) == leave:
                 del self._members[engine]
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class AttentionServer(PageAttention):
             if self._alone:
                 self._end_alone()
             self.pool.give_back(taken)
-            self.pool.part(self.engine, self)
+            self.pool.part(self.engine, self.leave)
             self._left.set()
 
     def leave(self) -> None:
@@ -90,7 +90,7 @@ class AttentionServer(PageAttention):
             self.link.send(MessageKind.REFUSE, (), text(why))
             raise Broken(why)
         self.engine, pool = hello.numbers[1], self.pool
-        pool.join(self.engine, self)
+        pool.join(self.engine, self.leave)
         numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
         self.link.send(MessageKind.HELLO, numbers, text(self.name))
 

@@ -22,8 +22,7 @@ from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.stages.frames import LAST, Frame, FrameChannel, SocketChannel
 from flexengine.guests.stages.launch import INTERFACE, ranks
-from flexengine.guests.wire.link import Broken, Connection
-from flexengine.guests.wire.packing import pack, unpack
+from flexengine.guests.wire.link import Broken, Connection, pack, unpack
 
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
 CONTROL = 0  # connection of a stage to the driver; the other ones are for HIDDENS

@@ -8,11 +8,10 @@ from typing import Any
 from flexengine.engine.guests import StageDriver
 from flexengine.engine.stages import Stage, StageResult, Sweep
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
-from flexengine.guests.stages.frames import EMPTY, Frame
+from flexengine.guests.stages.frames import EMPTY, Frame, SendingPort
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
 from flexengine.guests.stages.messages import Event, JobOrder, Order, OrderKind, SentText
-from flexengine.guests.stages.ports import SendingPort
-from flexengine.guests.wire.packing import pack, unpack
+from flexengine.guests.wire.link import pack, unpack
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexengine.engine.stages import LocalStage, StageResult
-from flexengine.guests.stages.frames import LAST, Ended, Frame
+from flexengine.guests.stages.frames import LAST, Ended, Frame, SendingPort, TakingPort
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
 from flexengine.guests.stages.messages import JobOrder, Order, OrderKind
-from flexengine.guests.stages.ports import SendingPort, TakingPort
 from flexengine.guests.stages.remote import TRACE, failure
-from flexengine.guests.wire.packing import pack, unpack
+from flexengine.guests.wire.link import pack, unpack
 from flexengine.lossy import Lossy
 from flexengine.plan.candidates import Options
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import place_weights
 from flexengine.policy import Policy
-from flexengine.runtime.frames import forget_variables
+from flexengine.runtime.lane import forget_variables
 from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.stage_ports import Ports
 

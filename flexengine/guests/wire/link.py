@@ -10,10 +10,14 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
+
+from flexengine.places import Lane, Place
 
 HEADER = struct.Struct("<8q")
 NUMBERS = 5  # in a header, for the kind of message
@@ -24,6 +28,7 @@ MOST_TAKEN = 1 << 30  # bytes of a body that is read into new memory
 SILENT_SECONDS = 15.0  # without any byte, until the other process counts as lost
 BEAT_SECONDS = SILENT_SECONDS / 10  # between two messages that show that a process lives
 BEAT = 3  # their kind
+T = TypeVar("T")
 
 
 class Broken(Exception):
@@ -181,3 +186,34 @@ class Connection:
 def _bytes(tensor: Tensor) -> memoryview:
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def pack(values: Any) -> Tensor:
+    """Return values as uint8 [bytes]: numbers, text, lists, dicts, dataclasses and named tuples; places and lanes by
+    their names."""
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(values, enc_hook=_name)), dtype=torch.uint8)
+
+
+def _name(value: object) -> str:
+    if isinstance(value, Place | Lane):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be packed")
+
+
+def unpack(body: Tensor, kind: type[T]) -> T:
+    """Return the values in a body. Raise Broken if they are not of a type.
+
+    Args:
+        body: uint8 [bytes], from `pack`.
+        kind: the type, such as a dataclass or dict[str, int].
+    """
+    try:
+        values: T = _decoder(kind).decode(memoryview(body.numpy()))  # type: ignore[arg-type]
+    except msgspec.MsgspecError as error:
+        raise Broken(f"a message is no {kind.__name__} ({error})") from error
+    return values
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)

@@ -29,7 +29,7 @@ from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.file_job import EngineRunner, FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
-from flexengine.guests.attention_workers.network import RemoteWorker
+from flexengine.guests.attention_workers.workers import RemoteWorker
 from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row

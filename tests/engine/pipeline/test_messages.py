@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from flexengine import SamplingParams
 from flexengine.engine.stages import StageResult, Sweep
 from flexengine.guests.stages.messages import Event, JobOrder, Order, SentText
-from flexengine.guests.wire.link import Broken
-from flexengine.guests.wire.packing import pack, unpack
+from flexengine.guests.wire.link import Broken, pack, unpack
 from flexengine.model.sample import Sampled
 from flexengine.places import place_names
 from flexengine.plan.workload import Workload
