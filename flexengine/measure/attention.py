@@ -76,20 +76,6 @@ class AttentionTrial:
             window: tokens that a query sees; None for all.
             home: tier of the cache; for the host, attention is computed on the host.
         """
-        with self._cache(sequences, past, count, home) as (cache, view):
-            event = self._event(sequences * count, window)
-            yield partial(_on_host if home == "host" else _on_device, cache, view, event)
-
-    def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
-        """Return the layers of a trial: enough to exceed the CPU's caches, limited by free memory; 0 if none fits."""
-        page = page_tokens(self.facts, home, tokens)
-        one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
-        left = room(self.machine, home)
-        return min(LAYERS, -(-UNCACHED // one), max(left // TRIALS // one, min(1, left // one)))
-
-    @contextmanager
-    def _cache(self, sequences: int, past: int, count: int, home: str) -> Iterator[tuple[Cache, View]]:
-        """Yield a cache with filled pages for these sequences, and the view of their gpu_batch."""
         facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
         on_host = home == "host"
@@ -109,9 +95,17 @@ class AttentionTrial:
             for layer in range(n):
                 fill(cache.on_host(layer)[0] if on_host else cache.on_device(layer))
             batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", home)
-            yield cache, cache.view(batch)
+            event = self._event(sequences * count, window)
+            yield partial(_on_host if on_host else _on_device, cache, cache.view(batch), event)
         finally:
             cache.close()
+
+    def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
+        """Return the layers of a trial: enough to exceed the CPU's caches, limited by free memory; 0 if none fits."""
+        page = page_tokens(self.facts, home, tokens)
+        one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
+        left = room(self.machine, home)
+        return min(LAYERS, -(-UNCACHED // one), max(left // TRIALS // one, min(1, left // one)))
 
     def _event(self, tokens: int, window: int | None) -> Attend:
         facts, on = self.facts, self.machine.compute

@@ -46,19 +46,17 @@ def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
     ):
         if not bound:
             return None
-        regions = Regions(machine)
+        depth = min(bound, DEPTH)
         try:
-            depth = min(bound, DEPTH)
-            cells = [_Cell(opened, machine, regions, depth) for _ in range(BATCHES)]
-            run = Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes)
-            with causes_raised(), run as executor:
-                turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
-                         for _ in range(TURNS)]  # fmt: skip
-                executor.abandon("device", lambda: PassTrial.end_all([cell.trial for cell in cells]))
+            with Regions(machine) as regions:
+                cells = [_Cell(opened, machine, regions, depth) for _ in range(BATCHES)]
+                run = Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes)
+                with causes_raised(), run as executor:
+                    turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
+                             for _ in range(TURNS)]  # fmt: skip
+                    executor.abandon("device", lambda: PassTrial.end_all(cell.trial for cell in cells))
         except OutOfMemory:
             return None
-        finally:
-            regions.free()
     return max(0.0, median(delegated - whole for delegated, whole in turns))
 
 
@@ -105,14 +103,9 @@ class _Cell:
         elif task.cell.layer < self.depth:
             if task.cell.layer == 0:
                 trial.begin()
-            if task.op is Op.PROJECT:
-                self._project()
-            else:
+            if task.op is not Op.PROJECT:
                 trial.layer()
-
-    def _project(self) -> None:
-        trial = self.trial
-        attend = trial.attention()
-        buffer = self.machine.device.view(self.device_buffer)
-        buffer.copy_(attend.q.reshape(-1)[: len(buffer)])
-        self.answer = trial.answer(attend)
+                return
+            attend, buffer = trial.attention(), machine.device.view(self.device_buffer)
+            buffer.copy_(attend.q.reshape(-1)[: len(buffer)])
+            self.answer = trial.answer(attend)

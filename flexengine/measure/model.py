@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -114,7 +114,7 @@ def time_layers(
                 break
         took[n] = time.perf_counter() - began
         tick()
-    PassTrial.end_all(list(trials.values()))
+    PassTrial.end_all(trials.values())
     for n, (name, seconds) in cold.items():
         times_of[n] = times_of[n] if name in times_of[n] else {**times_of[n], name: [seconds]}
     return {n: {name: median(times) for name, times in by.items()} for n, by in times_of.items() if n in cold}
@@ -152,13 +152,18 @@ class PassTrial:
     def begin(self) -> float:
         """Start a pass and run it up to its first layer. Return the time.perf_counter at which the model started."""
         self.end()
-        inputs, rows = self._inputs()
+        on, width = self.machine.compute, self.skeleton.embedding[1][1]
+        positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
+        # Embeddings differ, so that tokens choose different experts. All are kept: the last layer computes kept rows only.
+        rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
+        keep = torch.arange(self.tokens, device=on)
+        inputs = Inputs(positions[None].to(on), positions[None].to(on), keep)
         self.machine.synchronize()
         began = time.perf_counter()
         self.forward = Forward(self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute))
         event = self.forward.resume()
         assert isinstance(event, Rows)
-        self.event = self._on(self.forward, (rows, inputs.positions - inputs.positions.min()))
+        self.resume((rows, inputs.positions - inputs.positions.min()))
         return began
 
     def end(self) -> None:
@@ -168,7 +173,7 @@ class PassTrial:
             self.forward = None
 
     @staticmethod
-    def end_all(trials: "Sequence[PassTrial]") -> None:
+    def end_all(trials: "Iterable[PassTrial]") -> None:
         """End the passes of several trials."""
         for trial in trials:
             trial.end()
@@ -185,24 +190,11 @@ class PassTrial:
         assert isinstance(attend, Attend)
         return attend
 
-    def resume(self, answer: Tensor) -> None:
-        """Compute the rest of a layer, from the output of its attention on."""
+    def resume(self, answer: Any) -> None:
+        """Compute what follows a pause. answer: output of a layer's attention, with which the layer ends."""
         assert self.forward is not None
-        self.event = self._on(self.forward, answer)
-
-    def _on(self, forward: Forward, value: Any) -> Pause:
-        event = forward.resume(value)
+        self.event = self.forward.resume(answer)
         self.machine.synchronize()
-        return event
-
-    def _inputs(self) -> tuple[Inputs, Tensor]:
-        """Return inputs and their random embeddings, which differ, so that tokens choose different experts."""
-        on, width = self.machine.compute, self.skeleton.embedding[1][1]
-        positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
-        rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
-        keep = torch.arange(self.tokens, device=on)  # all, else the last layer would compute fewer rows
-        inputs = Inputs(positions[None].to(on), positions[None].to(on), keep)
-        return inputs, rows
 
     def answer(self, event: Attend) -> Tensor:
         """Return random numbers in place of the output of attention, [1, tokens, heads, head_dim]."""

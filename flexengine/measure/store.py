@@ -30,7 +30,6 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
-from flexengine.tier.wrap import Throttled
 from flexengine.worker.open_model import OpenModel
 
 # What measures rates, as module:name, which is imported on first use.
@@ -172,7 +171,7 @@ def key_of(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> 
 
 def fingerprint(machine: Machine) -> str:
     """Return a hash, 32 hexadecimal digits, of all properties that a machine's rates depend on."""
-    rates = [(tier.rates, tier.latency) for tier in machine.tiers.values() if isinstance(tier, Throttled)]
+    rates = [tier.slowed for tier in machine.tiers.values() if tier.slowed is not None]
     parts = [
         __version__, torch.__version__, version("transformers"), cpu_type(), os.cpu_count(),
         len(os.sched_getaffinity(0)),

@@ -60,6 +60,7 @@ class Tier(ABC):
     bytes_read: int = 0
     bytes_written: int = 0
     engines: int = 1  # that share it, if it is an attention worker
+    slowed: tuple[dict[str, float | None], float] | None = None  # bytes per second by direction, latency in seconds
     _counting = threading.Lock()  # several lanes move data through one tier
 
     def count(self, read: int = 0, written: int = 0) -> None:

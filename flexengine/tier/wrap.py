@@ -28,9 +28,9 @@ class Throttled(Tier):
     def __init__(
         self, inner: Tier, read_rate: float | None = None, write_rate: float | None = None, latency: float = 0.0
     ) -> None:
-        self.latency = latency
         self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
-        self.rates = {"read": read_rate, "write": write_rate}
+        self.rates, self.latency = {"read": read_rate, "write": write_rate}, latency
+        self.slowed = self.rates, latency
         self._free = {"read": 0.0, "write": 0.0}  # time at which a direction is free again
         self._owed = {"read": 0.0, "write": 0.0}  # seconds that the last transfer of a direction did not sleep
         self._lock = threading.Lock()

@@ -13,7 +13,6 @@ from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.pages import PAGE_TOKENS
-from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 
 SEQUENCES, TOKENS, TURNS = 16, 512, 5  # of a question; questions of which the median counts
@@ -74,33 +73,28 @@ def _link_rate(tier: WorkerTier) -> float:
 
 
 def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
-    page = 2 * model.kv_heads * PAGE_TOKENS * model.head_dim * dtype.itemsize
-    wanted, room = SEQUENCES * -(-tokens // PAGE_TOKENS), (tier.ledger.capacity or 0) // page - 1
-    fitting = max(1, min(wanted, room))  # pages in the worker's memory
-    region = tier.allocate(fitting * page, WHAT, dtype)
-    try:
-        return _timed(tier, region, model, dtype, tokens)
-    finally:
-        tier.free(region, WHAT)
-
-
-def _timed(tier: WorkerTier, region: Region, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
+    """Return the seconds of a question about sequences of as many tokens."""
     kv_heads, dim, pages = model.kv_heads, model.head_dim, -(-tokens // PAGE_TOKENS)
-    fitting = region.nbytes // (2 * kv_heads * PAGE_TOKENS * dim * dtype.itemsize)
+    page = 2 * kv_heads * PAGE_TOKENS * dim * dtype.itemsize
+    fitting = max(1, min(SEQUENCES * pages, (tier.ledger.capacity or 0) // page - 1))  # pages in the worker's memory
     table = (torch.arange(SEQUENCES * pages, dtype=torch.int32) % fitting).view(SEQUENCES, pages)
     lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32)
     offsets = torch.full((SEQUENCES,), (tokens - 1) % PAGE_TOKENS, dtype=torch.int32)
     last, none = table[:, -1].contiguous(), torch.empty(0, 2, dtype=torch.int32)
-    rows = torch.arange(SEQUENCES, dtype=torch.int32)
-    tier.client.tables(0, 0, WorkerTables(table, lengths, lengths, last, offsets, rows, none))
-    number = DTYPES.index(dtype)
-    pool: dict[str, Any] = {"handle": region.place, "start": 0, "pages": fitting, "page_tokens": PAGE_TOKENS}
-    shape: dict[str, Any] = {"heads": model.heads, "kv_heads": kv_heads, "head_dim": dim, "scale": dim**-0.5}
-    question = WorkerQuestion(**pool, **shape, bits=0, pool_dtype=number, dtype=number, batch=0, group=0)
+    rows, number = torch.arange(SEQUENCES, dtype=torch.int32), DTYPES.index(dtype)
     vectors = torch.zeros(SEQUENCES * (model.heads + 2 * kv_heads) * dim, dtype=dtype).view(torch.uint8)
     target, seconds = torch.empty(SEQUENCES * model.heads * dim, dtype=dtype).view(torch.uint8), list[float]()
-    for _ in range(TURNS + 1):  # the first one is not counted
-        began = time.perf_counter()
-        tier.client.ask(0, question, vectors, target).wait()
-        seconds.append(time.perf_counter() - began)
+    region = tier.allocate(fitting * page, WHAT, dtype)
+    try:
+        tier.client.tables(0, 0, WorkerTables(table, lengths, lengths, last, offsets, rows, none))
+        question = WorkerQuestion(
+            handle=region.place, start=0, pages=fitting, page_tokens=PAGE_TOKENS, heads=model.heads, kv_heads=kv_heads,
+            head_dim=dim, scale=dim**-0.5, bits=0, pool_dtype=number, dtype=number, batch=0, group=0,
+        )  # fmt: skip
+        for _ in range(TURNS + 1):  # the first one is not counted
+            began = time.perf_counter()
+            tier.client.ask(0, question, vectors, target).wait()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        tier.free(region, WHAT)
     return median(seconds[1:])
