@@ -17,7 +17,7 @@ GUESTS = {  # module:object, by name
     "rates of attention workers": "flexengine.guests.attention_workers.measure:measure_workers",
     "driver of stages": "flexengine.guests.stages.remote:Driver",
     "planner of stages": "flexengine.guests.stages.planner:PipelinePlanner",
-    "check of stages": "flexengine.guests.stages.alike:check_alike",
+    "check of stages": "flexengine.guests.stages.planner:check_alike",
 }
 
 

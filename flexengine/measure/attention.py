@@ -53,13 +53,7 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class AttentionTrial:
-    """Maker of attention calls to time.
-
-    Attributes:
-        facts: facts of the model.
-        machine: the machine to measure.
-        dtype: dtype of activations.
-    """
+    """Maker of attention calls to time, with activations of `dtype`."""
 
     facts: ModelFacts
     machine: Machine
@@ -67,15 +61,9 @@ class AttentionTrial:
 
     @contextmanager
     def call(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> Iterator[Call]:
-        """Yield a function that computes one layer's attention of one gpu_batch.
-
-        Args:
-            sequences: in the gpu_batch.
-            past: cached tokens of each sequence.
-            count: new tokens of each sequence.
-            window: tokens that a query sees; None for all.
-            home: tier of the cache; for the host, attention is computed on the host.
-        """
+        """Yield a function that computes one layer's attention of one gpu_batch. past, count: cached and new tokens of
+        each sequence. window: tokens that a query sees; None for all. home: tier of the cache; for the host, attention
+        is computed on the host."""
         facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
         on_host = home == "host"
@@ -145,14 +133,8 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
 
 
 class AttentionFigure(NamedTuple):
-    """A call to time.
-
-    Attributes:
-        what: name of the table.
-        x: position in the table, in tokens.
-        work: bytes or FLOP of a call, for a table of rates; 0 for a table of seconds.
-        call: makes the function to time.
-    """
+    """A call to time, for position x, in tokens, of table `what`. work: bytes or FLOP, for a table of rates; 0 for
+    seconds."""
 
     what: str
     x: int

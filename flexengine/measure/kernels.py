@@ -105,13 +105,8 @@ class ProductWork(NamedTuple):
 
 @contextmanager
 def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], ProductWork]]:
-    """Yield a function that makes products for a number of rows; they cycle through matrices that exceed the caches.
-
-    Args:
-        machine: the machine to measure.
-        dtype: dtype of activations.
-        held: dtype of the matrices.
-    """
+    """Yield a function that makes products for a number of rows, of activations of `dtype`; they cycle through
+    matrices, of dtype `held`, that exceed the caches."""
     width, working = LARGE if machine.gpu else SMALL
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
     size = width * width * held.itemsize
@@ -155,16 +150,8 @@ def _vector_flops(decode: Table, dtype: torch.dtype) -> float:
 def _decode(
     machine: Machine, tier: str, kernels: Kernels, dtype: torch.dtype, lengths: Sequence[int], group: int = 1
 ) -> Table:
-    """Return the bytes of KV per second of decode attention by length.
-
-    Args:
-        machine: the machine to measure.
-        tier: tier of the KV pool, in which each sequence has random pages.
-        kernels: the kernels to measure.
-        dtype: dtype of queries and pool.
-        lengths: tokens of each of SEQUENCES sequences.
-        group: queries per KV head.
-    """
+    """Return the bytes of KV per second of decode attention by tokens of each of SEQUENCES sequences, whose pages are
+    at random places of a pool in a tier. group: queries per KV head."""
     working = min((LARGE if machine.gpu else SMALL)[1], room(machine, tier))
     one = 2 * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
     heads = max(1, min(HEADS // group, working // one))
@@ -224,10 +211,8 @@ Calls = Callable[[int], object]  # does piece `number` of a lane's work
 
 
 def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, float]:
-    """Return the factors by which two lanes slow down if both work at the same time.
-
-    Turns alone and together alternate.
-    """
+    """Return the factors by which two lanes slow down if both work at the same time. Turns alone and together
+    alternate."""
 
     def rate() -> float:
         began, number = time.perf_counter(), 0

@@ -75,16 +75,9 @@ def _sizes(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine) -> Table:
-    """Return (size, bytes per second) for each size.
-
-    Sizes take turns, and a rate is a mean over all turns, as the rate of a disk changes with time.
-
-    Args:
-        sizes: bytes of a transfer, ascending.
-        budget: seconds for each size.
-        call: call(size, number) makes transfer `number`.
-        machine: to synchronise with.
-    """
+    """Return (size, bytes per second) for each size of a transfer, ascending. Sizes take turns, and a rate is a mean
+    over all turns, as the rate of a disk changes with time. budget: seconds for each size. call(size, number) makes
+    transfer `number`."""
     chosen, spent, calls = list(sizes), dict[int, float](), dict[int, int]()
     each = 0.0  # seconds per byte at the previous size
     for size in list(chosen):
@@ -115,14 +108,9 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
 
 
 def _touch(most: int) -> tuple[float, float]:
-    """Return the bytes per second of RAM that is written for the first time, alone and while the CPU computes.
-
-    This is the rate of page faults in a fresh mapping. The first two fifths of the mapping are left out: they use
-    recently freed pages, which the kernel of a virtual machine provides ten times faster.
-
-    Args:
-        most: bytes that may be allocated.
-    """
+    """Return the bytes per second of RAM that is written for the first time, alone and while the CPU computes: the rate
+    of page faults in a fresh mapping of at most `most` bytes. The first two fifths are left out: they use recently
+    freed pages, which the kernel of a virtual machine provides ten times faster."""
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
     fifth = len(fresh) // 5
     fresh[: 2 * fifth : PAGE] = 1

@@ -45,19 +45,10 @@ def measure_model(
     machine: Machine,
     most_tokens: int = 2048,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
-    """Return tables as in `Hardware.layers` and `Hardware.heads`.
-
-    These are seconds of a layer by tokens, without its attention, and seconds of logits and greedy tokens by rows,
-    including the part of a pass before its first layer. Entries that do not fit in memory or in the time are missing.
-    Takes about ten seconds. Afterwards the skeleton's modules have their previous parameters.
-
-    Args:
-        skeleton: the model.
-        facts: facts of the model.
-        held: dtype of each parameter on the device.
-        machine: the machine to measure.
-        most_tokens: maximum tokens of a gpu_batch.
-    """
+    """Return tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention,
+    and seconds of logits and greedy tokens by rows, including the part of a pass before its first layer. Entries that
+    do not fit in memory or in the time are missing. Takes about ten seconds. Afterwards the modules have their previous
+    parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
         layers, start = _layers(skeleton, names, held, machine, [n for n in TOKENS if n <= most_tokens])
@@ -83,17 +74,9 @@ def time_layers(
     skeleton: Skeleton, names: Sequence[str], machine: Machine, tokens: Sequence[int], budget: float
 ) -> dict[int, dict[str, float]]:
     """Return, by tokens, the seconds of a layer by signature, and under START of the part before the first layer.
-
     Numbers of tokens take turns, so that slow moments of the machine affect all equally. The first NEEDED are always
-    timed, the others if the expected time of a pass is left.
-
-    Args:
-        skeleton: its layers in `names` have weights.
-        names: signature of each layer.
-        machine: the machine to measure.
-        tokens: numbers of tokens, the most important first.
-        budget: seconds for all of them.
-    """
+    timed, the others if the expected time of a pass is left. names: signature of each layer that has weights. budget:
+    seconds for all."""
     trials = {n: PassTrial(skeleton, machine, n) for n in tokens}
     times_of: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
     cold: dict[int, tuple[str, float]] = {}  # time of the very first layer, used if there is no other
@@ -122,16 +105,8 @@ def time_layers(
 
 @dataclass
 class PassTrial:
-    """Passes of packed tokens through a skeleton whose first layers have weights. Attention is left out.
-
-    Attributes:
-        skeleton: the model.
-        machine: to compute on.
-        tokens: packed tokens of a pass.
-        answers: outputs of attention by shape, filled once.
-        forward: the pass under way, None between passes.
-        event: pause of the pass under way.
-    """
+    """Passes of packed tokens through a skeleton whose first layers have weights. Attention is left out: `answers` has
+    random outputs by shape. `forward` is the pass under way, None between passes; `event` is its pause."""
 
     skeleton: Skeleton
     machine: Machine
@@ -154,7 +129,7 @@ class PassTrial:
         self.end()
         on, width = self.machine.compute, self.skeleton.embedding[1][1]
         positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
-        # Embeddings differ, so that tokens choose different experts. All are kept: the last layer computes kept rows only.
+        # Embeddings differ, so that tokens choose different experts. All are kept: the last layer computes only those.
         rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
         keep = torch.arange(self.tokens, device=on)
         inputs = Inputs(positions[None].to(on), positions[None].to(on), keep)

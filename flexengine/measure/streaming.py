@@ -34,14 +34,8 @@ TELLING = 0.1  # minimum ratio of the shorter lanes' time to the longest lane's,
 
 @dataclass(frozen=True)
 class Streamed:
-    """Mean times of one layer in a pass.
-
-    Attributes:
-        seconds: from the start of a layer to the start of the next.
-        device: seconds of work on the device lane.
-        read: seconds of work on the disk lane.
-        link: seconds of work on the h2d lane; 0 if there is none.
-    """
+    """Mean seconds of one layer in a pass: from its start to the start of the next, and of work on the device, disk and
+    h2d lanes."""
 
     seconds: float
     device: float

@@ -12,12 +12,7 @@ from flexengine.schedule.tasks import Op, Task
 
 
 class TaskFailed(Exception):
-    """A task raised an error.
-
-    Attributes:
-        task: the task.
-        cause: its error.
-    """
+    """A task raised an error, `cause`."""
 
     def __init__(self, task: Task, cause: Exception) -> None:
         self.task, self.cause = task, cause

@@ -55,11 +55,8 @@ class Trace:
         self.spans.append((task, began, end))
 
     def rows(self, first: int = 0) -> list[Row]:
-        """Return all spans so far, with times that processes of other machines can compare.
-
-        Args:
-            first: number of this process's first layer in the model.
-        """
+        """Return all spans so far, with times that processes of other machines can compare. first: first layer of this
+        process."""
         since = time.time() - time.perf_counter()
         return [[task.lane, task.op.value, since + began, since + end, _arguments(task, first)]
                 for task, began, end in self.spans]  # fmt: skip

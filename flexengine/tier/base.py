@@ -25,16 +25,14 @@ class Region:
     """A region of bytes in a tier, where a tensor lies between uses.
 
     Attributes:
-        place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads `place`.
-        start: first byte of the region in `place`.
-        nbytes: size in bytes.
-        dtype: dtype of the elements in the region.
+        place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads
+            `place`.
     """
 
     place: Any = field(repr=False)
-    start: int
-    nbytes: int
-    dtype: torch.dtype
+    start: int  # first byte of the region in `place`
+    nbytes: int  # size in bytes
+    dtype: torch.dtype  # dtype of the elements in the region
 
     def part(self, start: int, nbytes: int) -> "Region":
         """Return the nbytes at byte `start` of this region. Raise ValueError if they are not all inside it."""

@@ -159,13 +159,8 @@ class DiskTier(Tier):
         self.count(read=target.nbytes)
 
     def _read_rows(self, file: File, starts: torch.Tensor, target: torch.Tensor) -> None:
-        """Read rows in this thread by one read of at most SHORT bytes.
-
-        Args:
-            file: to read from.
-            starts: int64 [n], first byte of each row, ascending.
-            target: uint8 [n, bytes of a row].
-        """
+        """Read rows, ascending, in this thread by one read of at most SHORT bytes. starts: int64 [n], first byte of
+        each row. target: uint8 [n, bytes of a row]."""
         width, end = target.shape[1], int(starts[-1]) + target.shape[1]
         low = int(starts[0]) // ALIGN * ALIGN
         buffer = self._short()[: aligned(end) - low]

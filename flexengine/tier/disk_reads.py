@@ -20,19 +20,12 @@ T = TypeVar("T")
 
 @dataclass
 class DiskRead:
-    """One read of neighbouring regions of a file.
+    """One read of neighbouring regions of a file."""
 
-    Attributes:
-        file: to read from.
-        start: first byte in the file.
-        end: byte after the last one.
-        parts: (region, flat target) pairs, in file order.
-    """
-
-    file: File
-    start: int
-    end: int
-    parts: list[tuple[Region, torch.Tensor]]
+    file: File  # to read from
+    start: int  # first byte in the file
+    end: int  # byte after the last one
+    parts: list[tuple[Region, torch.Tensor]]  # (region, flat target) pairs, in file order
 
     @property
     def nbytes(self) -> int:
@@ -86,18 +79,15 @@ class Chunk:
     """A part of a read that is read at once.
 
     Attributes:
-        low: first byte in the file.
-        high: end in the file.
-        direct: whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie after the
-            end of the file.
-        pieces: its bytes, in order.
+        direct: whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie
+            after the end of the file.
     """
 
     read: DiskRead
-    low: int
-    high: int
+    low: int  # first byte in the file
+    high: int  # end in the file
     direct: bool
-    pieces: list[ReadPiece]
+    pieces: list[ReadPiece]  # its bytes, in order
 
     @property
     def buffered(self) -> int:
@@ -120,14 +110,9 @@ class Chunk:
 
 
 def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: int) -> Iterator[Chunk]:
-    """Yield long reads in chunks, in order of the reads. Cached ones end at multiples of CHUNK in the file, so that
-    large folios of the page cache are dropped whole.
-
-    Args:
-        reads: see `disk_reads`.
-        direct: returns whether a file is read by direct I/O now. This is asked for each chunk.
-        readers: threads that share the chunks.
-    """
+    """Yield long reads in chunks, in order, shared by a number of readers. Cached ones end at multiples of CHUNK in the
+    file, so that large folios of the page cache are dropped whole. direct: returns whether a file is read by direct I/O
+    now; called for each chunk."""
     long = min(LONG, CHUNK * -(-sum(read.nbytes for read in reads) // (readers * CHUNK)))
     for read in reads:
         low = read.start // ALIGN * ALIGN

@@ -43,14 +43,8 @@ class File:
             os.close(fd)
 
     def transfer(self, call: Callable[..., int], parts: Sequence[memoryview], offset: int, direct: bool) -> int:
-        """Call os.preadv or os.pwritev and return the number of bytes moved.
-
-        Args:
-            call: os.preadv or os.pwritev.
-            parts: buffers of consecutive bytes of the file.
-            offset: in the file, in bytes.
-            direct: use direct I/O if the file system supports it.
-        """
+        """Call os.preadv or os.pwritev with buffers of consecutive bytes from byte `offset` of the file on, and return
+        the number of bytes moved. Direct I/O is used if `direct` is true and the file system supports it."""
         if direct and (fd := self.direct) is not None:
             try:
                 return call(fd, parts, offset)
@@ -68,19 +62,9 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def read_fully(file: File, targets: Sequence[memoryview], offset: int, direct: bool) -> int:
-    """Read until all targets are full or the file ends, and return the number of bytes read.
-
-    A read that fails with EIO is retried.
-
-    Args:
-        file: to read from.
-        targets: receive consecutive bytes of the file.
-        offset: in the file, in bytes.
-        direct: use direct I/O if the file system supports it.
-
-    Raises:
-        OSError: a read failed; the message names the file and the byte.
-    """
+    """Read from byte `offset` on until all targets are full or the file ends, and return the number of bytes read.
+    Direct I/O is used if the file system supports it. A read that fails with EIO is retried; then OSError names the
+    file and the byte."""
     got, left = 0, list(targets)
     while left:
         read = partial(file.transfer, os.preadv, left[:MOST_PARTS], offset + got, direct)

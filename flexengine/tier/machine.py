@@ -96,33 +96,23 @@ class Machine:
     """A compute device with its tiers.
 
     Attributes:
-        kind: cpu, sim or cuda.
-        device: tier of compute buffers; see the table above.
-        host: tier of RAM.
         disks: tiers of the offload directories, one spill file each. The first also reads checkpoint files.
-        workers: tiers of the attention workers.
-        capacity: bytes per tier, for the planner.
-        routes: hops that data takes between tiers.
-        directories: the offload directory of each disk.
-        no_offload: reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if
-            the directory can be used.
-        gpu: whether the device computes without the processor, and does not wait for what is queued.
-        compute: torch device of the kernels.
-        lanes: kind of lanes that overlap transfers with compute: thread or stream.
+        no_offload: reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK.
+            Empty if the directory can be used.
     """
 
-    kind: str
-    device: Tier
-    host: Tier
+    kind: str  # cpu, sim or cuda
+    device: Tier  # tier of compute buffers; see the table above
+    host: Tier  # tier of RAM
     disks: tuple[Tier, ...]
-    workers: tuple[Tier, ...]
-    capacity: Capacity
-    routes: Routes
-    directories: tuple[Path, ...]
+    workers: tuple[Tier, ...]  # tiers of the attention workers
+    capacity: Capacity  # bytes per tier, for the planner
+    routes: Routes  # hops that data takes between tiers
+    directories: tuple[Path, ...]  # the offload directory of each disk
     no_offload: str = ""
-    gpu: ClassVar = False
-    compute: ClassVar = torch.device("cpu")
-    lanes: ClassVar = "thread"
+    gpu: ClassVar = False  # whether the device computes without the processor, and does not wait for what is queued
+    compute: ClassVar = torch.device("cpu")  # torch device of the kernels
+    lanes: ClassVar = "thread"  # kind of lanes that overlap transfers with compute: thread or stream
 
     @property
     def disk(self) -> Tier:
@@ -147,11 +137,9 @@ class Machine:
         self.capacity = self.capacity.limited({place: tier.ledger.capacity})
 
     def tier(self, place: str) -> Tier:
-        """Return the tier of a place, such as device, host, disk or disk2."""
         return self.tiers[place]
 
     def say_no_offload(self) -> None:
-        """Report as a message why nothing is offloaded to disk, if the directory cannot be used."""
         if self.no_offload:
             message(f"nothing is offloaded to disk: {self.no_offload}")
 
@@ -282,8 +270,8 @@ def _disk_sizes(directories: Sequence[Path], first: int, sharing: int) -> list[i
 
 
 def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None, gpu: int | None) -> None:
-    """Raise InvalidInput if a size exceeds the memory of this machine, or host_mem is set for kind cpu. gpu: bytes of
-    the GPU; None if RAM is the device."""
+    """Raise InvalidInput if a size exceeds the memory of this machine (gpu: bytes of its GPU, or None), or host_mem is
+    set for kind cpu."""
     if kind == "cpu" and host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
     ram = (total_memory(), "the machine, or the cgroup of this process,")

@@ -13,17 +13,9 @@ MAX_DEBT_SECONDS = 1e-4  # shorter sleeps are put off: a sleep lasts 0.06 ms too
 
 
 class Throttled(Tier):
-    """A tier behind slower links: each call copies, then sleeps until a link of the given rate would have finished.
-
-    Each direction carries one transfer at a time. A transfer that ends at most MAX_DEBT_SECONDS too early does not
-    sleep: the next transfer sleeps for both.
-
-    Args:
-        inner: the tier that does the copies.
-        read_rate: bytes per second of loads; None for unlimited.
-        write_rate: bytes per second of stores; None for unlimited.
-        latency: seconds added to each transfer.
-    """
+    """A tier behind slower links: each call copies, then sleeps until a link of the given rate (bytes per second; None
+    for unlimited), with `latency` seconds more, would have finished. Each direction carries one transfer at a time. A
+    transfer that ends at most MAX_DEBT_SECONDS too early does not sleep: the next transfer sleeps for both."""
 
     def __init__(
         self, inner: Tier, read_rate: float | None = None, write_rate: float | None = None, latency: float = 0.0

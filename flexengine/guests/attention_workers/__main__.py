@@ -32,12 +32,7 @@ def main(fd: int, memory: int, path: str | None = None) -> int:
 
 @contextlib.contextmanager
 def listening(pool: WorkerPool, path: str | None) -> Iterator[None]:
-    """Return a context manager in which engines that connect to a Unix socket are served.
-
-    Args:
-        pool: memory and processors.
-        path: the socket; None for none.
-    """
+    """Serve engines that connect to a Unix socket while the block runs; none if path is None."""
     if path is None:
         yield
         return

@@ -19,14 +19,13 @@ class PendingQuestion:
     """A question.
 
     Attributes:
-        vectors: q, then k, then v; q alone if it goes first.
         part: attention over the cached tokens, and its log-sum-exp; None before it is computed.
     """
 
     ticket: int
     layer: int
     question: WorkerQuestion
-    vectors: Tensor
+    vectors: Tensor  # q, then k, then v; q alone if it goes first
     tables: WorkerTables
     part: tuple[Tensor, Tensor] | None = None
 

@@ -108,7 +108,6 @@ class Client:
         self._thread.start()
 
     def rename(self, place: str) -> None:
-        """Change the name of the worker's place."""
         self.place, self.name = place, place + self.name.removeprefix(self.place)
         if self._lost is not None:
             self._lost.place = place
@@ -127,14 +126,9 @@ class Client:
             raise self._fail(str(error)) from error
 
     def allocate(self, nbytes: int, counted: bool = True, handle: int | None = None) -> int | None:
-        """Return the handle of new memory; None if the worker has too little, as other engines may hold some.
-
-        Args:
-            nbytes: bytes of the memory.
-            counted: whether it is part of the worker's memory for pages; else it is shared memory that this process
-                books.
-            handle: handle of the memory; None for a new one.
-        """
+        """Return the handle of new memory; None if the worker has too little, as other engines may hold some. counted:
+        whether it is part of the worker's memory for pages; else it is shared memory that this process books. handle:
+        the handle; None for a new one."""
         handle, size = next(self._handles) if handle is None else handle, aligned(max(nbytes, 1))
         with self._allocating:
             if self.shares:
@@ -156,8 +150,7 @@ class Client:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context manager in which no other engine measures this worker. Entering it waits until they have
-        ended."""
+        """Let no other engine measure this worker while the block runs. Entering it waits until they have ended."""
         with self._allocating:
             self._send(MessageKind.ALONE, (1,))
             if isinstance(ready := self._ready.get(), WorkerLost):
@@ -201,15 +194,8 @@ class Client:
         self._send(MessageKind.SINKS, (layer,), sinks)
 
     def ask(self, layer: int, question: WorkerQuestion, vectors: Tensor, target: Tensor) -> PendingAnswer:
-        """Send a question.
-
-        Args:
-            layer: number of the layer.
-            question: the question.
-            vectors: queries, keys and values, uint8, contiguous; queries alone if they go first. If the question names
-                shared memory, they are there.
-            target: uint8, contiguous; receives the answer. If the question names shared memory, it is there.
-        """
+        """Send a question, with queries, keys and values, or with queries alone if they go first (uint8, contiguous).
+        `target` (uint8, contiguous) receives the answer. If the question names shared memory, both are there."""
         question, apart = replace(question, nbytes=vectors.nbytes), question.shared is None
         ticket, pending = self._new([target] if apart else [])
         pending.open = question.first
@@ -220,13 +206,8 @@ class Client:
         return pending
 
     def add(self, pending: PendingAnswer, vectors: Tensor, at: int | None) -> None:
-        """Send the keys and values of a question whose queries went first.
-
-        Args:
-            pending: its answer.
-            vectors: uint8, contiguous.
-            at: first byte of the vectors in the question's shared memory; None if they are not there.
-        """
+        """Send the keys and values (uint8, contiguous) of a question whose queries went first. at: first byte of the
+        vectors in the question's shared memory; None if they are not there."""
         pending.open = False
         self._send(MessageKind.ADD, (pending.ticket, at or 0, vectors.nbytes), *([vectors] if at is None else []))
         with self._lock:

@@ -49,56 +49,35 @@ class WorkerQuestion:
     """Attention of one gpu_batch in one layer, over pages of one worker.
 
     Attributes:
-        handle: number of the memory that holds the pages.
-        start: first byte of the layer's pages.
-        pages: number of pages.
-        page_tokens: tokens of a page.
-        heads: query heads.
-        kv_heads: KV heads.
-        head_dim: elements of a head.
-        bits: bits of an encoded element; 0 if pages are not encoded.
-        pool_dtype: index in DTYPES of the elements of pages.
-        dtype: index in DTYPES of q, k, v and the output.
-        batch: number of the gpu_batch, whose tables came before.
-        group: group of layers.
-        window: tokens that a query sees; None for all.
-        sinks: whether the layer has sinks, which came before.
-        partial: whether other workers hold other tokens of the sequences. The window is then in the page tables.
-        first: whether queries go first: keys and values follow in a message ADD.
-        scale: factor of the scores.
-        softcap: cap of the scores; None for none.
-        topk: share of the values that are read; None for all.
-        shared: handle of shared memory for q, k, v and the output; None if messages hold them.
-        at: first byte of q, k, v in it, or of q if `first`.
-        nbytes: their bytes.
-        out: first byte of the output in it.
+        partial: whether other workers hold other tokens of the sequences. The window is then in the page
+            tables.
     """
 
     NBYTES: ClassVar = _QUESTION.size  # packed
 
-    handle: int
-    start: int
-    pages: int
-    page_tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    bits: int
-    pool_dtype: int
-    dtype: int
-    batch: int
-    group: int
-    window: int | None = None
-    sinks: bool = False
+    handle: int  # number of the memory that holds the pages
+    start: int  # first byte of the layer's pages
+    pages: int  # number of pages
+    page_tokens: int  # tokens of a page
+    heads: int  # query heads
+    kv_heads: int  # KV heads
+    head_dim: int  # elements of a head
+    bits: int  # bits of an encoded element; 0 if pages are not encoded
+    pool_dtype: int  # index in DTYPES of the elements of pages
+    dtype: int  # index in DTYPES of q, k, v and the output
+    batch: int  # number of the gpu_batch, whose tables came before
+    group: int  # group of layers
+    window: int | None = None  # tokens that a query sees; None for all
+    sinks: bool = False  # whether the layer has sinks, which came before
     partial: bool = False
-    first: bool = False
-    scale: float
-    softcap: float | None = None
-    topk: float | None = None
-    shared: int | None = None
-    at: int = 0
-    nbytes: int = 0
-    out: int = 0
+    first: bool = False  # whether queries go first: keys and values follow in a message ADD
+    scale: float  # factor of the scores
+    softcap: float | None = None  # cap of the scores; None for none
+    topk: float | None = None  # share of the values that are read; None for all
+    shared: int | None = None  # handle of shared memory for q, k, v and the output; None if messages hold them
+    at: int = 0  # first byte of q, k, v in it, or of q if `first`
+    nbytes: int = 0  # their bytes
+    out: int = 0  # first byte of the output in it
 
     def pack(self) -> Tensor:
         """Return the question as uint8 [NBYTES]."""

@@ -73,12 +73,8 @@ class WorkerPool:
         return self._thread.submit(work)
 
     def join(self, engine: int, leave: Callable[[], None]) -> None:
-        """Add a connection. If the same engine has an older one, which is lost, the older one ends first.
-
-        Args:
-            engine: number that the engine has drawn.
-            leave: ends the connection, and returns when its memory is given back.
-        """
+        """Add a connection of an engine, by the number that it has drawn. If the engine has an older one, which is
+        lost, the older one ends first. leave: ends the connection, and returns when its memory is given back."""
         with self._lock:
             older, self._members[engine] = self._members.get(engine), leave
         if older is not None:

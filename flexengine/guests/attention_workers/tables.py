@@ -15,25 +15,15 @@ if TYPE_CHECKING:
 
 
 class WorkerTables(NamedTuple):
-    """Page tables of a gpu_batch for a group of layers, all int32.
+    """Page tables of a gpu_batch for a group of layers, all int32."""
 
-    Attributes:
-        tables: [sequences, pages], pages of each sequence.
-        lengths: [sequences], tokens of each sequence in these pages, with the new one if it is here.
-        seen: [sequences], number of the last of them that the query sees.
-        pages: [new tokens], page of each new token.
-        offsets: [new tokens], its offset in the page.
-        rows: [new tokens], its sequence.
-        copies: [copies, 2], pages (from, to) that are copied before tokens are appended.
-    """
-
-    tables: Tensor
-    lengths: Tensor
-    seen: Tensor
-    pages: Tensor
-    offsets: Tensor
-    rows: Tensor
-    copies: Tensor
+    tables: Tensor  # [sequences, pages], pages of each sequence
+    lengths: Tensor  # [sequences], tokens of each sequence in these pages, with the new one if it is here
+    seen: Tensor  # [sequences], number of the last of them that the query sees
+    pages: Tensor  # [new tokens], page of each new token
+    offsets: Tensor  # [new tokens], its offset in the page
+    rows: Tensor  # [new tokens], its sequence
+    copies: Tensor  # [copies, 2], pages (from, to) that are copied before tokens are appended
 
     def cached(self) -> "WorkerTables":
         """Return the tables without the new tokens."""
@@ -90,14 +80,8 @@ def whole(tables: "Tables") -> WorkerTables:
 
 
 def by_tokens(tables: "Tables", page_tokens: int, window: int | None, workers: int) -> list[WorkerTables]:
-    """Return the page tables of workers that hold slices of every page's tokens.
-
-    Args:
-        tables: page tables of whole pages.
-        page_tokens: tokens of a whole page.
-        window: tokens that a query sees; None for all.
-        workers: number of workers.
-    """
+    """Return the page tables of workers that hold slices of every page's tokens. tables: of whole pages, of page_tokens
+    tokens. window: tokens that a query sees; None for all."""
     share, parts, everything = page_tokens // workers, list[WorkerTables](), whole(tables)
     for number in range(workers):
 
@@ -121,13 +105,8 @@ def by_tokens(tables: "Tables", page_tokens: int, window: int | None, workers: i
 
 
 def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
-    """Return attention over the tokens of all workers.
-
-    Args:
-        outs: [tokens, heads, head_dim] of each worker.
-        lses: fp32 [tokens, heads] of each worker.
-        sinks: fp32 [heads]; None for none. They add to the denominator only, so they are no worker's.
-    """
+    """Return attention over the tokens of all workers, from out [tokens, heads, head_dim] and lse, fp32 [tokens,
+    heads], of each. Sinks, fp32 [heads] or None, add to the denominator only, so they are no worker's."""
     out = merge(outs, lses)
     if sinks is None:
         return out

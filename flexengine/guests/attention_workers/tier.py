@@ -25,13 +25,8 @@ class WorkerTier(Tier):
     """
 
     def __init__(self, connect: Callable[[str], Client], name: str, engines: int = 1) -> None:
-        """Connect to the worker.
-
-        Args:
-            connect: starts the worker, or connects to a running one; gets the name of its place; may raise WorkerLost.
-            name: name of the place.
-            engines: see the attribute.
-        """
+        """Connect to the worker of a place. connect: starts the worker, or connects to a running one; gets the name of
+        the place; may raise WorkerLost."""
         self._connect, self.client, self.name, self.engines = connect, connect(name), name, engines
         self.ledger = Ledger(self.name, self._room())
         self._earlier = (0, 0)  # bytes of questions and answers of lost workers
@@ -68,7 +63,6 @@ class WorkerTier(Tier):
         return min(client.memory, (client.memory + client.others) // self.engines)
 
     def rename(self, name: str) -> None:
-        """Change the name of the worker's place."""
         self.name = self.ledger.name = name
         self.client.rename(name)
 

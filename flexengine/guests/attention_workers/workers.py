@@ -30,8 +30,8 @@ from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import serve
 from flexengine.guests.attention_workers.tier import WorkerTier, worker_tiers
 from flexengine.guests.wire.link import Connection
-from flexengine.places import MOST_WORKERS
 from flexengine.guests.wire.processes import INTERRUPTS, ChildProcess
+from flexengine.places import MOST_WORKERS
 
 MOST_PATH = 107  # bytes of the name of a Unix socket
 CONNECT_SECONDS = 10.0  # to a worker of another machine
@@ -45,17 +45,8 @@ class LocalWorker(Client):
     """
 
     def __init__(self, place: str, memory: int, threads: int, path: Path | None = None) -> None:
-        """Start the process.
-
-        Args:
-            place: name of the worker's place.
-            memory: bytes for pages.
-            threads: threads that compute.
-            path: Unix socket at which it listens for other engines; None for no others.
-
-        Raises:
-            WorkerLost: the process did not start.
-        """
+        """Start the process. Raise WorkerLost if it does not start. path: Unix socket at which it listens for other
+        engines; None for no others."""
         own, other = socket.socketpair()
         argv = ["-m", __package__, str(other.fileno()), str(memory), *([] if path is None else [str(path)])]
         try:
@@ -82,14 +73,7 @@ class JoinedWorker(Client):
     """A worker that another process of this machine has started."""
 
     def __init__(self, place: str, path: Path, threads: int, engine: int) -> None:
-        """Connect to the worker. Raise WorkerLost if it does not listen.
-
-        Args:
-            place: name of the worker's place.
-            path: its Unix socket.
-            threads: threads that compute.
-            engine: number of this engine, as in Client.
-        """
+        """Connect to the worker at a Unix socket. Raise WorkerLost if it does not listen. engine: as in Client."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(path))
@@ -119,17 +103,9 @@ def open_workers(given: int | Sequence[str], memory: int, engines: int, group: P
 
 
 def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None = None) -> list[WorkerTier]:
-    """Start workers on this machine, and return their tiers. Each gets an equal part of the processors.
-
-    Args:
-        count: number of workers.
-        memory: bytes for pages of each.
-        engines: engines on this machine that share them.
-        folder: directory of the sockets for the other engines; None without others.
-
-    Raises:
-        WorkerLost: a process did not start.
-    """
+    """Start workers on this machine, and return their tiers. Each gets an equal part of the processors. Raise
+    WorkerLost if a process does not start. folder: directory of the sockets for the other engines that share them; None
+    without others."""
     start = partial(LocalWorker, memory=memory, threads=_threads(count, engines))
     starts = [start if folder is None else partial(start, path=folder / str(number)) for number in range(count)]
     with activity("starting", "starting the processes of attention workers") if count else contextlib.nullcontext():
@@ -220,18 +196,8 @@ class RemoteWorker(Client):
     patience = 20.0
 
     def __init__(self, place: str, address: str, engine: int | None = None) -> None:
-        """Connect to the worker.
-
-        Args:
-            place: name of the worker's place.
-            address: HOST:PORT.
-            engine: number of the engine, as in Client.
-
-        Raises:
-            InvalidInput: the worker refuses, or the address is wrong.
-            OutOfMemory: other engines hold all its memory.
-            WorkerLost: it does not listen there.
-        """
+        """Connect to the worker at HOST:PORT. Raise InvalidInput if it refuses or the address is wrong, OutOfMemory if
+        other engines hold all its memory, WorkerLost if it does not listen there. engine: as in Client."""
         try:
             connection = socket.create_connection(address_of(address), CONNECT_SECONDS)
         except OSError as error:
@@ -253,10 +219,8 @@ class RemoteWorker(Client):
 
 
 def connecting(address: str) -> Callable[[str], RemoteWorker]:
-    """Return a function that connects to the worker at an address, at every call as the same engine.
-
-    Its argument is the name of the worker's place.
-    """
+    """Return a function that connects to the worker at an address, at every call as the same engine. Its argument is
+    the name of the worker's place."""
     return partial(RemoteWorker, address=address, engine=secrets.randbits(62))
 
 

@@ -24,21 +24,13 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class Frame(NamedTuple):
-    """A message.
+    """A message."""
 
-    Attributes:
-        kind: number of its kind.
-        job: number of the job.
-        number: number whose meaning depends on the kind.
-        tokens: tokens of hidden states.
-        body: uint8 [bytes], in RAM.
-    """
-
-    kind: int
-    job: int = 0
-    number: int = 0
-    tokens: int = 0
-    body: Tensor = EMPTY
+    kind: int  # number of its kind
+    job: int = 0  # number of the job
+    number: int = 0  # number whose meaning depends on the kind
+    tokens: int = 0  # tokens of hidden states
+    body: Tensor = EMPTY  # uint8 [bytes], in RAM
 
 
 class Ended(Exception):
@@ -67,11 +59,8 @@ class FrameChannel:
             self._changed.notify_all()
 
     def get(self, ended: Callable[[], bool] = lambda: False) -> Frame:
-        """Return the first frame. Wait until there is one.
-
-        Args:
-            ended: looked at after every `wake`; if it is true, Ended is raised.
-        """
+        """Return the first frame. Wait until there is one. Raise Ended if `ended()` is true, which is looked at after
+        every `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._frames or ended())
             if ended():
@@ -144,11 +133,7 @@ class SocketChannel(FrameChannel):
 
 
 class SendingPort(Port):
-    """Port to the next stage.
-
-    Attributes:
-        job: number of the present job.
-    """
+    """Port to the next stage, for the job with number `job`."""
 
     def __init__(self, channel: FrameChannel) -> None:
         self.channel, self.job = channel, 0
@@ -162,12 +147,8 @@ class SendingPort(Port):
 
 
 class TakingPort(Port):
-    """Port from the stage before. The gpu_batches of a sweep may come in another order than they are taken: the hidden
-    states of one whose attention is delegated leave a stage later.
-
-    Attributes:
-        job: number of the present job.
-    """
+    """Port from the stage before, for the job with number `job`. The gpu_batches of a sweep may come in another order
+    than they are taken: the hidden states of one whose attention is delegated leave a stage later."""
 
     def __init__(self, channel: FrameChannel) -> None:
         self.channel, self.job, self._ended = channel, 0, 0

@@ -37,12 +37,8 @@ class LocalStages:
     """
 
     def __init__(self, stages: int, argv: Sequence[str]) -> None:
-        """Start the processes, and set the environment of this one.
-
-        Args:
-            stages: number of stages, with the one of this process.
-            argv: arguments of Python.
-        """
+        """Start the processes, with arguments of Python, and set the environment of this one. stages: with that of this
+        process."""
         with socket.socket() as free:
             free.bind((LOCAL, 0))
             port = free.getsockname()[1]

@@ -29,17 +29,8 @@ from flexengine.worker.row_sequence import RowSequence
 
 LAYOUT = 2  # of frames; raise it with every change of them
 # Sampling parameters that choose a token. The driver ends sequences, so it alone needs the others.
-CHOOSING = (
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
+CHOOSING = ("seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "logprobs")  # fmt: skip
 # Kinds of frames; see the table.
 OrderKind = enum.IntEnum(
     "OrderKind", "CHOOSE LAY_OUT PREPARE SWEEP END LEAVE ANSWER FAILED RESULT", start=FIRST_KIND + 1
@@ -48,43 +39,25 @@ OrderKind = enum.IntEnum(
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """A job that a stage plans or prepares.
+    """A job that a stage plans or prepares."""
 
-    Attributes:
-        workload: sizes of the rows.
-        lossy: the lossy switches that are set.
-        policy: policy of the first stage; empty where the stage chooses one.
-        given: whether the user gave the policy, so that weights are placed as it says in all stages.
-        block: most sequences alive, for the choice of a policy; None for free choice.
-        prefill_tokens: most tokens of a prefill chunk; None for free choice.
-        lost: places of attention workers that are replaced first.
-    """
-
-    workload: Workload
-    lossy: dict[str, Any]
-    policy: dict[str, Any]
-    given: bool = False
-    block: int | None = None
-    prefill_tokens: int | None = None
-    lost: Sequence[str] = ()
+    workload: Workload  # sizes of the rows
+    lossy: dict[str, Any]  # the lossy switches that are set
+    policy: dict[str, Any]  # policy of the first stage; empty where the stage chooses one
+    given: bool = False  # whether the user gave the policy, so that weights are placed as it says in all stages
+    block: int | None = None  # most sequences alive, for the choice of a policy; None for free choice
+    prefill_tokens: int | None = None  # most tokens of a prefill chunk; None for free choice
+    lost: Sequence[str] = ()  # places of attention workers that are replaced first
 
 
 class Event(NamedTuple):
-    """Pages of a sequence that are claimed or released.
+    """Pages of a sequence that are claimed or released."""
 
-    Attributes:
-        sequence: number of the sequence.
-        home: its place.
-        cached: tokens whose KV is stored.
-        source: number of the trunk whose pages it shares; None if there is none.
-        tokens: tokens to hold; None if the pages are released.
-    """
-
-    sequence: int
-    home: str
-    cached: int
-    source: int | None
-    tokens: int | None
+    sequence: int  # number of the sequence
+    home: str  # its place
+    cached: int  # tokens whose KV is stored
+    source: int | None  # number of the trunk whose pages it shares; None if there is none
+    tokens: int | None  # tokens to hold; None if the pages are released
 
     @staticmethod
     def of(sequence: sweeps.Sequence, tokens: int | None) -> "Event":
@@ -101,17 +74,13 @@ class Event(NamedTuple):
 
 
 class SentText(NamedTuple):
-    """A text that a stage does not have yet; see `RowSequence`.
-
-    Attributes:
-        sampling: values of CHOOSING.
-    """
+    """A text that a stage does not have yet; see `RowSequence`."""
 
     row: int
     sample: int
     prompt: tuple[int, ...]
     targets: tuple[int, ...]
-    sampling: dict[str, Any]
+    sampling: dict[str, Any]  # values of CHOOSING
 
     @staticmethod
     def of(text: RowSequence) -> "SentText":
@@ -128,16 +97,9 @@ class SentText(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A sweep for a stage in another process, with all that has changed since the last sweep.
+    """A sweep for a stage in another process, with all that has changed since the last sweep."""
 
-    Attributes:
-        sweep: the sweep.
-        events: claims and releases of pages, in order.
-        texts: by sequence, texts that the stage does not have yet.
-        grown: by sequence, tokens that were generated since the last order.
-    """
-
-    sweep: Sweep
-    events: list[Event]
-    texts: dict[int, SentText]
-    grown: dict[int, Sequence[int]]
+    sweep: Sweep  # the sweep
+    events: list[Event]  # claims and releases of pages, in order
+    texts: dict[int, SentText]  # by sequence, texts that the stage does not have yet
+    grown: dict[int, Sequence[int]]  # by sequence, tokens that were generated since the last order

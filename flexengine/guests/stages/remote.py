@@ -27,13 +27,8 @@ TRACE = "trace"  # in what a stage measured: rows of its spans, see `runtime.tra
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """The plan of a job in one stage.
-
-    Attributes:
-        layers: first layer, last layer + 1, and number of layers of the model.
-        policy: the stage's policy.
-        seconds: predicted seconds of its work.
-    """
+    """The plan of a job in one stage: layers are first layer, last layer + 1 and number of layers of the model; seconds
+    are predicted."""
 
     layers: tuple[int, ...]
     policy: Policy
@@ -63,12 +58,7 @@ class Driver(StageDriver):
         self, workload: Workload, lossy: Lossy, block: int | None, prefill_tokens: int | None
     ) -> Callable[[], list[Policy]]:
         """Let every other stage choose a policy for a workload. Return a function that waits for the policies.
-
-        Args:
-            lossy: the lossy switches.
-            block: most sequences alive.
-            prefill_tokens: most tokens of a prefill chunk; None for free choice.
-        """
+        Arguments as for `JobOrder`."""
         job = JobOrder(workload=workload, lossy=lossy.enabled, policy={}, block=block, prefill_tokens=prefill_tokens)
         self._order(OrderKind.CHOOSE, job)
         return lambda: [Policy(**answer) for answer in self._answers().values()]

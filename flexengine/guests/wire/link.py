@@ -36,17 +36,11 @@ class Broken(Exception):
 
 
 class Message(NamedTuple):
-    """The header of a message. `Connection.take` reads the body, which must be read before the next message.
+    """The header of a message. `Connection.take` reads the body, which must be read before the next message."""
 
-    Attributes:
-        kind: number of its kind.
-        numbers: five numbers.
-        nbytes: bytes of the body.
-    """
-
-    kind: int
-    numbers: tuple[int, ...]
-    nbytes: int
+    kind: int  # number of its kind
+    numbers: tuple[int, ...]  # five numbers
+    nbytes: int  # bytes of the body
 
 
 class Connection:
@@ -201,12 +195,8 @@ def _name(value: object) -> str:
 
 
 def unpack(body: Tensor, kind: type[T]) -> T:
-    """Return the values in a body. Raise Broken if they are not of a type.
-
-    Args:
-        body: uint8 [bytes], from `pack`.
-        kind: the type, such as a dataclass or dict[str, int].
-    """
+    """Return the values in a body (uint8 [bytes], from `pack`) as a type, such as a dataclass or dict[str, int]. Raise
+    Broken if they are not of it."""
     try:
         values: T = _decoder(kind).decode(memoryview(body.numpy()))  # type: ignore[arg-type]
     except msgspec.MsgspecError as error:

@@ -15,11 +15,7 @@ TAIL_BYTES = 2000  # of a process's messages, shown if it fails
 
 
 class ChildProcess:
-    """A process.
-
-    Attributes:
-        pid: number of the process.
-    """
+    """A process, with its number `pid`."""
 
     def __init__(
         self,
