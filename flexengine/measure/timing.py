@@ -32,16 +32,10 @@ def seconds_per_call(
     machine: Machine | None = None,
     before: Callable[[], object] | None = None,
 ) -> float:
-    """Return the median seconds of call(0), call(1), ... over about `budget` seconds.
-
-    The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget.
-
-    Args:
-        call: receives its number.
-        budget: seconds.
-        machine: whose GPU work, queued by the calls, is waited for; None for none.
-        before: called before each call, on a GPU before each BURST of calls; its seconds do not count.
-    """
+    """Return the median seconds of call(0), call(1), ... over about `budget` seconds. The first call warms up caches,
+    compiled code and pages, and counts only if it takes the whole budget. machine: its GPU work, queued by the calls,
+    is waited for; None for none. before: called before each call, on a GPU before each BURST of calls; its seconds do
+    not count."""
     queued = machine is not None and machine.gpu
     number, times = 0, list[float]()
     began = time.perf_counter()
@@ -87,11 +81,8 @@ def beside(call: Callable[[int], object], name: str, work: Callable[[], T]) -> t
 
 
 def without_falls(seconds: Sequence[float]) -> list[float]:
-    """Return the nearest seconds (least squares) that never fall. More work takes no less time, so falls are noise.
-
-    Args:
-        seconds: in the order of rising work.
-    """
+    """Return the nearest seconds (least squares), in the order of rising work, that never fall. More work takes no less
+    time, so falls are noise."""
     return [float(x) for x in isotonic_regression(seconds).x]
 
 
@@ -124,13 +115,8 @@ def unnoticed(machine: Machine) -> Iterator[None]:
 
 
 def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[RunningActivity]:
-    """Report the block as a measurement.
-
-    Args:
-        what: the measured thing.
-        once: model or machine; its rates are stored.
-        seconds: usual duration.
-    """
+    """Report the block as a measurement of a thing, once for this `once` (model or machine, for which its rates are
+    stored), with its usual duration."""
     text = f"measuring {what}, for the plan, once for this {once} (about {seconds})"
     return activity("measuring", text, level=logging.INFO)
 

@@ -16,13 +16,8 @@ _LOOK_SECONDS = 0.5  # between two calls of `look`
 
 class Watchdog:
     """Reports a lack of progress while tasks run. The job goes on: only users can tell a slow disk from a dead one.
-
-    Attributes:
-        say: receives the reports; it may block.
-        look: called every _LOOK_SECONDS, from another thread, with the number of cells computed; it may block. None for
-            no calls.
-        awaited: the task whose end is awaited.
-    """
+    `say` receives the reports. `look` is called every _LOOK_SECONDS, from another thread, with the number of cells
+    computed; None for no calls. Both may block. `awaited` is the task whose end is awaited."""
 
     def __init__(self) -> None:
         self.say: Callable[[str], None] = messenger()

@@ -28,13 +28,7 @@ from flexengine.worker.cache import Cache, View
 
 
 class Desk:
-    """RAM for questions to a worker and for its answers. A worker on this machine maps the same memory.
-
-    Args:
-        tier: ledger that books the memory.
-        nbytes: bytes of the memory.
-        what: its purpose.
-    """
+    """RAM for questions to a worker and for its answers. A worker on this machine maps the same memory."""
 
     def __init__(self, attender: "RemoteAttender", client: Client, tier: str, nbytes: int, what: str) -> None:
         self.client, self.handle = client, None
@@ -82,9 +76,7 @@ class RemoteAttender(BufferedAttender):
             self.regions.free()
             raise
         self.row = model.sent + model.fetched + 4 * model.heads  # bytes of a token at a desk of a team
-        self._told: dict[
-            tuple[int, int], list[WorkerTables]
-        ] = {}  # by gpu_batch and group: tables that the workers have
+        self._told: dict[tuple[int, int], list[WorkerTables]] = {}  # tables that workers have, by gpu_batch and group
         self._sinks_told = set[int]()  # layers whose sinks the workers have
         self._views: dict[int, View] = {}  # by gpu_batch
         self._waiting: dict[int, list[PendingAnswer]] = {}  # by gpu_batch, answers to its question

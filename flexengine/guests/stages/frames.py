@@ -84,15 +84,10 @@ class FrameChannel:
 
 
 class SocketChannel(FrameChannel):
-    """Frames to or from a process of the group, which a thread sends or receives. It ends with frame LAST.
-
-    Args:
-        link: the connection.
-        lost: called with the channel and the reason if the connection breaks.
-        most: most frames that wait to be sent. None for received frames, of which any number waits, so that the other
-            process never waits for this one.
-        seen: called with every frame that is received, from the channel's thread; None for a channel that sends.
-    """
+    """Frames to or from a process of the group, which a thread sends or receives. It ends with frame LAST. lost: called
+    with the channel and the reason if the connection breaks. seen: called with every frame that is received, from the
+    channel's thread; None for a channel that sends. Any number of received frames waits, so that the other process
+    never waits for this one."""
 
     def __init__(
         self,

@@ -30,14 +30,9 @@ from flexengine.strategy import Strategy
 
 
 class PipelinePlanner(Planner):
-    """Plans the jobs of a pipeline, for its first stage.
-
-    Every stage chooses the best policy for itself. All stages then take the block of the one with the smallest block,
-    and fill their memory with weights.
-
-    Attributes:
-        others: plans of the other stages for the last layout.
-    """
+    """Plans the jobs of a pipeline, for its first stage. Every stage chooses the best policy for itself. All stages
+    then take the block of the one with the smallest block, and fill their memory with weights. `others` are the plans
+    of the other stages for the last layout."""
 
     def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
         super().__init__(*args)
