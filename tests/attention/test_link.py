@@ -225,7 +225,7 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
         pending.wait()
     with pytest.raises(WorkerLost, match=reason):
-        pending.cached.result()
+        pending.wait_cached()
     worker.close()
 
 

@@ -132,7 +132,7 @@ class RemoteAttender(BufferedAttender):
     def attend_cached(self, k: int) -> None:
         """Wait until the workers have computed attention over the cached tokens."""
         for pending in self._waiting[k]:
-            pending.cached.result()
+            pending.wait_cached()
 
     def attend(self, k: int, view: View) -> None:
         """Wait for the answers, and join them."""

@@ -41,6 +41,12 @@ class PendingAnswer:
         self.targets, self.ticket, self.open = targets, ticket, False
         self.cached, self.ended = Future[None](), Future[None]()
 
+    def wait_cached(self) -> None:
+        """Wait until attention over the cached tokens is computed, if the queries went first. Raise as `wait`."""
+        self.cached.result()
+        if self.ended.done():
+            self.ended.result()
+
     def wait(self) -> None:
         """Wait until the bytes are in the targets. Raise WorkerLost if the worker has died or has failed."""
         self.ended.result()
@@ -219,7 +225,7 @@ class Client:
         if not pending.open:
             pending.wait()
             return
-        pending.cached.result()
+        pending.wait_cached()
         with self._lock:
             self._pending.pop(pending.ticket, None)  # the worker forgets the question, too
 
