@@ -3,8 +3,8 @@
 CASES is a covering array: each value of a feature meets each value of every other one in at least one job, unless the
 two cannot meet (IMPOSSIBLE). An error of the engine that needs two features together shows here. The grids of single
 features run all their combinations, and cost a hundred times as much: they are slow tests
-(test_exactness, test_flash, test_flash_experts, test_stages, test_places, attention/test_jobs, worker/test_delegation,
-worker/test_experts, engine/pipeline/test_tokens, engine/test_lossy).
+(test_exactness, test_flash, test_flash_experts, test_stages, test_places, guests/attention_workers/test_jobs,
+worker/test_delegation, worker/test_experts, guests/stages/test_tokens, engine/test_lossy).
 """
 
 from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.strategy import StagePlan, Strategy
-from tests.engine.pipeline.test_tokens import tokens
+from tests.guests.stages.test_tokens import tokens
 from tests.helpers.families import NEW
 from tests.helpers.threads import in_threads
 

@@ -13,7 +13,7 @@ from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.tier import WorkerTier
 from flexengine.guests.attention_workers.workers import RemoteWorker
 from flexengine.lossy import Lossy
-from tests.engine.pipeline.test_strategy import strategy
+from tests.guests.stages.test_strategy import strategy
 from tests.helpers.attention_workers import listening
 from tests.helpers.families import NEW
 from tests.helpers.threads import Pipeline, ThreadGroup, in_threads
