@@ -70,8 +70,9 @@ class StageServer:
             job = unpack(frame.body, JobOrder)
             if frame.kind == OrderKind.PREPARE:
                 self.failed = False
-                for port in filter(None, (self.before, self.after)):
-                    port.job = frame.job
+                self.before.job = frame.job
+                if self.after:
+                    self.after.job = frame.job
                 for place in job.lost:
                     self.core.machine.renew(place)
             if (lossy := Lossy(**job.lossy)) != self.core.lossy:
