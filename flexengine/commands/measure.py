@@ -9,7 +9,7 @@ from flexengine.commands.options import MACHINE
 from flexengine.commands.parser import Parser, refuse_given
 from flexengine.commands.written import check_written, write
 from flexengine.lossy import EXACT
-from flexengine.plan.hardware_text import hardware_text
+from flexengine.plan.explain import hardware_text
 
 _OUTPUT = """
 --again           measure stored rates again, too

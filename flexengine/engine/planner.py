@@ -160,7 +160,7 @@ class Planner:
         return Plan(layout, workload.up_to(largest), largest, refusal)
 
     def _say_unused(self, searched: Search) -> None:
-        message(guest("workers").unused(searched.tried, searched.best))
+        message(guest("attended").unused(searched.tried, searched.best))
 
     def check(self, workload: Workload) -> None:
         """Raise OutOfMemory if `plan` would, without a search for a policy."""

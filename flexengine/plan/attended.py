@@ -15,7 +15,7 @@ from flexengine.plan.candidates import Candidates
 from flexengine.plan.formatting import clock
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
-from flexengine.policy import HEADS, PLACES, REQUESTS, Policy, Split
+from flexengine.policy import HEADS, PLACES, REQUESTS, Split
 
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
 GPU_BATCHES = (2, 4)  # gpu_batches of a block under partition `heads`, and of each pair of workers under `requests`
@@ -40,15 +40,17 @@ def split_of(share: float) -> Split:
 
 def try_workers(placement: Placement) -> None:
     """Solve the placement of every block size with attention workers, if the machine has any."""
-    tried, shapes = placement.tried, placement.tried.shapes
+    tried = placement.tried
     workers = len(workers_in_memory(tried.cost.hardware.places))
     if not workers:
         return
     ways = partitions(tried.cost.model.kv_heads, workers)
-    for block, share, partition in product(shapes.blocks(), SHARES, ways):
+    for block, share, partition in product(tried.blocks(), SHARES, ways):
         choice = Choice(False, False, attended=split_of(share), partition=partition)
-        shapes_of = _shapes(placement, block, max(1, workers / 2) if partition == REQUESTS else 1)
-        for shape, schedule in product(shapes_of, ("continuous", "diagonal")):
+        factor = max(1, workers / 2) if partition == REQUESTS else 1
+        sizes = dict.fromkeys(max(1, round(block / (factor * count))) for count in GPU_BATCHES)
+        in_batches = dict.fromkeys(tried.of(block, size) for size in sizes)
+        for shape, schedule in product(in_batches, ("continuous", "diagonal")):
             placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)
 
 
@@ -57,7 +59,7 @@ def without_workers(tried: Candidates, best: Prediction) -> Prediction:
 
     A job without workers cannot lose one.
     """
-    limit = tried.shapes.options.latency_limit
+    limit = tried.options.latency_limit
     others = [p for p in tried.predictions.values() if not p.policy.works and (limit is None or p.latency <= limit)]
     if not best.policy.works or not others:
         return best
@@ -78,9 +80,3 @@ def unused(tried: Iterable[Prediction], best: Prediction) -> str:
         f"attention workers are not used: the job is predicted to take {clock(best.total_seconds)} without them,"
         f" {with_them}"
     )
-
-
-def _shapes(placement: Placement, block: int, factor: float) -> list[Policy]:
-    """Return the shapes of a block in several gpu_batches. factor: times GPU_BATCHES."""
-    sizes = dict.fromkeys(max(1, round(block / (factor * count))) for count in GPU_BATCHES)
-    return list(dict.fromkeys(placement.tried.shapes.of(block, size) for size in sizes))

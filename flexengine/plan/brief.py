@@ -4,7 +4,7 @@ from flexengine.places import lane_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import clock, count, digits, percent, place_name, size, worker_lane
-from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction, fraction
+from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction
 from flexengine.plan.workload import Workload
 
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
@@ -31,9 +31,7 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
 
 def _places(prediction: Prediction, kind: str, shared: bool) -> str:
     """Return the places of a kind of data, with shares if there are several."""
-    places = prediction.layout.places
-    shares = {place: prediction.fractions.get(fraction(kind, place), 0.0) for place in places}
-    used = {holder(prediction, place, shared): x for place, x in shares.items() if x > 0}
+    used = {holder(prediction, place, shared): x for place, x in prediction.shares(kind).items() if x > 0}
     if len(used) == 1:
         return next(iter(used))
     return ", ".join(f"{place} {percent(x)}" for place, x in used.items())

@@ -15,7 +15,7 @@ from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
 from flexengine.plan.pages import Array
 from flexengine.plan.prediction import CACHE
-from flexengine.plan.terms import LaneWork, Sweeping, Term, routes
+from flexengine.plan.terms import Sweeping, Term, routes
 
 MAX_GAP_BYTES = 128 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
 PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
         filling = sum(group.layers * (group.away.page_tokens - 1) for group in pages)
         full = np.zeros(held.shape)
         for window, layers in windows.items():
-            seen = (sweeps.cached if window is None else sweeps.windows[window]) * sweeps.counted
+            seen = sweeps.cached[window] * sweeps.counted
             size = sizes[window if window in sizes else None]
             full = full + layers * np.maximum(seen - decoding * (size + 1) / 2, 0.0)
         return Chosen((held + np.minimum(held, decoding * filling)) / 2, full)
@@ -89,5 +89,5 @@ def terms(data: Sweeping, overlaps: bool) -> Iterator[Term]:
             continue
         lanes, handling = waiting(data.model, data.hardware, place, full, at_once)
         for lane, seconds in lanes.items():
-            yield LaneWork(lane, CACHE, place, seconds)
-        yield LaneWork("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))
+            yield Term(lane, CACHE, place, seconds)
+        yield Term("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))

@@ -12,26 +12,29 @@ use the same terms.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakMethod
 
 import numpy as np
 
+from flexengine.errors import OutOfMemory
 from flexengine.places import DEVICE, DISK, HOST, further_disks, place_of, workers_in_memory
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import Layout
-from flexengine.plan.pages import PAGE_TOKENS, Array, ModelPages, layer_pages
+from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.pages import PAGE_TOKENS, Array, layer_pages
 from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction, fraction
 from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
-from flexengine.plan.terms import Lanes, LaneWork, PromptBatches, Sweeping, Term, by_lane, embedding, parts
+from flexengine.plan.terms import Lanes, PromptBatches, Sweeping, Term, by_lane, embedding, parts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import cache_homes, count_by_tier
 
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
+Talk = Mapping[str, Mapping[str, float]]  # as `Hardware.crosstalk`
 T = TypeVar("T")
 
 
@@ -58,7 +61,7 @@ class Cost:
             for (p, n), times in workload.sizes.items()
         )
         self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of an average sequence at its end
-        streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
+        streamed = [sum(t.stored_bytes for t in layer) for layer in model.layers]
         head = model.output.stored_bytes if model.output else 0
         self.unit_bytes = max(streamed)
         self.head_chunks = -(-head // self.unit_bytes)  # a chunk fits into a slot, which has the size of a layer
@@ -105,7 +108,7 @@ class Cost:
         return walk(each, max(1, self.workload.count), schedule, shape)
 
     def _unit(self, prefill_tokens: int, share: float, batch: int) -> Unit:
-        return unit(self.workload, prefill_tokens, ModelPages(self.pages, share, batch), self.windows)
+        return unit(self.workload, prefill_tokens, self.pages, share, batch, self.windows)
 
     def _sharing(self, shape: tuple[int, int]) -> int:
         """Return the sequences that may share a load of pages. shape: sequences of a gpu_batch, gpu_batches."""
@@ -119,7 +122,7 @@ class Cost:
 
     def lanes(self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None = None) -> Lanes:
         """Return seconds by lane, fraction and sweep. Arguments as in `terms`."""
-        return by_lane(self.terms(policy, sweeps, split, layout), self.hardware)
+        return by_lane(self.terms(policy, sweeps, split, layout))
 
     def terms(
         self, policy: Policy, sweeps: Profile, split: Mapping[str, float], layout: Layout | None
@@ -127,14 +130,12 @@ class Cost:
         """Yield the terms of a policy's sweeps.
 
         Args:
-            policy: the policy.
-            sweeps: sweeps of the job under the policy.
             split: by place, fraction of the sequences with KV cache there. A gpu_batch has sequences of one place.
             layout: has the bytes of a layer that are read together; None for the whole layer.
         """
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
-            yield LaneWork("device", "", "", seconds)
+            yield Term("device", "", "", seconds)
         yield from embedding(self.model, self.hardware, sweeps, layout)
         data = Sweeping(self.model, self.hardware, policy, sweeps, self.pages, rates)
         if self.model.blocks:
@@ -145,14 +146,13 @@ class Cost:
         if policy.delegate or policy.works:
             yield from guest("delegation").terms(data)
         if self.model.topk is not None:
-            yield from guest("topk").terms(data, self.overlaps(policy))
+            yield from guest("chosen").terms(data, self.overlaps(policy))
 
-    def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
+    def slowing(self, policy: Policy) -> Talk:
         """Return `crosstalk` under a policy."""
         if not policy.delegate and not policy.works:  # most policies of a search
             return self.crosstalk
-        slowing: Mapping[str, Mapping[str, float]] = guest("delegation").slowing(self.crosstalk, self.hardware, policy)
-        return slowing
+        return cast(Talk, guest("delegation").slowing(self.crosstalk, self.hardware, policy))
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""
@@ -188,11 +188,17 @@ class Cost:
 
     # Prediction for a layout.
 
+    def of(self, policy: Policy, capacity: Capacity) -> Prediction | None:
+        """Return the prediction of a policy; None if it does not fit into the capacity."""
+        try:
+            return self.predict(lay_out(self.model, policy, self.workload, capacity))
+        except OutOfMemory:
+            return None
+
     def predict(self, layout: Layout, missing: float = 1.0) -> Prediction:
         """Return the prediction for a layout.
 
         Args:
-            layout: layout of the job.
             missing: fraction of the resident weights that is not in memory yet; an earlier job may have read some.
         """
         policy = layout.policy
@@ -209,10 +215,12 @@ class Cost:
             return float(values @ kinds[kind] / counts[kind]) if counts[kind] else 0.0
 
         cache, rest = touched(self.hardware, layout, missing)
-        first = int(np.argmax(entering))
-        loading = self._loading(policy, missing * reading(self.hardware, layout), rest,
-                                {lane: float(x[first]) for lane, x in lanes.items()},
-                                self._waits(policy, sweeps, first))  # fmt: skip
+        first, waits = int(np.argmax(entering)), 0.0
+        if self.model.blocks:
+            batch = self._prompts(policy.gpu_batch_size, policy.prefill_tokens).batch
+            waits = float(guest("neurons").waits(self.model, self.hardware, policy, sweeps, batch)[first])
+        read, work = missing * reading(self.hardware, layout), {lane: float(x[first]) for lane, x in lanes.items()}
+        loading = self._loading(policy, read, rest, work, waits)
         rows = max(1, sweeps.rows)
         return Prediction(
             policy=policy, layout=layout, seconds=float(seconds @ sweeps.times) + cache, load_seconds=loading,
@@ -224,20 +232,10 @@ class Cost:
             busy={lane: float(x @ sweeps.times) for lane, x in lanes.items()}, fractions=fractions,
         )  # fmt: skip
 
-    def _waits(self, policy: Policy, sweeps: Profile, sweep: int) -> float:
-        """Return the seconds of a sweep that the device waits for records of neurons that prompts use."""
-        if not self.model.blocks:
-            return 0.0
-        batch = self._prompts(policy.gpu_batch_size, policy.prefill_tokens).batch
-        return float(guest("neurons").waits(self.model, self.hardware, policy, sweeps, batch)[sweep])
-
-    def _loading(
-        self, policy: Policy, read: float, faults: float, first: Mapping[str, float], waits: float = 0.0
-    ) -> float:
+    def _loading(self, policy: Policy, read: float, faults: float, first: Mapping[str, float], waits: float) -> float:
         """Return the seconds that reading resident weights adds to the first sweep.
 
         Args:
-            policy: the policy.
             read: seconds of the reads.
             faults: seconds of page faults of the weights' RAM.
             first: seconds of work of the first sweep, by lane.
@@ -257,10 +255,6 @@ class Cost:
             disk = first.get("disk_read", 0.0) + read
             end = self._ends({**first, "device": device, "disk_read": disk}, policy)
         return float(max(end, faults) - self._ends(first, policy))
-
-    def reading(self, layout: Layout) -> float:
-        """Return the seconds of reading all resident weights while no other lane works."""
-        return reading(self.hardware, layout)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Return by tier the fraction of the sequences with KV cache there, and the tokens of all pages. The device is
@@ -298,7 +292,7 @@ class Cost:
 
 
 def _cached(method: Callable[..., T]) -> Callable[..., T]:
-    """Return `method` with a cache, without a reference to the method's object: a cycle would delay its deletion."""
+    """Cache `method` without a reference to the method's object: a cycle would delay its deletion."""
     weak = WeakMethod(method)
 
     def call(*args: Any) -> T:
@@ -319,12 +313,8 @@ def reading(hardware: Hardware, layout: Layout) -> float:
     The same lane copies weights to further disks, so these writes are included.
     """
     read = sum(nbytes for place, nbytes in layout.stored_bytes.items() if place != DISK)
-    return read / at(hardware.checkpoint_read, LOAD_BYTES) + copying(hardware, layout)
-
-
-def copying(hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of writing weights to further disks."""
-    return sum(write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+    copies = (write_seconds(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+    return read / at(hardware.checkpoint_read, LOAD_BYTES) + sum(copies)
 
 
 def write_seconds(hardware: Hardware, disk: str, nbytes: float) -> float:

@@ -14,7 +14,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
 from flexengine.plan.prediction import CACHE
 from flexengine.plan.sizes import DELEGATION, DESKS, aligned, delegated
-from flexengine.plan.terms import LaneWork, Move, Sweeping, Term, decode_attention, routes
+from flexengine.plan.terms import Sweeping, Term, decode_attention, routes
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.place import cache_homes
 
@@ -34,8 +34,10 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
         InvalidInput: attention of this model or machine cannot be delegated as the policy says.
     """
     check_partition(model, layout.policy, layout.places)
-    layout.book("device", "paused forwards", suspended(model, layout.policy, layout.places))
     policy, rows = layout.policy, delegated(layout.policy, layout.places)
+    # A token that waits has q, k, v with and without rotation, and the residual with its norm and casts.
+    token = 3 * model.sent + 4 * model.hidden * model.itemsize
+    layout.book("device", "paused forwards", aligned(min(policy.block_size, sum(rows.values())) * token))
     if policy.works and not workers_of(rows):
         raise InvalidInput(
             f"the policy's share of {policy.works:g} on attention workers is no sequence of a block of"
@@ -67,37 +69,20 @@ def book(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
 
 def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) -> None:
     """Raise InvalidInput if attention of the model cannot be divided as the policy says. places: of the machine."""
-    workers = len(workers_in_memory(places))
-    if policy.partition == HEADS and model.kv_heads % workers:
-        raise InvalidInput(
-            f"policy partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided"
-            f" evenly among {workers} attention workers; start a number of workers that divides them, or"
-            f" set partition to {REQUESTS} or {TOKENS}"
-        )
-    if policy.partition == TOKENS and model.topk is not None:
-        raise InvalidInput(
-            f"policy partition is {TOKENS}, but with sparse attention a worker cannot know which values"
-            f" of other workers are larger; set partition to {REQUESTS} or {HEADS}"
-        )
-    if policy.queries_first and model.topk is not None:
-        raise InvalidInput(
-            "policy queries_first is true, but with sparse attention the new token decides which values"
-            " are read; set queries_first to false"
-        )
-    if policy.queries_first and not model.queries_apart:
-        raise InvalidInput(
-            "policy queries_first is true, but the model's layers compute queries together with keys and"
-            " values; set queries_first to false"
-        )
-
-
-def suspended(model: ModelFacts, policy: Policy, places: Iterable[str]) -> int:
-    """Return the device bytes of forward passes that wait for delegated attention.
-
-    A token has q, k, v with and without rotation, and the residual with its norm and casts.
-    """
-    sequences = min(policy.block_size, sum(delegated(policy, places).values()))
-    return aligned(sequences * (3 * model.sent + 4 * model.hidden * model.itemsize))
+    workers, sparse = len(workers_in_memory(places)), model.topk is not None
+    faults = {
+        f"partition is {HEADS}, but the model's {model.kv_heads} KV heads cannot be divided evenly among {workers}"
+        f" attention workers; start a number of workers that divides them, or set partition to {REQUESTS} or"
+        f" {TOKENS}": policy.partition == HEADS and model.kv_heads % workers,
+        f"partition is {TOKENS}, but with sparse attention a worker cannot know which values of other workers are"
+        f" larger; set partition to {REQUESTS} or {HEADS}": policy.partition == TOKENS and sparse,
+        "queries_first is true, but with sparse attention the new token decides which values are read; set"
+        " queries_first to false": policy.queries_first and sparse,
+        "queries_first is true, but the model's layers compute queries together with keys and values; set"
+        " queries_first to false": policy.queries_first and not model.queries_apart,
+    }
+    for fault in filter(faults.get, faults):
+        raise InvalidInput(f"policy {fault}")
 
 
 # Seconds.
@@ -158,16 +143,16 @@ def terms(data: Sweeping) -> Iterator[Term]:
         down, there, up = routes(hardware).attend[place]
         first, cells = policy.queries_first and place_of(place).worker, tokens / gpu_batch
         crossing = Crossing.of(model, hardware, policy, place)
-        yield Move(up, CACHE, home, tokens * crossing.answers, gpu_batch * crossing.answers)
+        yield data.move(up, CACHE, home, tokens * crossing.answers, gpu_batch * crossing.answers)
         for sent in crossing[:2] if first else (crossing.queries + crossing.keys,):
-            yield Move(down, CACHE, home, tokens * sent, gpu_batch * sent)
+            yield data.move(down, CACHE, home, tokens * sent, gpu_batch * sent)
         attended = decode_attention(data.rates, sweeps, policy.attended_by(place)) * sweeps.counted
         asking = hardware.worker_seconds if place_of(place).worker else 0.0
-        yield LaneWork(there, CACHE, home, attended + cells * (1 + first) * asking)
+        yield Term(there, CACHE, home, attended + cells * (1 + first) * asking)
         on_device = decode_attention(data.rates, sweeps) * sweeps.counted
-        yield LaneWork("device", CACHE, home, cells * data.rates.delegated - on_device)
+        yield Term("device", CACHE, home, cells * data.rates.delegated - on_device)
         if first:
-            yield LaneWork("device", CACHE, home, cells * hardware.task_seconds - _hidden(data, attended))
+            yield Term("device", CACHE, home, cells * hardware.task_seconds - _hidden(data, attended))
 
 
 def _hidden(data: Sweeping, attended: Array) -> Array:

@@ -1,6 +1,6 @@
 """Explain a prediction as text: policy, placement of the data, memory, the bottleneck, and what would help."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
@@ -11,7 +11,7 @@ from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, size
-from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.hardware import Hardware, Table, at
 from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import CACHE, WEIGHTS, Prediction, busiest, fraction
 from flexengine.plan.stagger import sharing_words
@@ -94,8 +94,9 @@ def policy_words(policy: Policy) -> list[str]:
     """Return lines that describe block shape, schedule, slots and delegation."""
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
     shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
-    overlap = "transfers wait for computing, and computing waits for transfers" if policy.slots == 1 else (
-        "the next layer is loaded while one is computed")  # fmt: skip
+    overlap = "the next layer is loaded while one is computed"
+    if policy.slots == 1:
+        overlap = "transfers wait for computing, and computing waits for transfers"
     lines = [
         f"Policy      block of {policy.block_size:,}: {shape}, at most {policy.prefill_tokens:,} tokens each",
         f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
@@ -110,9 +111,9 @@ def policy_words(policy: Policy) -> list[str]:
 
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     """Return a line on how chosen values (`topk`) are loaded from a KV cache off the device, if there are any."""
-    policy, f = prediction.policy, prediction.fractions
-    moved = (place for place in prediction.layout.places[1:] if policy.attends(place) == DEVICE)
-    if model.topk is None or not sum(f.get(fraction(CACHE, place), 0.0) for place in moved):
+    attends = prediction.policy.attends
+    moved = {p: x for p, x in prediction.shares(CACHE).items() if p != DEVICE and attends(p) == DEVICE}
+    if model.topk is None or not sum(moved.values()):
         return []
     share = percent(chosen_share(model))
     return [f"            all keys of the KV cache are prefetched; the device waits for {share} of the values"]
@@ -124,9 +125,11 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
     sizes = kind_bytes(model, workload, prediction)
     lines = []
     for kind, name in KINDS.items():
-        shares = {p: prediction.fractions.get(fraction(name, p), 0.0) for p in places}
-        where = ", ".join(f"{holder(prediction, p, shared)} {percent(share)}" + " (in the checkpoint's files)"
-                          * (kind == "weights" and p == DISK) for p, share in shares.items() if share > 0)  # fmt: skip
+        shares = prediction.shares(name)
+        named = {p: f"{holder(prediction, p, shared)} {percent(share)}" for p, share in shares.items() if share > 0}
+        if kind == "weights" and DISK in named:
+            named[DISK] += " (in the checkpoint's files)"
+        where = ", ".join(named.values())
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
     used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
     return ["Placement   " + "  ".join(f"{PLACE_MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
@@ -169,18 +172,14 @@ def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) ->
         if verbose:
             lines += [f"    {what:<20}{n:>20,} bytes" for what, n in purposes]
         elif purposes:
-            lines += _wrapped(", ".join(f"{what} {size(n)}" for what, n in purposes), 110, "    ")
+            row = ""
+            for part in (f"{what} {size(n)}" for what, n in purposes):
+                if row and len(row) + len(part) + 2 > 110:
+                    lines.append(f"    {row}")
+                    row = ""
+                row += f", {part}" if row else part
+            lines.append(f"    {row}")
     return lines
-
-
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    """Return lines of at most `width` characters, broken after commas, each with `indent` before it."""
-    lines = [""]
-    for part in text.split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
-            lines.append("")
-        lines[-1] += (", " if lines[-1] else "") + part
-    return [indent + line for line in lines]
 
 
 def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
@@ -210,14 +209,10 @@ def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
     for kind, by in prediction.lanes.items():
         if prediction.counts[kind] > 0:
             cells = "".join(f"{_seconds(by.get(lane, 0.0)):>{w}}" for lane, w in zip(used, widths, strict=True))
-            lines.append(
-                f"  {kind:<10}{_many(prediction.counts[kind]):>8}{_seconds(prediction.sweep_seconds[kind]):>11}{cells}"
-            )
+            times = prediction.counts[kind]
+            many = f"{times:,.0f}" if times >= 9.95 else f"{times:.1f}"
+            lines.append(f"  {kind:<10}{many:>8}{_seconds(prediction.sweep_seconds[kind]):>11}{cells}")
     return lines
-
-
-def _many(count: float) -> str:
-    return f"{count:,.0f}" if count >= 9.95 else f"{count:.1f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -312,24 +307,19 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
             f"{sweeps[1]:>14}  {lane_name(p.bottleneck, hardware.shared)}"
         )
     for name, error in entries:
-        if isinstance(error, FlexError):
-            lines.append(f"   -  {name:<{width}}  {misfit(error)}")
+        if isinstance(error, OutOfMemory):
+            over = size(error.needed + error.used - error.capacity)
+            why = f"does not fit: needs {over} more than the {size(error.capacity)} of {error.tier} memory"
+            lines.append(f"   -  {name:<{width}}  {why}")
+        elif isinstance(error, FlexError):
+            lines.append(f"   -  {name:<{width}}  {' '.join(str(error).split())}")
     return "\n".join(lines)
-
-
-def misfit(error: FlexError) -> str:
-    """Return in one line why a policy cannot be used."""
-    if not isinstance(error, OutOfMemory):
-        return " ".join(str(error).split())
-    over = error.needed + error.used - error.capacity
-    return f"does not fit: needs {size(over)} more than the {size(error.capacity)} of {error.tier} memory"
 
 
 def splits(prediction: Prediction) -> str:
     """Return the realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
-    f, places = prediction.fractions, prediction.layout.places
-    shares = {kind: [100 * f.get(fraction(kind, place), 0.0) for place in places] for kind in KINDS.values()}
-    return "  ".join(f"{kind[0]} " + "/".join(f"{x:.0f}" for x in row) for kind, row in shares.items())
+    rows = {kind: "/".join(f"{100 * x:.0f}" for x in prediction.shares(kind).values()) for kind in KINDS.values()}
+    return "  ".join(f"{kind[0]} {row}" for kind, row in rows.items())
 
 
 def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LINES) -> str:
@@ -353,11 +343,45 @@ def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LI
 
 def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
     """Return the prediction as a JSON object: seconds, bytes and shares, named as in `Prediction`."""
-    p = prediction
-    return {
-        "policy": p.policy.to_json(), "tok_s": p.tok_s, "seconds": p.seconds, "load_seconds": p.load_seconds,
-        "latency": p.latency, "rows": p.rows, "tokens": p.tokens, "alive": p.alive, "bottleneck": p.bottleneck,
-        "counts": p.counts, "sweep_seconds": p.sweep_seconds, "lanes": p.lanes, "busy": p.busy,
-        "fractions": p.fractions,
-        "memory": {name: {"bytes": account, "capacity": limit} for name, account, limit in tiers(p, hardware)},
-    }  # fmt: skip
+    plain = {name: value for name, value in vars(prediction).items() if name not in ("policy", "layout")}
+    memory = {name: {"bytes": booked, "capacity": limit} for name, booked, limit in tiers(prediction, hardware)}
+    first = {"policy": prediction.policy.to_json(), "tok_s": prediction.tok_s, "bottleneck": prediction.bottleneck}
+    return first | plain | {"memory": memory}
+
+
+# A machine.
+
+
+def hardware_text(hardware: Hardware) -> str:
+    """Return a table of a machine's capacities and rates, at most one line per table of rates."""
+    shared = hardware.shared
+    limits = [("RAM" if shared and p == "device" else p, limit) for p, limit in hardware.capacity.limits.items()]
+    limits = [item for item in limits if not (shared and item[0] == "host")]
+    rows = [(f"{name} capacity", "no limit" if limit is None else size(limit)) for name, limit in limits]
+    rows += [(lane_name(lane, shared), _points(table, size, size, "/s")) for lane, table in hardware.links.items()]
+    rows.append(("model files", _points(hardware.checkpoint_read, size, size, "/s")))
+    rows += [(f"products {dtype}", _points(t, "{:,.0f}".format, _flops, "")) for dtype, t in hardware.products.items()]
+    rows.append(("prompt attention", _points(hardware.prompt_attention, "{:,.0f}".format, _flops, "")))
+    rows.append(("decode attention", _points(hardware.decode_attention, "{:,.0f}".format, size, "/s")))
+    rows += [("host attention", f"{size(hardware.host_attention)}/s")] if hardware.host_attention else []
+    rows.append(("elementwise", f"{size(hardware.elementwise)}/s"))
+    for what in ("cell", "task", "sweep", "sequence"):
+        rows.append((f"one {what}", f"{getattr(hardware, f'{what}_seconds') * 1e6:,.1f} microseconds"))
+    for lane, others in hardware.crosstalk.items():
+        slowed = ", ".join(f"by {percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
+        rows += [(f"{lane_name(lane, shared)} slowed", slowed)] if slowed else []
+    rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
+    layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
+    rows.append(("measured for models", f"{layers}, {heads}"))
+    return "\n".join([machine(hardware), *(f"  {name:<22}{text}" for name, text in rows)])
+
+
+def _points(table: Table, x_text: Callable[[float], str], y_text: Callable[[float], str], per: str) -> str:
+    """Return at most four points of a table as text, the first and the last included."""
+    chosen = sorted({round(i * (len(table) - 1) / 3) for i in range(4)})
+    points = [(x_text(table[i][0]), y_text(table[i][1])) for i in chosen]
+    return f"{points[0][1]}{per}" if len(points) == 1 else ", ".join(f"{y}{per} at {x}" for x, y in points)
+
+
+def _flops(rate: float) -> str:
+    return f"{digits(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{digits(rate / 1e9)} GFLOP/s"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, reading
 from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
 from flexengine.plan.prediction import CACHE, HIDDEN, fraction
@@ -18,9 +18,6 @@ MAX_RELATIVE_ERROR = 0.25  # smaller errors of a lane are tolerated
 MIN_JOB_SECONDS, MIN_JOB_SWEEPS = 10.0, 8  # shorter jobs correct no rates
 MIN_LANE_SHARE = 0.1  # share of the job's seconds; errors of lanes with less work are ignored
 _BATCH_SWEEPS = 512  # sweeps that are priced together
-
-# Counts of a finished sweep, its sequences by place of their KV cache, and its tokens by place of their hidden states.
-_Sweep = tuple[SweepCounts[float], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -61,22 +58,13 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {
-            "hardware": self.hardware,
-            "measured": self.measured,
-            "predicted_seconds": self.predicted_seconds,
-            "measured_seconds": self.measured_seconds,
-            "error": self.error,
-            "lanes": {lane: asdict(seconds) for lane, seconds in self.lanes.items()},
-        }
+        return asdict(self) | {"error": self.error}
 
 
 class SweepMonitor:
     """Predicted and measured seconds of a running job.
 
     Attributes:
-        cost: cost model of the job.
-        layout: the job's layout.
         seconds, predicted: seconds of all finished sweeps, measured and predicted.
         sweeps: number of finished sweeps.
         busy: measured seconds of work by lane.
@@ -91,7 +79,8 @@ class SweepMonitor:
         self.busy: dict[str, float] = {}
         self.expected: dict[str, float] = {}
         self.slowed: dict[str, float] = {}
-        self._unpriced: list[_Sweep] = []
+        # Counts of finished sweeps, their sequences by place of the KV cache, their tokens by place of hidden states.
+        self._unpriced: list[tuple[SweepCounts[float], tuple[int, ...], tuple[int, ...]]] = []
 
     def expect_loading(self, missing: float = 1.0) -> None:
         """Add the predicted seconds of reading resident weights in the first sweep.
@@ -99,11 +88,11 @@ class SweepMonitor:
         Args:
             missing: share of their bytes that is not loaded yet.
         """
-        reading = missing * self.cost.reading(self.layout)
+        seconds = missing * reading(self.cost.hardware, self.layout)
         self.predicted += self.cost.predict(self.layout, missing).load_seconds
-        self.expected[LOADING] = reading
+        self.expected[LOADING] = seconds
         for lane, others in self.cost.slowing(self.layout.policy).items():
-            self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * reading
+            self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * seconds
 
     def note(self, batches: Sequence[Batch], seconds: float, busy: Mapping[str, float]) -> None:
         """Add a finished sweep.
@@ -126,9 +115,9 @@ class SweepMonitor:
         """Return the counts of a sweep. A prompt counts as entering when its last piece is computed."""
         prompts = [piece for batch in batches for piece in batch.pieces if not piece.decodes]
         ends = [piece.start + 1 for batch in batches for piece in batch.pieces if piece.decodes]
-        windows = self.cost.windows
+        windows = (None, *self.cost.windows)
         pairs, late = (
-            {w: float(sum(p.pairs(w) for p in some)) for w in (None, *windows)}
+            {w: float(sum(p.pairs(w) for p in some)) for w in windows}
             for some in (prompts, [p for p in prompts if p.start])
         )
         off_device = [piece for batch in batches if batch.cache_home != "device" for piece in batch.pieces]
@@ -136,9 +125,9 @@ class SweepMonitor:
         prompt_loaded, prompt_stored = self._moved([piece for piece in off_device if not piece.decodes])
         return SweepCounts(
             entering=sum(p.final for p in prompts), decoding=len(ends), prompt=sum(p.count for p in prompts),
-            cached=sum(ends), loaded=loaded, stored=stored, prompt_loaded=prompt_loaded, prompt_stored=prompt_stored,
+            cached={w: float(sum(min(end, w or end) for end in ends)) for w in windows}, loaded=loaded, stored=stored,
+            prompt_loaded=prompt_loaded, prompt_stored=prompt_stored, pairs=pairs, late=late,
             logits=sum(p.logits - p.final for batch in batches for p in batch.pieces),
-            windows={w: float(sum(min(end, w) for end in ends)) for w in windows}, pairs=pairs, late=late,
         )  # fmt: skip
 
     def _moved(self, pieces: Sequence[Piece]) -> tuple[float, float]:
@@ -151,7 +140,6 @@ class SweepMonitor:
         return loaded, stored
 
     def _price(self) -> None:
-        """Add the predicted seconds of the sweeps that are not priced yet."""
         if not self._unpriced:
             return
         counts, cached, hidden = zip(*self._unpriced, strict=True)
@@ -175,11 +163,9 @@ class SweepMonitor:
     def report(self) -> PlanReport:
         """Return predicted and measured seconds, of all sweeps and of each lane's work, for the job's summary."""
         self._price()
-        lanes = sorted({*self.busy, *self.expected})
-        return PlanReport(
-            self.cost.hardware.name, self.cost.hardware.measured, self.predicted, self.seconds,
-            {lane: LaneSeconds(self.expected.get(lane, 0.0), self.busy.get(lane, 0.0)) for lane in lanes},
-        )  # fmt: skip
+        hardware, names = self.cost.hardware, sorted({*self.busy, *self.expected})
+        lanes = {lane: LaneSeconds(self.expected.get(lane, 0.0), self.busy.get(lane, 0.0)) for lane in names}
+        return PlanReport(hardware.name, hardware.measured, self.predicted, self.seconds, lanes)
 
     def factors(self) -> dict[str, float]:
         """Return measured / predicted seconds of each lane whose error is above MAX_RELATIVE_ERROR.

@@ -20,36 +20,22 @@ def buffers(model: ModelFacts, tokens: int, longest: int) -> int:
         longest: most cached tokens of a sequence.
     """
     partial = 4 * model.heads * -(-longest // SPAN_TOKENS) * (model.head_dim + 1)  # one sequence is never divided
-    plain = model.topk is not None or model.head_dim > MAX_FUSED_HEAD_DIM
-    gathered = GATHERED * 2 * model.kv_heads * model.head_dim * longest if plain else 0
+    fused = model.topk is None and model.head_dim <= MAX_FUSED_HEAD_DIM
+    gathered = 0 if fused else GATHERED * 2 * model.kv_heads * model.head_dim * longest
     wide = max(model.width, model.hidden)
     groups = -(-wide // MIN_GROUP_COLUMNS)  # each has a scale and a sum
     codes = tokens * (wide + MIN_GROUP_COLUMNS + 8 * groups) if model.rounds_activations else 0
-    experts = tokens * model.active * _expert_elements(model) * model.itemsize
+    # All experts are computed in one call: of each token and chosen expert there are four copies (before, after,
+    # weighted, reordered), and input and output of the gate, with copies.
+    copied = 4 * model.hidden + 2 * model.expert_width if model.expert_width else 0
+    experts = tokens * model.active * copied * model.itemsize
     converted = CONVERTED if model.converts_weights else 0
     copies = 2 * model.heads * model.head_dim * model.itemsize * tokens if model.heads > model.kv_heads else 0
-    attention = max(BUFFER, partial, gathered, copies, _windowed(model, tokens, longest))
-    return attention + codes + experts + converted + CUBLAS
-
-
-def _windowed(model: ModelFacts, tokens: int, longest: int) -> int:
-    """Return the bytes of prompt attention within a window, for the window that takes most.
-
-    K and V of all prompts longer than the window are copied for every query head, and there are two masks.
-    """
-    most = 0
+    windowed = 0
     for window in {w for w in model.windows if w is not None and w < longest}:
+        # K and V of all prompts longer than the window are copied for every query head, and there are two masks.
         keys, prompts = min(window + BLOCK_QUERIES, longest), max(1, tokens // (window + 1))
-        copies = 2 * model.heads * model.head_dim * model.itemsize * prompts
-        most = max(most, keys * (copies + BLOCK_QUERIES * (1 + model.itemsize)))
-    return most
-
-
-def _expert_elements(model: ModelFacts) -> int:
-    """Return the elements held per token and chosen expert if all experts are computed in one call.
-
-    These are four copies of the token (before, after, weighted, reordered), and input and output of the gate, with
-    copies.
-    """
-    wide = model.expert_width
-    return 4 * model.hidden + 2 * wide if wide else 0
+        key = 2 * model.heads * model.head_dim * model.itemsize * prompts + BLOCK_QUERIES * (1 + model.itemsize)
+        windowed = max(windowed, keys * key)
+    attention = max(BUFFER, partial, gathered, copies, windowed)
+    return attention + codes + experts + converted + CUBLAS

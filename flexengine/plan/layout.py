@@ -17,8 +17,8 @@ from flexengine.plan.pages import empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
     aligned,
+    batch_tokens,
     hidden_tokens,
-    kernel_buffers,
     open_passes,
     paused,
     read_buffers,
@@ -142,10 +142,6 @@ def lay_out(
     """Return the layout of a job. KV pools take the bytes that the workload needs, or all memory that is left.
 
     Args:
-        model: sizes of the model.
-        policy: the policy.
-        workload: sizes of the rows.
-        capacity: limits of the machine.
         weights: result of `lay_out_weights` for equal weights, slots and neurons; None computes it.
 
     Raises:
@@ -158,9 +154,9 @@ def lay_out(
         placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, delegation={}, desks={}, account=account
     )
     _hidden(layout, model, workload, capacity)
-    _embedded(layout, model, workload)
-    _ports(layout, model, workload, capacity)
-    layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
+    _edges(layout, model, workload, capacity)
+    buffers = guest("gpu").buffers(model, batch_tokens(policy, workload), workload.longest) if model.gpu else 0
+    layout.book("device", "workspace", workspace(model, policy, workload) + aligned(buffers))
     layout.book("device", "paused forwards", paused(model, policy, workload))
     if model.experts:
         guest("experts").book(layout, model, sweep_tokens(policy, workload))
@@ -192,7 +188,8 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
         for disk in disks_of(set(at)):
-            _grow_stage(layout, disk, slot_bytes(t.stored_bytes for t, home in placed if home == disk))
+            staged = slot_bytes(t.stored_bytes for t, home in placed if home == disk)
+            layout.stages[disk] = max(layout.stages.get(disk, 0), staged)
         _book_weights(layout, placed, times)
         for tier in set(at):
             reads[tier][0] += times * sum(t.stored_bytes for t, home in placed if home == tier)
@@ -214,12 +211,8 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     return layout
 
 
-def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:
-    layout.stages[disk] = max(layout.stages.get(disk, 0), nbytes)
-
-
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
-    """Book tensors, `times` times each. placed: (tensor, place) pairs."""
+    """Book tensors, `times` times each."""
     for t, home in placed:
         layout.stored_bytes[home] += times * t.stored_bytes
         if home != DISK:  # weights on the first disk stay in the checkpoint
@@ -246,7 +239,7 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     layout.head_rows = min(model.vocabulary, taken * together)
     layout.slot = max(layout.slot, slot_bytes([taken * (head.held_bytes // blocks)]))
     if place_of(home).disk:
-        _grow_stage(layout, home, slot_bytes([taken * (head.stored_bytes // blocks)]))
+        layout.stages[home] = max(layout.stages.get(home, 0), slot_bytes([taken * (head.stored_bytes // blocks)]))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
@@ -265,23 +258,19 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
         layout.book(tier, "hidden states", layout.hidden_home[tier])
 
 
-def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
-    """Book host memory for the embedding rows of a sweep, if the machine has a GPU and the embedding is off it."""
-    if not model.gpu or model.embedding is None or layout.homes[model.embedding.name] == "device":
-        return
-    width = max(model.hidden, model.embedding.elements // model.vocabulary)
-    layout.embedded = aligned(sweep_tokens(layout.policy, workload) * width * model.itemsize)
-    layout.book("host", EMBEDDED, layout.embedded)
-
-
-def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
-    """Book device buffers for hidden states that enter or leave, and RAM for hidden states that wait to enter."""
-    policy, row, enters = layout.policy, model.hidden * model.itemsize, model.embedding is None
-    if not enters and not model.leaves:
-        return
-    layout.port_buffer = aligned(policy.prefill_tokens * row)
-    layout.book("device", "port buffers", (enters + model.leaves) * policy.slots * layout.port_buffer)
-    if enters:
+def _edges(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    """Book host memory for the embedding rows of a sweep, if the machine has a GPU and the embedding is off it; device
+    buffers for hidden states that enter or leave; and RAM for hidden states that wait to enter."""
+    policy, row, table = layout.policy, model.hidden * model.itemsize, model.embedding
+    if model.gpu and table is not None and layout.homes[table.name] != "device":
+        width = max(model.hidden, table.elements // model.vocabulary)
+        layout.embedded = aligned(sweep_tokens(policy, workload) * width * model.itemsize)
+        layout.book("host", EMBEDDED, layout.embedded)
+    if table is None or model.leaves:
+        layout.port_buffer = aligned(policy.prefill_tokens * row)
+        ports = (table is None) + model.leaves
+        layout.book("device", "port buffers", ports * policy.slots * layout.port_buffer)
+    if table is None:
         states = aligned(sweep_tokens(policy, workload) * row)
         layout.book("device" if capacity.shared else "host", ENTERING, states)
 
@@ -305,7 +294,11 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if any(place_of(home).staged for home in homes) and capacity.staged:
         layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
-    layout.book("device" if capacity.shared else "host", READING, _read_buffers(model, layout))
+    expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
+    longest_read = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
+    used = {place for place, nbytes in layout.stored_bytes.items() if nbytes} | layout.pools.keys()
+    disks = 1 + len((used | layout.hidden_home.keys()).intersection(further_disks(layout.places)))
+    layout.book("device" if capacity.shared else "host", READING, read_buffers(longest_read, disks))
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
@@ -313,27 +306,14 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     # Without its sequences a worker has no use, so that the policy would not be the one that was given.
     if missing := [tier for tier in homes if tier not in held and (not held or tier in workers_in_memory(homes))]:
         tier = missing[0]
-        raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed[tier],
-                          _used(layout, tier, capacity), _limit(tier, capacity) or 0, _remedy(tier))  # fmt: skip
-
-
-def _read_buffers(model: ModelFacts, layout: Layout) -> int:
-    """Return the bytes of RAM buffers of all disks in use."""
-    expert = max((block.read_bytes for block in model.blocks if block is not None and block.experts), default=0)
-    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer, expert)
-    used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
-    used |= layout.pools.keys() | layout.hidden_home.keys()
-    return read_buffers(longest, 1 + len(used.intersection(further_disks(layout.places))))
+        what, used_bytes = f"{ONE_SEQUENCE} of {longest:,} tokens", _used(layout, tier, capacity)
+        raise OutOfMemory(tier, what, needed[tier], used_bytes, _limit(tier, capacity) or 0, _remedy(tier))
 
 
 def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:
     """Set the number of pages of a tier's pools. Return the bytes of the longest sequence's pages there.
 
     Args:
-        layout: changed in place.
-        tier: tier of the pools.
-        workload: sizes of the rows.
-        capacity: limits of the machine.
         count: most sequences with KV cache there.
     """
     pools, longest, room = layout.pools[tier], workload.longest, left_bytes(layout, tier, capacity)
@@ -361,7 +341,6 @@ def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
 
 
 def _in_ram(tier: str, capacity: Capacity) -> bool:
-    """Return whether a place is in the memory that host and device share."""
     return capacity.shared and not place_of(tier).staged
 
 

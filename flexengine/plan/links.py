@@ -13,17 +13,14 @@ holds as many sequences as its memory has room for, so long contexts shrink the 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from flexengine.errors import OutOfMemory
-from flexengine.places import DEVICE, HOST, place_of, workers_of
+from flexengine.places import DEVICE, place_of, workers_of
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import LOG_SUM_BYTES, Crossing
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import digits, duration, size
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import CACHE, Prediction, fraction
 from flexengine.plan.workload import Workload
@@ -31,6 +28,7 @@ from flexengine.policy import REQUESTS, TOKENS, Policy
 
 SHORTEST, LONGEST = 16, 1 << 17  # prompt tokens that are tried
 CLOSE = 1.02  # ratio of two lengths that count as one
+NEGLIGIBLE = 0.01  # share of a sweep
 ROUNDING = 1e-9  # relative difference of seconds that may be one of rounding, which depends on the CPU
 
 
@@ -43,13 +41,11 @@ class PromptRange(NamedTuple):
 
 def near(cost: Cost, policy: Policy) -> Prediction | None:
     """Return the fastest prediction of a policy with its KV cache near; None if none fits."""
-    places = (DEVICE,) if cost.hardware.shared else (DEVICE, HOST)
-    found = []
-    for place in places:
-        cache = (float(place == DEVICE), float(place == HOST), 0.0)
-        for delegate in (False, True)[: 1 + (place == HOST)]:
-            other = replace(policy, cache=cache, delegate=delegate, partition=REQUESTS, queries_first=False)
-            found.append(_predicted(cost, other))
+    caches = [((1.0, 0.0, 0.0), False)]  # and whether attention is delegated
+    caches += [] if cost.hardware.shared else [((0.0, 1.0, 0.0), False), ((0.0, 1.0, 0.0), True)]
+    alone = replace(policy, cache=(1, 0, 0), delegate=False, partition=REQUESTS, queries_first=False)
+    others = (replace(alone, cache=cache, delegate=delegate) for cache, delegate in caches)
+    found = (cost.of(other, planned(cost.hardware.capacity)) for other in others)
     return min(filter(None, found), key=lambda p: p.total_seconds, default=None)
 
 
@@ -60,7 +56,7 @@ def span(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Poli
     def workers_win(prompt: int) -> bool | None:
         """Return whether workers are faster; None if no side has room for one prompt."""
         cost = Cost(model, hardware, Workload({(prompt, output): max(1, workload.count)}))
-        far, other = _predicted(cost, policy), near(cost, policy)
+        far, other = cost.of(policy, planned(hardware.capacity)), near(cost, policy)
         if far is None or max(map(far.layout.room, workers_of(far.layout.pools)), default=0) < prompt + output:
             return None if other is None else False
         return other is None or far.total_seconds < other.total_seconds * (1 - ROUNDING)
@@ -74,42 +70,20 @@ def spans(wins: Callable[[int], bool | None]) -> Iterator[PromptRange]:
     Args:
         wins: the condition at a length; None beyond the last length that can be asked.
     """
-    lengths, won = [], list[bool]()
-    length = SHORTEST
-    while length <= LONGEST and (known := wins(length)) is not None:
-        lengths.append(length)
-        won.append(known)
-        length *= 2
-    first = lengths[0] if won and won[0] else None
-    for (low, before), (high, after) in pairwise(zip(lengths, won, strict=True)):
-        if before == after:
-            continue
-        end = _end(wins, low, high, before)
-        if after:
-            first = end
-        elif first is not None:
-            yield PromptRange(first, end)
-            first = None
-    if first is not None:
+    first, low, before, length = 0, 0, False, SHORTEST
+    while length <= LONGEST and (after := wins(length)) is not None:
+        if after != before:
+            high = length
+            while low and high > low * CLOSE and high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if bool(wins(middle)) == before else (low, middle)
+            if after:
+                first = high
+            else:
+                yield PromptRange(first, high)
+        low, before, length = length, after, 2 * length
+    if before:
         yield PromptRange(first, None)
-
-
-def _end(wins: Callable[[int], bool | None], low: int, high: int, before: bool) -> int:
-    """Return about the length between two where the condition changes from `before`."""
-    while high > low * CLOSE and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if bool(wins(middle)) == before else (low, middle)
-    return high
-
-
-def _predicted(cost: Cost, policy: Policy) -> Prediction | None:
-    try:
-        return cost.predict(lay_out(cost.model, policy, cost.workload, planned(cost.hardware.capacity)))
-    except OutOfMemory:
-        return None
-
-
-NEGLIGIBLE = 0.01  # share of a sweep
 
 
 def token_bytes(model: ModelFacts, partition: str, workers: int) -> int:
@@ -126,7 +100,6 @@ def least_bandwidth(nbytes: float, layers: int, block: float, seconds: float) ->
 
     Args:
         nbytes: bytes of a token and layer: (2 + 2/G) e d.
-        layers: number of layers.
         block: sequences whose attention is at workers.
         seconds: of the products of one step.
     """
@@ -153,7 +126,6 @@ class WorkerLinks:
         measured: whether the machine has rates of these links; else they are those of copies to the device.
         least: `least_bandwidth` of all links together.
         token_bytes: bytes of a token over all links.
-        workers: number of workers.
     """
 
     computing: float
@@ -186,7 +158,15 @@ class WorkerLinks:
         share = sum(prediction.fractions[fraction(CACHE, w)] for w in work)
         members = {worker for w in work for worker in policy.team(w, hardware.places)}
         handling = (1 + policy.queries_first) * hardware.worker_seconds
-        asked = {w: times[0] / _question_seconds(model, hardware, policy, w) for w, times in work.items()}
+
+        def question_seconds(worker: str) -> float:
+            """Return the seconds of a gpu_batch's question on a worker's lane, as the cost model counts them."""
+            crossing, lane = Crossing.of(model, hardware, policy, worker), place_of(worker).attention[0]
+            sent = crossing[:2] if policy.queries_first else (crossing.queries + crossing.keys,)
+            each = [policy.gpu_batch_size * nbytes for nbytes in sent]
+            return float(sum(hardware.link_seconds(lane, nbytes, nbytes) for nbytes in each))
+
+        asked = {w: times[0] / question_seconds(w) for w, times in work.items()}
         rates = [at(hardware.lane_rates(place_of(w).attention[0]), policy.gpu_batch_size * model.sent) for w in members]
         total, nbytes = sum(asked.values()), token_bytes(model, policy.partition, len(members))
         reading = max(times[1] - handling * asked[w] for w, times in work.items())
@@ -219,8 +199,8 @@ class WorkerLinks:
     @property
     def longest(self) -> str:
         """The work that takes longest in a layer."""
-        times = {"products": self.computing, "loads": self.loading, "transfers": self.moving,
-                 "attention": self.attending}  # fmt: skip
+        device = {"products": self.computing, "loads": self.loading}
+        times = device | {"transfers": self.moving, "attention": self.attending}
         return max(times, key=lambda name: times[name])
 
     @property
@@ -230,23 +210,16 @@ class WorkerLinks:
         return self.longest in ("products", "loads") and waits < NEGLIGIBLE * self.working
 
 
-def _question_seconds(model: ModelFacts, hardware: Hardware, policy: Policy, worker: str) -> float:
-    """Return the seconds of a gpu_batch's question on a worker's lane, as the cost model counts them."""
-    crossing, lane = Crossing.of(model, hardware, policy, worker), place_of(worker).attention[0]
-    sent = crossing[:2] if policy.queries_first else (crossing.queries + crossing.keys,)
-    each = [policy.gpu_batch_size * nbytes for nbytes in sent]
-    return float(sum(hardware.link_seconds(lane, nbytes, nbytes) for nbytes in each))
-
-
 def worker_words(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
     """Return lines on the attention workers of a plan; [] if there are none."""
     links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
     if links is None:
         return []
+    assumed = "" if links.measured else " if as fast as copies to the device"
     return [
         f"Workers     {_bytes(model, prediction.policy.partition, links)}",
-        f"            products hide their links from {_rate(links.least)} on, {_rate(links.least / links.workers)} for"
-        f" each worker; {_counted(links)}",
+        f"            products hide their links from {size(links.least)}/s on, {size(links.least / links.workers)}/s"
+        f" for each worker; a link carries {size(links.rate)}/s{assumed}",
         f"            a layer of a sweep: products {duration(links.computing)}, transfers of a worker"
         f" {duration(links.moving)}, its attention {duration(links.attending)}",
         f"            {_verdict(links)}",
@@ -269,16 +242,16 @@ def price_words(model: ModelFacts, hardware: Hardware, workload: Workload, predi
     if not hardware.prices:
         return []
     works = bool(prediction.policy.works)
-    line = _per_price(prediction, hardware.price(works), "")
+
+    def per_price(prediction: Prediction, price: float, which: str = "") -> str:
+        if not price:
+            return f"no place{which} has a price"
+        return f"{digits(prediction.tok_s / price)} tok/s per unit of price{which} (places cost {digits(price)})"
+
+    line = per_price(prediction, hardware.price(works))
     if works and (other := near(Cost(model, hardware, workload), prediction.policy)) is not None:
-        line += f"; {_per_price(other, hardware.price(False), ' without workers')}"
+        line += f"; {per_price(other, hardware.price(False), ' without workers')}"
     return [f"Price       {line}"]
-
-
-def _per_price(prediction: Prediction, price: float, which: str) -> str:
-    if not price:
-        return f"no place{which} has a price"
-    return f"{digits(prediction.tok_s / price)} tok/s per unit of price{which} (places cost {digits(price)})"
 
 
 def _bytes(model: ModelFacts, partition: str, links: WorkerLinks) -> str:
@@ -291,16 +264,7 @@ def _bytes(model: ModelFacts, partition: str, links: WorkerLinks) -> str:
     return f"a token moves {links.token_bytes:,} bytes per layer over the links: {form}, with {known}"
 
 
-def _rate(rate: float) -> str:
-    return f"{size(rate)}/s"
-
-
-def _counted(links: WorkerLinks) -> str:
-    return f"a link carries {_rate(links.rate)}" + ("" if links.measured else " if as fast as copies to the device")
-
-
 def _verdict(links: WorkerLinks) -> str:
-    """Return whether the link hides, and the longest work."""
     if links.hides:
         return (
             f"the link hides: {links.longest} take longest, and attention of a gpu_batch is back after"
@@ -318,7 +282,6 @@ def _verdict(links: WorkerLinks) -> str:
 
 
 def _crossing(found: Sequence[PromptRange]) -> str:
-    """Return the contexts at which workers pay, in words."""
     if not found:
         return "by predicted seconds, this job is faster with its KV cache near, for prompts of any length"
     shown = [

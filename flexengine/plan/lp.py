@@ -15,7 +15,7 @@ row ends in its unit. Units are chosen so that numbers are near 1, as HiGHS comp
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ import pulp
 
 from flexengine.errors import FlexError
 from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
-from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem, checked, unique
+from flexengine.plan.problem import Affine, Problem
 
 Terms = list[tuple[pulp.LpVariable, float]]
 # Extra cost of a kind of data per place away from the device. It decides between placements of equal seconds.
@@ -53,13 +53,11 @@ class Solution:
         fractions: fraction of every kind on every place; each kind sums to 1.
         seconds: seconds of the job.
         latency: seconds of an average row.
-        phase_seconds: by phase, seconds of one sweep.
     """
 
     fractions: dict[str, float]
     seconds: float
     latency: float
-    phase_seconds: dict[str, float]
 
 
 def solve(problem: Problem) -> Solution | None:
@@ -68,18 +66,15 @@ def solve(problem: Problem) -> Solution | None:
     Return None if no placement fits into the memories and keeps the latency limit.
 
     Raises:
-        InvalidInput: a number is not finite.
         NoSolver: as `optimum`.
-        SolverFailed: as `optimum`.
+        SolverFailed: as `optimum`, or a number is not finite in its unit.
     """
-    problem = checked(problem)
     values = optimum(program(problem))
     if values is None:
         return None
     shares = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
     seconds = [max((0.0, *(bound.value(shares) for _, bound in bounds))) for bounds in problem.bounds]
-    by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(shares, *problem.over(seconds), by_label)
+    return Solution(shares, *problem.over(seconds))
 
 
 @lru_cache
@@ -90,84 +85,72 @@ def share_name(name: str) -> str:
 
 
 def save(problem: Problem, path: str) -> None:
-    """Write the program to a file in CPLEX's LP format, which most solvers read. Raise InvalidInput, or OSError if the
-    file cannot be written."""
-    program(checked(problem)).writeLP(path, max_length=255)
+    """Write the program to a file in CPLEX's LP format, which most solvers read. Raise OSError if the file cannot
+    be written."""
+    program(problem).writeLP(path, max_length=255)
 
 
 def program(problem: Problem) -> pulp.LpProblem:
-    """Return the program of a `checked` problem. Raise SolverFailed if a number is not finite in its unit."""
-    made = _PlacementProgram(problem)
+    """Return the program of a problem. Raise SolverFailed if a number is not finite in its unit."""
+    lp, places = pulp.LpProblem("placement"), problem.places
+    shares = {name: lp.add_variable(share_name(name), 0) for name in fractions(places) if name in problem.allowed}
+
+    def terms(line: Affine, scale: float = 1.0) -> Terms:
+        """Return the line's terms with allowed fractions; the others are 0."""
+        return [(shares[name], k / scale) for name, k in line.coefficients.items() if name in shares]
+
     for kind, what in KINDS.items():
-        placed = [(share, 1.0) for name, share in made.shares.items() if kind_of(name) == kind]
-        made.add(f"all {what}", "share", placed, 1.0, equal=True)
-    times = [made.add_phase(phase, bounds) for phase, bounds in zip(problem.phases, problem.bounds, strict=True)]
+        placed = [(share, 1.0) for name, share in shares.items() if kind_of(name) == kind]
+        _add(lp, f"all {what} share", placed, 1.0, equal=True)
+    times = []  # by phase: the time of one sweep, and the seconds of its unit
+    for phase, bounds in zip(problem.phases, problem.bounds, strict=True):
+        numbers = (abs(k) for _, bound in bounds for k in (bound.constant, *(k for _, k in terms(bound))))
+        unit, scale = _unit(_SECONDS, max(numbers, default=0.0))
+        times.append((lp.add_variable(_named(f"{phase.label} sweep {unit}"), 0), scale))
+        for lane, bound in bounds:
+            row = [*terms(bound, scale), (times[-1][0], -1.0)]
+            _add(lp, f"{phase.label} {lane} {unit}", row, -bound.constant / scale)
     for memory in problem.memories:
         if memory.capacity < math.inf:
-            made.add_memory(memory)
-    if (limit := problem.latency_limit) is not None:
-        unit, scale = _unit(_SECONDS, limit)
+            largest = max((abs(k) for _, k in terms(memory.used)), default=0.0)
+            unit, scale = _unit(_BYTES, max(memory.capacity, _SPREAD * largest))
+            limit = (memory.capacity - memory.used.constant) / scale
+            _add(lp, f"{memory.label} memory {unit}", terms(memory.used, scale), limit)
+    if problem.latency_limit is not None:
+        unit, scale = _unit(_SECONDS, problem.latency_limit)
         lives = [(time, phase.life * s / scale) for (time, s), phase in zip(times, problem.phases, strict=True)]
-        made.add("latency of a row", unit, lives, limit / scale)
-    made.minimise([(time, phase.times, s) for (time, s), phase in zip(times, problem.phases, strict=True)])
-    return made.lp
+        _add(lp, f"latency of a row {unit}", lives, problem.latency_limit / scale)
+    seconds = [(time, phase.times * s) for (time, s), phase in zip(times, problem.phases, strict=True)]
+    ranks = [(share, places.index(name.partition("@")[2]) * _TIES[kind_of(name)]) for name, share in shares.items()]
+    _minimise(lp, seconds, ranks)
+    return lp
 
 
-class _PlacementProgram:
-    """A program under construction. shares: by name, the variables of the allowed fractions."""
+def _add(lp: pulp.LpProblem, label: str, terms: Terms, limit: float, equal: bool = False) -> None:
+    """Add the row: sum of terms <= limit, or == limit if `equal`. label: its last word is the limit's unit."""
+    name = _named(label)
+    for variable, k in terms:
+        _check_finite(k, f"coefficient of {variable.name} in row {name}")
+    _check_finite(limit, f"limit of row {name}")
+    sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintLE
+    lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
 
-    def __init__(self, problem: Problem) -> None:
-        self.lp, names = pulp.LpProblem("placement"), fractions(problem.places)
-        self.shares = {name: self.lp.add_variable(share_name(name), 0) for name in names if name in problem.allowed}
-        self._ranks = {name: problem.places.index(name.partition("@")[2]) for name in self.shares}  # 0 for the device
-        self._labels: list[str] = []
 
-    def add(self, label: str, unit: str, terms: Terms, limit: float, equal: bool = False) -> None:
-        """Add the row: sum of terms <= limit, or == limit if `equal`. unit: of the limit, for the name."""
-        self._labels.append(label := unique(label, self._labels))
-        name = _named(label, unit)
-        for variable, k in terms:
-            _check_finite(k, f"coefficient of {variable.name} in row {name}")
-        _check_finite(limit, f"limit of row {name}")
-        sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintLE
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
+def _minimise(lp: pulp.LpProblem, seconds: Terms, ranks: Terms) -> None:
+    """Set the cost.
 
-    def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Affine]]) -> tuple[pulp.LpVariable, float]:
-        """Add the time of one sweep, with its lower bounds. Return the variable, and the seconds of its unit."""
-        parts = [(label, self._terms(bound), bound.constant) for label, bound in bounds]
-        numbers = (abs(k) for _, terms, constant in parts for k in (constant, *(k for _, k in terms)))
-        unit, scale = _unit(_SECONDS, max(numbers, default=0.0))
-        time = self.lp.add_variable(_named(f"{phase.label} sweep", unit), 0)
-        for label, terms, constant in parts:
-            row = [*((share, k / scale) for share, k in terms), (time, -1.0)]
-            self.add(f"{phase.label} {label}", unit, row, -constant / scale)
-        return time, scale
-
-    def add_memory(self, memory: MemoryLimit) -> None:
-        """Add the row used <= capacity of a memory."""
-        terms = self._terms(memory.used)
-        largest = max((abs(k) for _, k in terms), default=0.0)
-        unit, scale = _unit(_BYTES, max(memory.capacity, _SPREAD * largest))
-        row = [(share, k / scale) for share, k in terms]
-        self.add(f"{memory.label} memory", unit, row, (memory.capacity - memory.used.constant) / scale)
-
-    def minimise(self, times: Iterable[tuple[pulp.LpVariable, float, float]]) -> None:
-        """Set the cost. times: per phase, its time variable, number of sweeps, and seconds of the variable's unit."""
-        seconds = [(time, count * scale) for time, count, scale in times]
-        total = sum(k for _, k in seconds)
-        unit, scale = _unit(_SECONDS, total / _COST)
-        cost = [(time, k / scale) for time, k in seconds]
-        for time, k in cost:
-            _check_finite(k, f"cost of {time.name}")
-        tie = _TIE * (total / scale or _COST)
-        ranked = ((share, self._ranks[name] * _TIES[kind_of(name)]) for name, share in self.shares.items())
-        ties = [(share, tie * cost) for share, cost in ranked if cost]
-        self.lp.setObjective(pulp.LpAffineExpression([*cost, *ties]))
-        self.lp.objective.name = _named("job", unit)
-
-    def _terms(self, line: Affine) -> Terms:
-        """Return the line's terms with allowed fractions; the others are 0."""
-        return [(self.shares[name], k) for name, k in line.coefficients.items() if name in self.shares]
+    Args:
+        seconds: the job's seconds.
+        ranks: by fraction, its cost in units of _TIE; 0 on the device.
+    """
+    total = sum(k for _, k in seconds)
+    unit, scale = _unit(_SECONDS, total / _COST)
+    cost = [(time, k / scale) for time, k in seconds]
+    for time, k in cost:
+        _check_finite(k, f"cost of {time.name}")
+    tie = _TIE * (total / scale or _COST)
+    lp.setObjective(pulp.LpAffineExpression([*cost, *((share, tie * rank) for share, rank in ranks if rank)]))
+    lp.objective.name = _named(f"job {unit}")
 
 
 def optimum(lp: pulp.LpProblem, presolve: bool = False) -> dict[str, float] | None:
@@ -195,9 +178,8 @@ def optimum(lp: pulp.LpProblem, presolve: bool = False) -> dict[str, float] | No
     return {variable.name: variable.varValue for variable in lp.variables()}
 
 
-def _named(label: str, unit: str) -> str:
-    """Return a name that is valid in LP files."""
-    return _NOT_IN_NAMES.sub("_", f"{label} {unit}")
+def _named(label: str) -> str:
+    return _NOT_IN_NAMES.sub("_", label)
 
 
 def _unit(units: Mapping[str, float], size: float) -> tuple[str, float]:

@@ -20,8 +20,6 @@ from flexengine.policy import Policy, Split
 OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads; measured: 45 to 60 MB
 SHORTEST = Workload({(1, 1): 1})
 
-LayOut = Callable[[Policy, Workload, Capacity], Layout]
-
 
 def planned(capacity: Capacity) -> Capacity:
     """Return the capacity that a plan should use. Without a GPU, a part of RAM is left free."""
@@ -62,7 +60,7 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
     Raise TooLittle if no policy fits into `capacity`.
     """
     roomy = planned(capacity)
-    if any(_fits(model, policy, workload, roomy) for policy in policies):
+    if any(_laid_out(model, policy, workload, roomy) for policy in policies):
         return roomy
     least = _least(model, policies, workload, capacity, "device")
     if capacity.shared and least is not None and least <= (capacity.device or 0):
@@ -73,7 +71,7 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
 def smallest_layout(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Layout:
     """Return the layout of the first policy that fits. Raise TooLittle as `capacity_for`."""
     room = capacity_for(model, policies, workload, capacity)
-    return next(lay_out(model, p, workload, room) for p in policies if _fits(model, p, workload, room))
+    return next(filter(None, (_laid_out(model, policy, workload, room) for policy in policies)))
 
 
 def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
@@ -107,7 +105,7 @@ def _too_little(model: ModelFacts, policies: Sequence[Policy], workload: Workloa
                 needs[tier] = least
             room = room.limited({tier: needs.get(tier, given[tier])})
     enough = capacity.limited(needs)
-    layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
+    layout = next(filter(None, (_laid_out(model, policy, workload, enough) for policy in policies)))
     parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
     return TooLittle(
         _reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts, capacity.engines
@@ -116,7 +114,7 @@ def _too_little(model: ModelFacts, policies: Sequence[Policy], workload: Workloa
 
 def _reason(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str) -> str:
     """Return the purpose of the bytes that do not fit. It begins with ONE_SEQUENCE if short sequences fit."""
-    if len(policies) > 1 and any(_fits(model, policy, SHORTEST, capacity) for policy in policies):
+    if len(policies) > 1 and any(_laid_out(model, policy, SHORTEST, capacity) for policy in policies):
         return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
     errors = []
     for policy in policies:
@@ -127,12 +125,11 @@ def _reason(model: ModelFacts, policies: Sequence[Policy], workload: Workload, c
     return min((e for e in errors if e.tier == tier), key=lambda e: e.needed + e.used, default=errors[0]).what
 
 
-def _fits(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> bool:
-    try:
-        lay_out(model, policy, workload, capacity)
-    except OutOfMemory:
-        return False
-    return True
+def _laid_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout | None:
+    """Return the layout; None if the policy does not fit."""
+    with suppress(OutOfMemory):
+        return lay_out(model, policy, workload, capacity)
+    return None
 
 
 def _least(
@@ -141,20 +138,18 @@ def _least(
     """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does."""
     fewest: int | None = None
     for policy in policies:
-        fits = partial(_fits_in, model, policy, workload, capacity, tier)
-        try:
-            layout = lay_out(model, policy, workload, capacity.limited({tier: None}))
-        except OutOfMemory:
+        layout = _laid_out(model, policy, workload, capacity.limited({tier: None}))
+        if layout is None:
             continue
+
+        def fits(nbytes: int, policy: Policy = policy) -> bool:
+            return _laid_out(model, policy, workload, capacity.limited({tier: nbytes})) is not None
+
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
         most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free
         if fewest is None or fits(min(fewest - 1, most)):
             fewest = bisect_left(range(min(most, fewest or most)), True, key=fits)
     return fewest
-
-
-def _fits_in(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int) -> bool:
-    return _fits(model, policy, workload, capacity.limited({tier: nbytes}))
 
 
 Plan = TypeVar("Plan")
@@ -164,7 +159,6 @@ def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan,
     """Return the plan of as many rows as fit, leaving out the longest rows.
 
     Args:
-        workload: all rows.
         plan: function from a workload to its plan. It raises OutOfMemory if the workload does not fit.
 
     Returns:

@@ -14,6 +14,7 @@ they were read when they are needed, so such a job may be faster than predicted.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +28,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import ALIGN, SHORT_READ, aligned
-from flexengine.plan.terms import LaneWork, Sweeping, Term
+from flexengine.plan.terms import Sweeping, Term
 from flexengine.policy import Policy
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
@@ -63,19 +64,14 @@ class Use:
         if room >= 1:
             return np.zeros(np.shape(rows))
         ages, each = np.arange(_MOST_AGE + 1, dtype=float), np.atleast_1d(rows)
-        shares, found = _curve(self.block), []
+        shares, found, held = _curve(self.block), [], int(room * self.block.neurons)
+        kept = (held - 2 * part_of(held)) / self.block.neurons  # if tokens use more; see `Arena.overlapping`
         for count in each:
             together = self._together(shares, count)
             k = float(np.interp(room, together, ages))
             new = float(np.interp(k + 1, ages, together) - np.interp(k, ages, together))
-            found.append(new if self.block.experts or k >= 1 else max(new, float(together[1]) - self._kept(room)))
+            found.append(new if self.block.experts or k >= 1 else max(new, float(together[1]) - kept))
         return np.array(found).reshape(np.shape(rows))
-
-    def _kept(self, room: float) -> float:
-        """Return the share of the neurons that stay in memory if tokens use more than there is room for; see
-        `Arena.overlapping`."""
-        rows = int(room * self.block.neurons)
-        return (rows - 2 * part_of(rows)) / self.block.neurons
 
     def _successive(self, ages: Array) -> Array:
         """Return the share of the neurons that this many successive tokens of a sequence use together."""
@@ -92,17 +88,12 @@ class Use:
 
     def _together(self, shares: Array, rows: Array) -> Array:
         """Return the share that `rows` sequences use together, of which each uses `shares`."""
-        return np.asarray(1 - (1 - shares) ** self._exponent(rows))
-
-    def _exponent(self, rows: Array) -> Array:
-        unions = np.minimum(self.block.unions, _CERTAIN)
-        if len(unions) < 2 or unions[0] <= 0:
-            return np.asarray(rows, dtype=float)
-        exponents = np.log1p(-unions) / np.log1p(-unions[0])
-        measured = np.arange(1, len(unions) + 1)
-        beyond = exponents[-1] * np.asarray(rows) / len(unions)
-        inside = np.interp(rows, (0, *measured), (0.0, *exponents))
-        return np.asarray(np.where(np.asarray(rows) > len(unions), beyond, inside))
+        unions, exponent = np.minimum(self.block.unions, _CERTAIN), np.asarray(rows, dtype=float)
+        if len(unions) >= 2 and unions[0] > 0:
+            exponents = np.log1p(-unions) / np.log1p(-unions[0])
+            inside = np.interp(rows, np.arange(len(unions) + 1), (0.0, *exponents))
+            exponent = np.where(exponent > len(unions), exponents[-1] * exponent / len(unions), inside)
+        return np.asarray(1 - (1 - shares) ** exponent)
 
 
 def terms(data: Sweeping, prompt: float) -> Iterator[Term]:
@@ -115,7 +106,7 @@ def terms(data: Sweeping, prompt: float) -> Iterator[Term]:
     for block, layers, share in _shares(data.model, policy):
         reading, computing = _passes(block, share, hardware, sweeps, prompt)
         decoding = _decoding(block, share, hardware, policy, sweeps)
-        yield LaneWork("device", "", "", layers * (decoding + np.maximum(reading, computing)))
+        yield Term("device", "", "", layers * (decoding + np.maximum(reading, computing)))
 
 
 def waits(model: ModelFacts, hardware: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Array:
@@ -234,13 +225,9 @@ def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _grouped(blocks: tuple[NeuronFacts | None, ...]) -> dict[NeuronFacts, int]:
+def _grouped(blocks: tuple[NeuronFacts | None, ...]) -> Counter[NeuronFacts]:
     """Return the number of layers of each different block."""
-    counts: dict[NeuronFacts, int] = {}
-    for block in blocks:
-        if block is not None:
-            counts[block] = counts.get(block, 0) + 1
-    return counts
+    return Counter(block for block in blocks if block is not None)
 
 
 def share_of(model: ModelFacts, free: int | None) -> float:

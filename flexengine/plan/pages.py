@@ -1,7 +1,7 @@
 """KV pages: how many tokens a page holds, how many pages each pool gets, and how many pages prefill moves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +44,6 @@ def empty_pools(
     """Return the pools of a tier, one per group of layers, before they get pages.
 
     Args:
-        groups: KV groups of the layers.
-        tier: tier of the pools.
         workload: workload of the job; its longest sequence limits the page size.
         batch: most sequences of a gpu_batch.
         slices: as in `page_tokens`.
@@ -60,7 +58,7 @@ def empty_pools(
 def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:
     """Return the number of pages of each pool.
 
-    If all needed pages do not fit, each pool gets its least, and an equal share of its other needed pages. If even the
+    If not all needed pages fit, each pool gets its least, and an equal share of its other needed pages. If even the
     least does not fit, all pools get 0 pages.
 
     Args:
@@ -99,42 +97,21 @@ class LayerPages(NamedTuple):
     away: Pool
 
 
-@dataclass(frozen=True)
-class ModelPages:
-    """KV pages of a model.
-
-    Attributes:
-        groups: one per group of layers.
-        share: share of the sequences whose cache is off the device.
-        batch: sequences of a gpu_batch, which loads a page that they share once.
-    """
-
-    groups: tuple[LayerPages, ...]
-    share: float
-    batch: int = 1
-
-
 def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
     """Return the pages of a model's layers. longest: tokens of the longest sequence."""
+
+    def pool(tier: str, window: int | None) -> Pool:
+        return Pool(0, page_tokens(model, tier, longest, window), None, window)
+
     return tuple(
-        LayerPages(
-            len(group.layers) / len(model.layers),
-            *(
-                Pool(0, page_tokens(model, tier, longest, group.window), None, group.window)
-                for tier in ("device", "host")
-            ),
-        )
+        LayerPages(len(group.layers) / len(model.layers), pool("device", group.window), pool("host", group.window))
         for group in model.cache_groups(longest)
     )
 
 
 def moved_pages(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
-    """Return the numbers of pages that prefill in pieces loads and stores, in one layer, by prompt.
-
-    Args:
-        prompts: tokens of each prompt.
-        prefill_tokens: most tokens of a piece.
-    """
+    """Return the numbers of pages that prefill in pieces of `prefill_tokens` loads and stores, in one layer, by prompt.
+    prompts: tokens of each prompt."""
     before = np.ceil(prompts / prefill_tokens) - 1  # whole pieces before the last
     starts = np.arange(0, before.max() + 1) * prefill_tokens
     read, written = pool.num_read(starts), pool.num_written(starts, starts + prefill_tokens)

@@ -27,8 +27,6 @@ def plot(
     """Write the plot as a PNG file.
 
     Args:
-        prediction: prediction of the policy to plot.
-        hardware: the machine.
         path: file name, which must end with .png.
         title: above the plot, "" for the machine's name.
         frontier: predictions by rising latency; () leaves out this panel.

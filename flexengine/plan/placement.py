@@ -6,13 +6,12 @@ from typing import Self
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import workers_of
-from flexengine.plan.candidates import Candidates, Options, Shapes, sensible
+from flexengine.plan.candidates import Candidates, Options, sensible
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.lp import Solution, SolverFailed, solve
-from flexengine.plan.min_memory import capacity_for
+from flexengine.plan.lp import SolverFailed, solve
 from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.problem import MemoryLimit, Problem, memories, phases
 from flexengine.plan.workload import Workload
@@ -20,10 +19,6 @@ from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
-# Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
-# 1.2 % faster than the program in 4,000 placements.
-SLACK = 1.02
-WIDE_SLACK = 1.3  # the same, while the search collects policies to refine
 ON_DEVICE: Split = (1.0, 0.0, 0.0)
 _ON_HOST: Split = (0.0, 1.0, 0.0)
 _ON_DISK: Split = (0.0, 0.0, 1.0)
@@ -94,13 +89,12 @@ class Placement:
         Args:
             shape: block shape, schedule, slots and prefill_tokens; its splits are ignored.
             choice: data that may leave the device.
-            wide: also keep placements within WIDE_SLACK and, if latency counts, those that no policy beats in both
-                seconds and latency.
+            wide: as in `Candidates.too_slow`.
 
         Returns:
             False if no placement fits. True otherwise, even if it was skipped.
         """
-        if self.tried.shapes.too_large(shape):
+        if self.tried.too_large(shape):
             return False
         if choice.attended is not None and not reaches_workers(shape.block_size, choice.attended):
             return False
@@ -118,27 +112,21 @@ class Placement:
         if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False
         problem = self._problem(shape, choice, rows)
-        if self._too_slow(*problem.least(), wide):
+        if self.tried.too_slow(*problem.least(), wide):
             return True
         for margin in MARGINS:
-            if (solved := _solved(problem)) is None:
+            solved = solve(problem)
+            if solved is None and problem.latency_limit is not None:  # so that a message can name the least latency
+                solved = solve(replace(problem, latency_limit=None))
+            if solved is None:
                 return False
-            if self._too_slow(solved.seconds, solved.latency, wide):
+            if self.tried.too_slow(solved.seconds, solved.latency, wide):
                 return True
             policy = sensible(_rounded(shape, solved.fractions, choice))
             if self.tried.attempt(policy) is not None:
                 return True
             problem = _with_less(problem, self.tried.refused[policy], margin)
         return False
-
-    def _too_slow(self, seconds: float, latency: float, wide: bool) -> bool:
-        """Return whether a placement can be skipped, given lower bounds of its seconds and of its latency."""
-        tried = self.tried
-        if not tried.predictions or not tried.keeps_latency:
-            return False
-        slack = WIDE_SLACK if wide else SLACK
-        keeps = wide and tried.shapes.options.latency_counts and tried.on_frontier(seconds, latency)
-        return seconds > slack * tried.leader().total_seconds and not keeps
 
     def problem(self, shape: Policy, choice: Choice) -> Problem:
         """Return the linear program of a block shape."""
@@ -156,10 +144,8 @@ class Placement:
             held |= {fraction(CACHE, place): split.get(place, 0.0) for place in cost.hardware.places}
         if held:
             parts = tuple(phase.fixed(held) for phase in parts)
-        return Problem(
-            parts, rows, cost.slowing(priced), cost.overlaps(shape),
-            self._allowed(choice), self.tried.shapes.options.latency_limit, self.places,
-        )  # fmt: skip
+        allowed, limit = self._allowed(choice), self.tried.options.latency_limit
+        return Problem(parts, rows, cost.slowing(priced), cost.overlaps(shape), allowed, limit, self.places)
 
     def _attended(self, shape: Policy) -> dict[str, float]:
         """Return the fraction of the sequences of a block by place of their KV cache, as if none overflowed into
@@ -180,9 +166,12 @@ class Placement:
         return frozenset(fraction(kind, place) for kind, tiers in by_kind.items() for place in tiers)
 
     def _memories(self, shape: Policy, choice: Choice) -> tuple[MemoryLimit, ...]:
-        """Return the memory rows of a block shape."""
         corners = {tier: self._corner(shape, tier, choice) for tier in self.places}
-        rows = memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
+        cost = self.tried.cost
+        token, device = cost.model.kv_token * len(cost.model.layers), cost.peak(shape)
+        offloaded = cost.peak(shape, share=1.0) if choice.cache else device
+        cache = {tier: token * (device if tier == "device" else offloaded) for tier in self.places}
+        rows = memories(corners, cache, self.tried.capacity)
         if not choice.attended:
             return rows
         split = self._attended(shape)
@@ -195,14 +184,6 @@ class Placement:
         tensors = self.tried.cost.model.tensors
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
         return bool(stored < 0.9 * held) or not self.tried.cost.hardware.shared
-
-    def _cache_bytes(self, shape: Policy, cache: bool) -> dict[str, float]:
-        """Return, by tier, the peak bytes of the KV cache if all of it is on the tier. cache: whether it may move."""
-        cost = self.tried.cost
-        token = cost.model.kv_token * len(cost.model.layers)
-        device = cost.peak(shape) * token
-        offloaded = cost.peak(shape, share=1.0) * token if cache else device
-        return {tier: device if tier == "device" else offloaded for tier in self.places}
 
     def _corner(self, shape: Policy, tier: str, choice: Choice) -> Layout:
         """Return the layout, without memory limits, with all data that may move on one tier."""
@@ -227,8 +208,6 @@ def _bare(shape: Policy) -> Policy:
 
 
 def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Policy:
-    """Return the policy with these fractions, rounded to thousandths."""
-
     def split(kind: str) -> Split:
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
@@ -238,25 +217,14 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
     )
 
 
-def _solved(problem: Problem) -> Solution | None:
-    """Return the optimum, or None. If no placement keeps the latency limit, ignore it, so that a message can name the
-    least latency."""
-    solution = solve(problem)
-    if solution is None and problem.latency_limit is not None:
-        solution = solve(replace(problem, latency_limit=None))
-    return solution
-
-
 def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
     """Return the problem with less capacity of the memory that was too small: the missing bytes and a margin."""
-    missing = error.needed + error.used - error.capacity
-
-    def cut(memory: MemoryLimit) -> MemoryLimit:
-        if memory.label != error.tier:
-            return memory
-        return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity * margin)
-
-    return replace(problem, memories=tuple(cut(m) for m in problem.memories))
+    missing = max(error.needed + error.used - error.capacity, 0)
+    less = (
+        replace(row, capacity=row.capacity - missing - row.capacity * margin) if row.label == error.tier else row
+        for row in problem.memories
+    )
+    return replace(problem, memories=tuple(less))
 
 
 def placement_problem(
@@ -266,6 +234,5 @@ def placement_problem(
 
     Data may leave the device in the program if it does so under the policy.
     """
-    shapes = Shapes(Cost(model, hardware, workload), options or Options())
-    tried = Candidates(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
+    tried = Candidates(Cost(model, hardware, workload), options or Options())
     return Placement(tried).problem(policy, Choice.of(policy))

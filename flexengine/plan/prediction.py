@@ -33,8 +33,6 @@ class Prediction:
     """Predicted seconds, tokens and lanes of a job under a policy.
 
     Attributes:
-        policy: the policy.
-        layout: its layout.
         seconds: seconds of the whole job without `load_seconds`.
         load_seconds: by which the first sweep is longer because resident weights are read in it.
         latency: mean seconds from a row's entry to its end.
@@ -61,6 +59,10 @@ class Prediction:
     lanes: dict[str, dict[str, float]]
     busy: dict[str, float]
     fractions: dict[str, float] = field(default_factory=dict)
+
+    def shares(self, kind: str) -> dict[str, float]:
+        """Return the realised fractions of a kind of data by place."""
+        return {place: self.fractions.get(fraction(kind, place), 0.0) for place in self.layout.places}
 
     @property
     def tok_s(self) -> float:

@@ -11,22 +11,19 @@ in three ways:
   sequences if memory is left.
 """
 
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from flexengine.config import shown
-from flexengine.errors import InvalidInput
 from flexengine.places import TIERS, further_disks
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import LOAD_BYTES, RESIDENT, Cost, write_seconds
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
-from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, fractions, kind_of
+from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, kind_of
 from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import DELEGATION
 from flexengine.policy import Policy
@@ -113,10 +110,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Problem:
-    """The linear program of one block shape. If labels repeat, the second phase "decode" is called "decode 2".
+    """The linear program of one block shape.
 
     Attributes:
-        phases: kinds of sweeps.
+        phases: kinds of sweeps, each with a label of its own.
         memories: memory constraints.
         crosstalk: `crosstalk[a][b]`: seconds that a busy second of lane b adds to lane a.
         overlap: whether lanes work at the same time; else their seconds add up.
@@ -134,9 +131,17 @@ class Problem:
     places: tuple[str, ...] = TIERS
 
     @cached_property
-    def bounds(self) -> tuple[tuple[tuple[str, Affine], ...], ...]:
+    def bounds(self) -> list[list[tuple[str, Affine]]]:
         """By phase, labels and lower bounds in seconds of a sweep."""
-        return tuple(tuple(_bounds(phase, self)) for phase in self.phases)
+        if not self.overlap:
+            return [[("all lanes", sum(p.lanes.values(), Affine(0.0)))] if p.lanes else [] for p in self.phases]
+        return [[(lane, self._slowed(phase, lane)) for lane in phase.lanes] for phase in self.phases]
+
+    def _slowed(self, phase: Phase, lane: str) -> Affine:
+        """Return the work of a lane with its crosstalk."""
+        talk = self.crosstalk.get(lane, {})
+        added = (phase.lanes[o] * share for o, share in talk.items() if share and o != lane and o in phase.lanes)
+        return sum(added, phase.lanes[lane])
 
     def least(self) -> tuple[float, float]:
         """Return lower bounds of the job's seconds and of a row's seconds, without solving the program."""
@@ -149,76 +154,9 @@ class Problem:
         return sum(p.times * s for p, s in pairs), sum(p.life * s for p, s in pairs)
 
 
-def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Affine]]:
-    """Return labels and lower bounds in seconds of a sweep of the phase."""
-    if not problem.overlap:
-        return [("all lanes", sum(phase.lanes.values(), Affine(0.0)))] if phase.lanes else []
-    return [
-        (lane, sum((phase.lanes[o] * share for o, share in problem.crosstalk.get(lane, {}).items()
-                    if share and o != lane and o in phase.lanes), busy))
-        for lane, busy in phase.lanes.items()
-    ]  # fmt: skip
-
-
-def checked(problem: Problem) -> Problem:
-    """Return the problem with unique labels of phases. Raise InvalidInput if a number or the name of a fraction is not
-    allowed."""
-    labels: list[str] = []
-    names = fractions(problem.places)
-    for phase in problem.phases:
-        labels.append(unique(phase.label, labels))
-    for phase in problem.phases:
-        _check_number(f"{phase.label}: times", phase.times)
-        _check_number(f"{phase.label}: life", phase.life)
-        for lane, busy in phase.lanes.items():
-            _check_line(f"{phase.label}: {lane}", busy, names)
-    for memory in problem.memories:
-        _check_line(f"{memory.label} memory", memory.used, names)
-        if math.isnan(memory.capacity):
-            raise InvalidInput(f"{memory.label} memory: capacity is {memory.capacity}; it must be a number of bytes")
-    _check_allowed(problem.allowed, names)
-    limit = problem.latency_limit
-    if limit is not None and not 0 < limit < math.inf:
-        raise InvalidInput(f"latency limit is {shown(limit)}; it must be positive seconds, or None")
-    if labels == [phase.label for phase in problem.phases]:
-        return problem
-    phases = (replace(phase, label=label) for phase, label in zip(problem.phases, labels, strict=True))
-    return replace(problem, phases=tuple(phases))
-
-
-def unique(label: str, taken: Container[str]) -> str:
-    """Return the label, with a number if it is taken."""
-    name, number = label, 2
-    while name in taken:
-        name, number = f"{label} {number}", number + 1
-    return name
-
-
-def _check_number(what: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise InvalidInput(f"{what} is {shown(value)}; it must be a finite number of 0 or more")
-
-
-def _check_line(what: str, line: Affine, names: tuple[str, ...]) -> None:
-    if unknown := line.coefficients.keys() - set(names):
-        raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(names)}")
-    for name, value in {"": line.constant, **line.coefficients}.items():
-        if not math.isfinite(value):
-            raise InvalidInput(f"{what} is {shown(value)}{f' for {name}' * bool(name)}; the number must be finite")
-
-
-def _check_allowed(allowed: frozenset[str], names: tuple[str, ...]) -> None:
-    if unknown := allowed - set(names):
-        raise InvalidInput(f"allowed names {sorted(unknown)}; it may name {', '.join(names)}")
-    for kind, what in KINDS.items():
-        own = [name for name in names if kind_of(name) == kind]
-        if not allowed.intersection(own):
-            raise InvalidInput(f"allowed has no place for the {what}; it must have one of {', '.join(own)}")
-
-
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
-_KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
-         DELEGATION: CACHE}  # fmt: skip
+_KIND = dict.fromkeys(("weights", "weight slots", "weight staging"), WEIGHTS)
+_KIND |= {"hidden states": HIDDEN, DELEGATION: CACHE}
 
 
 def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[MemoryLimit, ...]:
@@ -227,7 +165,6 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
     Args:
         corners: by tier, the layout with all data that may move on that tier, planned without memory limits.
         cache: by tier, bytes of the KV cache if all of it is on that tier.
-        capacity: capacity of the machine.
     """
     used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
     limits = capacity.limits
@@ -255,11 +192,7 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Affine:
 
 
 def _between(booked: Mapping[str, float], kind: str) -> Affine:
-    """Return the linear function through the corners.
-
-    Args:
-        booked: bytes of one purpose, by the tier that has all data of the kind.
-    """
+    """Return the line through the corners. booked: bytes of one purpose, by the tier that has all data of the kind."""
     least = min(booked.values())
     return Affine(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})
 
@@ -285,17 +218,16 @@ def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, floa
             work[lane][name] = mean
         lines = {lane: Affine(by.pop("", 0.0), by) for lane, by in work.items()}
         result.append(Phase(label, times, lines, life))
-    return (replace(result[0], lanes=_sum(result[0].lanes, first)), *result[1:])
+    nothing, work_of = Affine(0.0), result[0].lanes
+    summed = {lane: work_of.get(lane, nothing) + first.get(lane, nothing) for lane in dict.fromkeys([*work_of, *first])}
+    return (replace(result[0], lanes=summed), *result[1:])
 
 
 def _groups(compute: Array, sweeps: Profile) -> tuple[list[str], Array]:
-    """Return the labels of the groups, and how often each sweep occurs in each group.
+    """Return the labels of the groups, and how often each sweep occurs in each group: [sweeps, groups].
 
     Args:
         compute: seconds of the device by sweep.
-
-    Returns:
-        Labels, and an array [sweeps, groups].
     """
     entering, times = sweeps.prompt > 1e-9, sweeps.times.copy()
     first = int(np.argmax(entering))
@@ -310,12 +242,6 @@ def _groups(compute: Array, sweeps: Profile) -> tuple[list[str], Array]:
             columns.append(np.zeros_like(times))
             columns[-1][group] = times[group]
     return labels, np.array(columns).T
-
-
-def _sum(one: Mapping[str, Affine], other: Mapping[str, Affine]) -> dict[str, Affine]:
-    """Return the work of both, by lane."""
-    nothing = Affine(0.0)
-    return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
 
 
 def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Affine]:

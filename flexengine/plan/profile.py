@@ -7,20 +7,19 @@ the schedule's rule with fractional numbers of sequences. The computation takes 
 is exact if all rows have equal sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.pages import Array, ModelPages, moved_pages
+from flexengine.plan.pages import Array, LayerPages, moved_pages
 from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
 
 Indices = NDArray[np.intp]
-Flags = NDArray[np.bool_]
 Number = TypeVar("Number", float, Array)
 
 MAX_AGES = 256  # most steps of a sequence's life; longer lives have longer steps
@@ -36,11 +35,11 @@ class Unit:
     Attributes:
         stride: sweeps per step of age.
         live: probability that the sequence is alive.
-        cached: tokens that attention reads when the sequence decodes, with the new token; 0 at age 0.
+        cached: by window (None: all), tokens that attention reads when the sequence decodes, with the new token, and at
+            most the window; 0 at age 0.
         held: tokens of its pages, averaged over layers.
         loaded, stored: tokens of pages loaded before, and stored after computing, averaged over layers, if its cache is
             off the device.
-        windows: `cached` by window, at most the window.
         prompt: tokens of its prompt that are computed: without those that it shares, see `Workload.spared`.
         logits: tokens whose logits are computed in its prompt, beyond one.
         pairs: (query, key) pairs of the prompt by window (None: all).
@@ -52,11 +51,10 @@ class Unit:
 
     stride: int
     live: Array
-    cached: Array
+    cached: Mapping[int | None, Array]
     held: Array
     loaded: Array
     stored: Array
-    windows: Mapping[int, Array]
     prompt: float
     pairs: Mapping[int | None, float]
     late: Mapping[int | None, float]
@@ -81,13 +79,12 @@ class SweepCounts(Generic[Number]):
     entering: Number
     decoding: Number
     prompt: Number
-    cached: Number
+    cached: Mapping[int | None, Number]
     loaded: Number
     stored: Number
     prompt_loaded: Number
     prompt_stored: Number
     logits: Number
-    windows: Mapping[int, Number]
     pairs: Mapping[int | None, Number]
     late: Mapping[int | None, Number]
 
@@ -142,53 +139,63 @@ def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
     return prompts, outputs, spared, counts / counts.sum()
 
 
-def unit(workload: Workload, prefill_tokens: int, paging: ModelPages, windows: frozenset[int] = frozenset()) -> Unit:
-    """Return the mean sequence of a workload. windows: of the layers, without None."""
+def unit(
+    workload: Workload, prefill_tokens: int, pages: Sequence[LayerPages], share_away: float, batch: int = 1,
+    windows: Iterable[int] = (),
+) -> Unit:  # fmt: skip
+    """Return the mean sequence of a workload.
+
+    Args:
+        pages: one per group of layers.
+        share_away: share of the sequences whose cache is off the device.
+        batch: sequences of a gpu_batch, which loads a page that they share once.
+        windows: of the layers, without None.
+    """
     p, n, spared, share = classes(workload)
     stride = max(1, -(-int(n.max()) // MAX_AGES))
     age = np.arange(0, int(n.max()), stride, dtype=float)[:, None]
     alive = (n > age) * share
     step = np.minimum(stride, np.maximum(n - age, 0)) / stride * share  # the last step of a life may be shorter
-    attended = np.where(age > 0, p + age, 0.0)
 
-    def mean(pages: Callable[[Pool], Array], device: bool = False) -> Array:
-        """Return the tokens of pages, averaged over layers. pages: number of pages of a pool."""
-        pools = ((group.layers, group.device if device else group.away) for group in paging.groups)
-        return np.asarray(sum(layers * pool.page_tokens * pages(pool) for layers, pool in pools))
+    def mean(count: Callable[[Pool], Array], device: bool = False) -> Array:
+        """Return the tokens of pages, averaged over layers. count: number of pages of a pool."""
+        pools = ((group.layers, group.device if device else group.away) for group in pages)
+        return np.asarray(sum(layers * pool.page_tokens * count(pool) for layers, pool in pools))
 
     def held_by(tokens: Array) -> Array:
         on_device, off_device = (
             mean(lambda pool: pool.held(tokens) - pool.num_shared(spared), device) for device in (True, False)
         )
-        return (1 - paging.share) * on_device + paging.share * off_device
+        return (1 - share_away) * on_device + share_away * off_device
 
     held_tokens, at_end = held_by(np.minimum(p + age + stride - 1, p + n - 1)), held_by(p + n - 1)
     users = max(1.0, workload.count / max(1, workload.stems))  # of a shared page
     shared = spared * users / max(1.0, users - 1)
-    again = 1 - 1 / min(paging.batch, users)  # share of the reads of shared pages that find the page loaded
-    prompt_loaded = mean(
-        lambda pool: (
-            moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(shared) - again * pool.num_shared(shared)
-        )
-    )
-    prompt_stored = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[1])
+    again = 1 - 1 / min(batch, users)  # share of the reads of shared pages that find the page loaded
+    computed = p - spared
+
+    def moved(pool: Pool) -> tuple[Array, Array]:
+        return moved_pages(pool, computed, prefill_tokens)
+
+    prompt_loaded = mean(lambda pool: moved(pool)[0] + pool.num_read(shared) - again * pool.num_shared(shared))
+    prompt_stored = mean(lambda pool: moved(pool)[1])
     decode_loaded = mean(lambda pool: pool.num_read(p + age - 1) - again * pool.num_shared(shared))
     loaded = np.where(age > 0, decode_loaded, prompt_loaded / stride)
     stored = np.where(age > 0, mean(lambda pool: np.ones_like(p)), prompt_stored / stride)
-    seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
     any_window = (None, *windows)
+    seen = {w: np.minimum(p + age, np.inf if w is None else w) for w in any_window}
+    cached = {w: (np.where(age > 0, tokens, 0.0) * step).sum(1) for w, tokens in seen.items()}
     pairs = {w: float(((_pairs(p, w) - _pairs(spared, w)) * share).sum()) for w in any_window}
     first = np.where(spared > 0, 0.0, np.minimum(p, prefill_tokens))  # what follows a shared prefix is a later piece
     late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in any_window}
     return Unit(
         stride=stride,
         live=step.sum(1),
-        cached=(attended * step).sum(1),
+        cached=cached,
         held=(held_tokens * alive).sum(1),
         loaded=(loaded * step).sum(1),
         stored=(stored * step).sum(1),
-        windows=seen,
-        prompt=float(((p - spared) * share).sum()),
+        prompt=float((computed * share).sum()),
         pairs=pairs,
         late=late,
         prompt_loaded=float((prompt_loaded * share).sum()),
@@ -206,11 +213,10 @@ def _pairs(tokens: Array, window: int | None) -> Array:
 
 
 def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Profile:
-    """Return the sweeps of a job.
+    """Return the sweeps of a job of `rows` sequences.
 
     Args:
         each: mean sequence of the job.
-        rows: sequences of the job.
         schedule: as in `Policy`.
         shape: (gpu_batch_size, num_gpu_batches).
         room: page tokens that fit.
@@ -239,8 +245,11 @@ class Walk:
 
 def never_waits(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> bool:
     """Return whether pages suffice for a block and one more sequence at any ages, so that no sequence waits."""
-    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
-    return bool(room >= (block + 1) * (each.held / np.maximum(each.live, 1e-9)).max())
+    return bool(room >= (_block(rows, schedule, shape) + 1) * (each.held / np.maximum(each.live, 1e-9)).max())
+
+
+def _block(rows: int, schedule: str, shape: tuple[int, int]) -> int:
+    return min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
 
 
 def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Walk:
@@ -249,8 +258,7 @@ def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: flo
     Without a limit on pages, the result depends on the workload, `schedule` and `shape` alone. At least one mean
     sequence fits, even if `room` is less: smaller parts of a sequence would take endlessly many sweeps.
     """
-    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
-    each_peak = float(each.held.max())
+    block, each_peak = _block(rows, schedule, shape), float(each.held.max())
     if room < block * each_peak and not each.alike:
         room -= IDLE_PAGE_SHARE * min(each_peak, max(0.0, room - each_peak))
     room = max(room, each_peak)
@@ -316,7 +324,7 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     counts the sweep with its probability, and all other fields are divided by it.
     """
     entered, times, steps = walk.entered, walk.times, len(walk.entered)
-    cut = _Cut.of(walk, each.stride)
+    step, real, by_entry = _cut(walk, each.stride)
 
     def sums(column: Array, fresh: float) -> Array:
         """Return the sums of a column of `Unit`, scaled so that the job's total is exact.
@@ -327,13 +335,13 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
         total = np.convolve(entered, column)[:steps]
         counted = float((total * times).sum())
         scale = rows * float(column.sum()) / counted if counted > 0 else 1.0  # repeated steps need not be whole periods
-        return cut.sweeps(total * scale, (total - entered * column[0]) * scale + walk.at_once * fresh)
+        return by_entry(total * scale, (total - entered * column[0]) * scale + walk.at_once * fresh)
 
-    def prompts(each: float) -> Array:
-        return cut.sweeps(entered * each / cut.stride, walk.at_once * each)
+    def prompts(number: float) -> Array:
+        return by_entry(entered * number / each.stride, walk.at_once * number)
 
     occurs = -np.expm1(np.convolve(entered, np.log(np.clip(1 - each.live, 1e-12, 1.0)))[:steps])
-    occurs = np.where(entered > 0, 1.0, occurs)[cut.step]  # probability that a sequence is alive
+    occurs = np.where(entered > 0, 1.0, occurs)[step]  # probability that a sequence is alive
     made = occurs > 1e-6
     share = np.where(made, occurs, 1.0)[made]
 
@@ -343,17 +351,16 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     decoding = each.live.copy()
     decoding[0] -= 1 / each.stride  # in its first sweep, a sequence computes its prompt
     return Profile(
-        times=cut.times[made] * share,
+        times=real[made] * share,
         entering=mean(prompts(1.0)),
         decoding=mean(np.maximum(sums(decoding, 0.0), 0.0)),
         prompt=mean(prompts(each.prompt)),
-        cached=mean(sums(each.cached, 0.0)),
+        cached={w: mean(sums(x, 0.0)) for w, x in each.cached.items()},
         loaded=mean(sums(each.loaded, each.prompt_loaded)),
         stored=mean(sums(each.stored, each.prompt_stored)),
         prompt_loaded=mean(prompts(each.prompt_loaded)),
         prompt_stored=mean(prompts(each.prompt_stored)),
         logits=mean(prompts(each.logits)),
-        windows={w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
         pairs={w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
         late={w: mean(prompts(pairs)) for w, pairs in each.late.items()},
         rows=rows,
@@ -361,34 +368,19 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Entries of a profile, made from the steps of a walk.
+def _cut(walk: Walk, stride: int) -> tuple[Indices, Array, Callable[[Array, Array], Array]]:
+    """Return the step and the real sweeps of each entry of a profile, and a function that returns values by entry.
 
-    A step in which sequences enter at once gives two entries: its first sweep, and the mean of its other sweeps.
-
-    Attributes:
-        step: number of the step, by entry.
-        first, rest: whether an entry is a step's first sweep, or the others.
-        times: real sweeps, by entry.
+    A step in which sequences enter at once gives two entries: its first sweep, and the mean of its other sweeps. The
+    function's arguments are, by step, the values of a mean sweep and of the first sweep.
     """
+    apart = (walk.at_once > 0) & (stride > 1)
+    step = np.repeat(np.arange(len(apart)), 1 + apart)
+    is_rest = np.append(False, step[1:] == step[:-1])
+    is_first = apart[step] & ~is_rest
 
-    stride: int
-    step: Indices
-    first: Flags
-    rest: Flags
-    times: Array
+    def sweeps(mean: Array, first: Array) -> Array:
+        rest = np.maximum(mean * stride - first, 0) / max(1, stride - 1)
+        return np.where(is_first, first[step], np.where(is_rest, rest[step], mean[step]))
 
-    @staticmethod
-    def of(walk: Walk, stride: int) -> "_Cut":
-        apart = (walk.at_once > 0) & (stride > 1)
-        step = np.repeat(np.arange(len(apart)), 1 + apart)
-        rest = np.append(False, step[1:] == step[:-1])
-        first = apart[step] & ~rest
-        each = np.where(first, 1, np.where(rest, stride - 1, stride))
-        return _Cut(stride, step, first, rest, walk.times[step] * each)
-
-    def sweeps(self, mean: Array, first: Array) -> Array:
-        """Return values by entry. mean: in a sweep, by step; first: in the first sweep, by step."""
-        rest = np.maximum(mean * self.stride - first, 0) / max(1, self.stride - 1)
-        return np.where(self.first, first[self.step], np.where(self.rest, rest[self.step], mean[self.step]))
+    return step, walk.times[step] * np.where(is_first, 1, np.where(is_rest, stride - 1, stride)), sweeps

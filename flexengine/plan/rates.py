@@ -63,33 +63,19 @@ class Attention:
             length: cached tokens of one sequence, about.
             place: place that computes; see `Policy.attends`.
         """
-        return self._read(self._rates(place), tokens, length)
-
-    def prompt(self, pairs: Array | float, length: float) -> Array:
-        """Return the seconds of attention in prompts, or in their first chunks.
-
-        Args:
-            pairs: (query, key) pairs.
-            length: tokens of one prompt or chunk, about.
-        """
-        return self._pairs(self.measured.get("prompt", self.hardware.prompt_attention), pairs, length)
-
-    def continued(self, pairs: Array | float, past: float) -> Array:
-        """Return the seconds of attention in later chunks of prompts.
-
-        Args:
-            pairs: (query, key) pairs.
-            past: tokens of the prompt cached before, about.
-        """
-        return self._pairs(self.measured.get("continued", self.hardware.prompt_attention), pairs, past)
-
-    def _pairs(self, table: Table, pairs: Array | float, length: float) -> Array:
-        flop = 4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float)
-        return np.asarray(flop / at(table, max(length, 1.0)))
-
-    def _read(self, table: Table, tokens: Array | float, length: Array | float) -> Array:
-        rate = values_at(table, np.maximum(length, 1.0))
+        rate = values_at(self._rates(place), np.maximum(length, 1.0))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
+
+    def prompt(self, pairs: Array | float, length: float, kind: str = "prompt") -> Array:
+        """Return the seconds of attention in prompts.
+
+        Args:
+            pairs: (query, key) pairs.
+            length: tokens of one prompt or first chunk, about; of "continued", tokens of the prompt cached before.
+            kind: "prompt" for prompts and their first chunks, "continued" for later chunks.
+        """
+        flop = 4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float)
+        return np.asarray(flop / at(self.measured.get(kind, self.hardware.prompt_attention), max(length, 1.0)))
 
     def _rates(self, place: str) -> Table:
         """Return (cached tokens of a sequence, bytes of KV per second) of decode attention that a place computes.
@@ -161,37 +147,33 @@ class Rates:
     """Rates of one model on one machine.
 
     Attributes:
-        layers: (curve, number of layers) of each kind of layer, without attention.
+        layers: by `ModelFacts.signature`, curve of a layer without attention, and number of such layers.
         head: seconds by rows, for logits and one token of each row.
     """
 
     model: ModelFacts
     hardware: Hardware
-    layers: tuple[tuple[Curve, int], ...]
+    layers: Mapping[str, tuple[Curve, int]]
     head: Curve
 
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware) -> "Rates":
         """Return the rates of a model on a machine."""
-        kinds: Counter[str] = Counter()
-        first: dict[str, int] = {}
-        for j in range(len(model.layers)):
-            kinds[(name := model.signature(j))] += 1
-            first.setdefault(name, j)
-        layers = tuple((_layer(model, hardware, first[name], name), times) for name, times in kinds.items())
-        table = hardware.heads.get(model.head_signature)
-        head = model.output
-        curve = Curve.of(table or _head(model, hardware, head)) if head is not None else Curve(((1.0, np.inf),))
-        return Rates(model, hardware, layers, curve)
+        names = [model.signature(j) for j in range(len(model.layers))]
+        kinds = Counter(names)
+        layers = {name: (_layer(model, hardware, names.index(name), name), times) for name, times in kinds.items()}
+        if model.output is None:
+            return Rates(model, hardware, layers, Curve(((1.0, np.inf),)))
+        table = hardware.heads.get(model.head_signature) or _head(model, hardware, model.output)
+        return Rates(model, hardware, layers, Curve.of(table))
 
     def stack(self, tokens: Array | float) -> Array:
         """Return the seconds of all layers of a gpu_batch, without attention. tokens: of the gpu_batch."""
-        return np.asarray(sum(times * curve(tokens) for curve, times in self.layers))
+        return np.asarray(sum(times * curve(tokens) for curve, times in self.layers.values()))
 
     def one_layer(self, layer: int, tokens: float) -> float:
         """Return the seconds of one layer of a gpu_batch, without attention. tokens: of the gpu_batch."""
-        names = list(dict.fromkeys(self.model.signature(j) for j in range(len(self.model.layers))))
-        return self.layers[names.index(self.model.signature(layer))][0].one(tokens)
+        return self.layers[self.model.signature(layer)][0].one(tokens)
 
     @cached_property
     def attention(self) -> dict[int | None, Attention]:
@@ -240,7 +222,6 @@ class Rates:
 
 
 def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curve:
-    """Return the curve of a layer, measured or computed. name: its key in `Hardware.layers`."""
     if name in hardware.layers:
         return Curve.of(hardware.layers[name])
     matrices = [t for t in model.layers[layer] if t.matrix]
@@ -309,7 +290,6 @@ def derived(table: Table, width: float, nbytes: float, encoded: bool, vector_flo
 
 
 def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
-    """Return (rows, seconds) of the head, computed from the rates of products and elementwise operations."""
     points = []
     for rows in (1, 8, 64, 512):
         product = _product(hardware, head, rows, 0)

@@ -1,13 +1,13 @@
 """Refine the best policies: try similar block shapes, and move their weights between tiers in small steps."""
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from operator import attrgetter
 
 from flexengine.activity import message
 from flexengine.places import TIERS, workers_in_memory
-from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates, Shapes
+from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates
 from flexengine.plan.guests import guest
 from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
@@ -34,130 +34,107 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
     if streams:
         _stream(placement)
     if tried.cost.hardware.workers:
-        guest("workers").try_workers(placement)
-    Refinement(placement).refine()
+        guest("attended").try_workers(placement)
+    refine(placement)
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
 
 
 def _stream(placement: Placement) -> None:
     """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
-    shapes = placement.tried.shapes
+    tried = placement.tried
     choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
     choices += [Choice(True, False, True)] if placement.delegates else []
-    for block, choice in product(shapes.blocks(), choices):
-        for shape in dict.fromkeys(shapes.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
+    for block, choice in product(tried.blocks(), choices):
+        for shape in dict.fromkeys(tried.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
             if placement.solve_placement(shape, choice, wide=True):
-                for diagonal in (shape, shapes.even(block)):
+                for diagonal in (shape, tried.even(block)):
                     placement.solve_placement(replace(diagonal, schedule="diagonal"), choice, wide=True)
                 break
 
 
-@dataclass
-class Refinement:
-    """The refinement step of a search.
+def refine(placement: Placement) -> None:
+    """Try the neighbours of the best policies."""
+    tried, explored = placement.tried, set[Policy]()
+    if not tried.predictions:  # at most the smallest policies fit
+        for policy, slots in product(tried.smallest(), (2, 1)):
+            tried.attempt(replace(policy, slots=slots))
+        for slots in (2, 1):
+            placement.solve_placement(replace(tried.smallest()[0], slots=slots), Choice(False, False))
+    for _ in range(MAX_ROUNDS):
+        before = tried.leader()
+        for prediction in _best(tried):
+            if prediction.policy not in explored:
+                explored.add(prediction.policy)
+                _try_neighbours(placement, prediction)
+        if tried.leader() is before:
+            break
+    for policy in tried.batches(tried.leader().policy):
+        tried.attempt(policy)
+    _step_blocks(placement)
+    leader = tried.leader()
+    second = [p for p in _best(tried)[:2] if p.total_seconds <= MAX_FINE_RATIO * leader.total_seconds]
+    policies = dict.fromkeys(p.policy for p in (leader, *second))
+    for policy, (source, target), step in product(policies, _moves(placement), FINE_STEPS):
+        if (moved := _moved(policy, source, target, step)) is not None:
+            tried.attempt(moved)
 
-    Attributes:
-        placement: solves the placement of block shapes.
-        explored: policies whose neighbours were tried.
-    """
 
-    placement: Placement
-    explored: set[Policy] = field(default_factory=set)
+def _moves(placement: Placement) -> tuple[tuple[int, int], ...]:
+    """Return the MOVES, without those of a host that is the device and, with further disks, moves between each of
+    them and the device or the first disk."""
+    further = range(len(TIERS), len(placement.places))
+    moves = MOVES if placement.weights_on_host else tuple(move for move in MOVES if HOST not in move)
+    return moves + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
 
-    @property
-    def tried(self) -> Candidates:
-        """Return all policies that the search has tried."""
-        return self.placement.tried
 
-    @property
-    def shapes(self) -> Shapes:
-        """Return the shapes that may be tried."""
-        return self.placement.tried.shapes
+def _best(tried: Candidates) -> list[Prediction]:
+    """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
+    kinds: dict[tuple[str, int], Prediction] = {}
+    limit = tried.options.latency_limit
 
-    def refine(self) -> None:
-        """Try the neighbours of the best policies."""
-        tried, placement = self.tried, self.placement
-        if not tried.predictions:  # at most the smallest policies fit
-            for policy, slots in product(self.shapes.smallest(), (2, 1)):
-                tried.attempt(replace(policy, slots=slots))
-            for slots in (2, 1):
-                placement.solve_placement(replace(self.shapes.smallest()[0], slots=slots), Choice(False, False))
-        for _ in range(MAX_ROUNDS):
-            before = tried.leader()
-            for prediction in self._best():
-                self._try_neighbours(prediction)
-            if tried.leader() is before:
+    def rank(p: Prediction) -> tuple[float, float]:
+        return 0.0 if limit is None else max(limit, p.latency), p.total_seconds
+
+    for prediction in sorted(tried.predictions.values(), key=rank):
+        kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
+    return list(kinds.values())[:MAX_REFINED]
+
+
+def _try_neighbours(placement: Placement, prediction: Prediction) -> None:
+    tried, policy, cost = placement.tried, prediction.policy, placement.tried.cost
+    choice = Choice.of(policy)
+    # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
+    for other, allowed in product(tried.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
+        placement.solve_placement(other, allowed)
+    if policy.works:
+        workers = len(workers_in_memory(cost.hardware.places))
+        for partition in guest("attended").partitions(cost.model.kv_heads, workers):
+            tried.attempt(replace(policy, partition=partition))
+    elif policy.cache[1] and not choice.hidden and placement.delegates:
+        tried.attempt(replace(policy, delegate=not policy.delegate))
+    same = [tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in tried.tokens]
+    _move_weights(placement, min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
+
+
+def _step_blocks(placement: Placement) -> None:
+    """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
+    tried, before = placement.tried, None
+    while tried.leader() is not before:
+        before = tried.leader()
+        for shape, tokens in product(tried.steps(before.policy), tried.tokens):
+            placement.solve_placement(replace(shape, prefill_tokens=tokens), Choice.of(before.policy))
+
+
+def _move_weights(placement: Placement, best: Prediction) -> None:
+    """Move shares of the weights of a policy between tiers while the job gets faster."""
+    for step, (source, target) in product(WEIGHT_STEPS, _moves(placement)):
+        moved, idle = _moved(best.policy, source, target, step), 0  # idle: steps without gain
+        while moved is not None and idle < MAX_STEPS_WITHOUT_GAIN:
+            if (tried := placement.tried.attempt(moved)) is None:
                 break
-        for policy in self.shapes.batches(tried.leader().policy):
-            tried.attempt(policy)
-        self._step_blocks()
-        leader = tried.leader()
-        second = [p for p in self._best()[:2] if p.total_seconds <= MAX_FINE_RATIO * leader.total_seconds]
-        policies = dict.fromkeys(p.policy for p in (leader, *second))
-        for policy, (source, target), step in product(policies, self._moves, FINE_STEPS):
-            if (moved := _moved(policy, source, target, step)) is not None:
-                tried.attempt(moved)
-
-    @property
-    def _moves(self) -> tuple[tuple[int, int], ...]:
-        """Return the MOVES, without those of a host that is the device and, with further disks, moves between each of
-        them and the device or the first disk."""
-        further = range(len(TIERS), len(self.placement.places))
-        moves = MOVES if self.placement.weights_on_host else tuple(move for move in MOVES if HOST not in move)
-        return moves + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
-
-    def _best(self) -> list[Prediction]:
-        """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
-        kinds: dict[tuple[str, int], Prediction] = {}
-        limit = self.shapes.options.latency_limit
-
-        def rank(p: Prediction) -> tuple[float, float]:
-            return 0.0 if limit is None else max(limit, p.latency), p.total_seconds
-
-        for prediction in sorted(self.tried.predictions.values(), key=rank):
-            kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
-        return list(kinds.values())[:MAX_REFINED]
-
-    def _try_neighbours(self, prediction: Prediction) -> None:
-        """Try the neighbours of a policy, unless they were tried before."""
-        policy = prediction.policy
-        if policy in self.explored:
-            return
-        self.explored.add(policy)
-        choice = Choice.of(policy)
-        # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
-        for other, allowed in product(self.shapes.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
-            self.placement.solve_placement(other, allowed)
-        if policy.works:
-            cost, partitions = self.tried.cost, guest("workers").partitions
-            for partition in partitions(cost.model.kv_heads, len(workers_in_memory(cost.hardware.places))):
-                self.tried.attempt(replace(policy, partition=partition))
-        elif policy.cache[1] and not choice.hidden and self.placement.delegates:
-            self.tried.attempt(replace(policy, delegate=not policy.delegate))
-        same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]
-        self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
-
-    def _step_blocks(self) -> None:
-        """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
-        while True:
-            before = self.tried.leader()
-            for shape, tokens in product(self.shapes.steps(before.policy), self.shapes.tokens):
-                self.placement.solve_placement(replace(shape, prefill_tokens=tokens), Choice.of(before.policy))
-            if self.tried.leader() is before:
-                break
-
-    def _move_weights(self, prediction: Prediction) -> None:
-        """Move shares of the weights between tiers while the job gets faster."""
-        best = prediction
-        for step in WEIGHT_STEPS:
-            for source, target in self._moves:
-                moved, idle = _moved(best.policy, source, target, step), 0  # idle: steps without gain
-                while moved is not None and idle < MAX_STEPS_WITHOUT_GAIN:
-                    if (tried := self.tried.attempt(moved)) is None:
-                        break
-                    best, idle = (tried, 0) if tried.total_seconds < best.total_seconds else (best, idle + 1)
-                    moved = _moved(moved, source, target, step)
+            best, idle = (tried, 0) if tried.total_seconds < best.total_seconds else (best, idle + 1)
+            moved = _moved(moved, source, target, step)
 
 
 def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | None:

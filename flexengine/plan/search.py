@@ -15,7 +15,6 @@ from flexengine.plan.candidates import (
     PREFILL_TOKENS_GPU,
     Candidates,
     Options,
-    Shapes,
     placed_like,
 )
 from flexengine.plan.capacity import Capacity
@@ -25,7 +24,7 @@ from flexengine.plan.formatting import upward
 from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.min_memory import capacity_for, smallest, smallest_layout
+from flexengine.plan.min_memory import smallest, smallest_layout
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -55,12 +54,14 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
         NoSolver: the search needs a solver, and none is installed.
     """
     options = options or Options()
-    shapes = Shapes(Cost(model, hardware, workload, options.overlap), options)
-    tried = Candidates(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
-    if options.placed is not None:
-        _reshape(tried, options.placed)
+    tried = Candidates(Cost(model, hardware, workload, options.overlap), options)
+    placed = options.placed
+    if placed is not None:
+        on_device = placed.weights[0] == placed.cache[0] == placed.activations[0] == 1
+        _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
     else:
-        holds_all = _resident(tried)
+        # If the device holds the largest block, no policy with data on other tiers can have faster sweeps.
+        holds_all = _try_blocks(tried, lambda policy: policy, on_device=True)
         # Neurons on demand take the memory that is left: beside them, streaming other weights does not pay.
         streams = not tried.predictions if model.blocks else not holds_all or _hurried(tried)
         if streams or hardware.workers:  # workers may be faster than the device, even if it holds the whole block
@@ -92,29 +93,15 @@ def frontier(searched: Search) -> list[Prediction]:
 def _best(tried: Candidates) -> Prediction:
     """Return the best prediction. Raise InvalidInput if none keeps the latency limit."""
     if not tried.predictions:
-        for policy in tried.shapes.smallest():
+        for policy in tried.smallest():
             tried.attempt(policy)
-    best, limit = tried.leader(), tried.shapes.options.latency_limit
+    best, limit = tried.leader(), tried.options.latency_limit
     if best.policy.works:
-        best = guest("workers").without_workers(tried, best)
+        best = guest("attended").without_workers(tried, best)
     if limit is not None and best.latency > limit:
         least = upward(best.latency)
         raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set the limit higher")
     return best
-
-
-def _reshape(tried: Candidates, placed: Policy) -> None:
-    """Try every block shape with the splits, slots and schedule of `placed`."""
-    on_device = placed.weights[0] == placed.cache[0] == placed.activations[0] == 1
-    _try_blocks(tried, lambda policy: placed_like(policy, placed), on_device)
-
-
-def _resident(tried: Candidates) -> bool:
-    """Try all block sizes with all data on the device.
-
-    Return whether the device holds the largest block. Then no policy with data on other tiers can have faster sweeps.
-    """
-    return _try_blocks(tried, lambda policy: policy, on_device=True)
 
 
 def _try_blocks(tried: Candidates, changed: Callable[[Policy], Policy], on_device: bool) -> bool:
@@ -130,23 +117,19 @@ def _try_blocks(tried: Candidates, changed: Callable[[Policy], Policy], on_devic
     Returns:
         Whether all data of the largest block is on the device.
     """
-    shapes, holds_all, largest = tried.shapes, False, tried.shapes.blocks()[0]
-    for block in shapes.blocks():
-        for tokens in shapes.tokens[:1] if holds_all else shapes.tokens:
-            prediction = tried.attempt(changed(replace(shapes.of(block), prefill_tokens=tokens)))
+    holds_all, largest = False, tried.blocks()[0]
+    for block in tried.blocks():
+        for tokens in tried.tokens[:1] if holds_all else tried.tokens:
+            prediction = tried.attempt(changed(replace(tried.of(block), prefill_tokens=tokens)))
             if prediction is not None and block == largest and on_device:
-                holds_all = holds_all or _holds_block(tried, prediction.layout)
+                layout = prediction.layout
+                room = sum(layout.room(tier) for tier in layout.pools)  # for the pages of the block at its peak
+                holds_all = holds_all or bool(room >= 0.98 * tried.cost.peak(layout.policy))
     quickest = sorted(tried.predictions.values(), key=attrgetter("total_seconds")) if on_device else []
     for some in (quickest, [p for p in quickest if p.policy.block_size >= largest]):
-        for policy in shapes.batches(some[0].policy) if some else ():
+        for policy in tried.batches(some[0].policy) if some else ():
             tried.attempt(policy)
     return holds_all
-
-
-def _holds_block(tried: Candidates, layout: Layout) -> bool:
-    """Return whether the pools hold the pages of a whole block at its peak."""
-    room = sum(layout.room(tier) for tier in layout.pools)
-    return bool(room >= 0.98 * tried.cost.peak(layout.policy))
 
 
 def _hurried(tried: Candidates) -> bool:

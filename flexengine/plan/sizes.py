@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.guests import guest
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.admission import entrants
@@ -100,13 +99,6 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
         rows = SCORED_ROWS if workload.scored else min(SCORED_ROWS, policy.gpu_batch_size, workload.count)
         logits = max(logits, 3 * model.logits * rows)
     return aligned(tokens * moment * model.itemsize + logits + model.scratch)
-
-
-def kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Return the bytes of buffers of a GPU's kernels besides activations; 0 without a GPU."""
-    if not model.gpu:
-        return 0
-    return aligned(guest("gpu").buffers(model, batch_tokens(policy, workload), workload.longest))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:

@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from operator import attrgetter
 
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -46,31 +45,24 @@ def shape_name(facts: ModelFacts, layers: int | None = None) -> str:
     )
 
 
-def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Return the first layer, and the last layer + 1, of each stage. The first stages get one layer more if the layers
-    cannot be divided evenly (FlexGen 1.8). Raise InvalidInput if there are fewer layers than stages."""
-    if stages > layers:
-        raise InvalidInput(
-            f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages"
-        )
-    ends = [0]
-    for stage in range(stages):
-        ends.append(ends[-1] + layers // stages + (stage < layers % stages))
-    return list(pairwise(ends))
-
-
 def stage_layers(layers: int, rank: int, stages: int, strategy: Strategy | None) -> tuple[int, int]:
-    """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput if the strategy is for another
-    number of layers or stages.
+    """Return the first layer, and the last layer + 1, of a stage. Raise InvalidInput if there are fewer layers than
+    stages, or the strategy is for another number of layers or stages.
 
     Args:
         layers: layers of the model.
         rank: number of the stage.
         stages: number of stages.
-        strategy: names the layers of each stage; None divides them evenly.
+        strategy: names the layers of each stage; None divides them evenly, and the first stages get one layer more if
+            need be (FlexGen 1.8).
     """
     if strategy is None:
-        return even_split(layers, stages)[rank]
+        if stages > layers:
+            raise InvalidInput(
+                f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages"
+            )
+        first = rank * (layers // stages) + min(rank, layers % stages)
+        return first, first + layers // stages + (rank < layers % stages)
     if len(strategy.stages) != stages:
         raise InvalidInput(
             f"the strategy has {len(strategy.stages)} stages, but {stages} processes run; start as many"
@@ -110,7 +102,6 @@ def place_weights(cost: Cost, policy: Policy, capacity: Capacity, resident: Poli
     shares in steps of 1/20 are tried.
 
     Args:
-        cost: model, machine and workload of the stage.
         policy: its weights and its share of neurons do not matter.
         capacity: memory of the stage.
         resident: the policy under which weights are in memory; None if none are. With equal shares they stay, and are

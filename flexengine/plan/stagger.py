@@ -11,7 +11,7 @@ engines are like the one of the plan, with a device, links and RAM of their own.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -76,7 +76,7 @@ class Pace:
 
 
 def _moving(model: ModelFacts, links: WorkerLinks, workers: int) -> float:
-    """Return the seconds of transfers of each of a number of workers, per layer."""
+    """Return the seconds of transfers of each worker, per layer."""
     return links.moving * token_bytes(model, links.partition, workers) / workers / (links.token_bytes / links.workers)
 
 
@@ -94,8 +94,8 @@ def best(paces: Mapping[int, Pace], room: float, prices: tuple[float, float]) ->
         engines, workers = numbers
         return engines / (paces[workers].period(engines) * (engines * prices[0] + workers * prices[1]))
 
-    values = {(engines, workers): value((engines, workers)) for engines, workers in
-              product(range(1, MOST_ENGINES + 1), paces) if engines <= room * workers * (1 + ROUNDING)}  # fmt: skip
+    pairs = product(range(1, MOST_ENGINES + 1), paces)
+    values = {pair: value(pair) for pair in pairs if pair[0] <= room * pair[1] * (1 + ROUNDING)}
     most = max(values.values()) * (1 - NEGLIGIBLE)
     return min((numbers for numbers, found in values.items() if found >= most), key=sum)
 
@@ -105,8 +105,6 @@ class Bargain:
     """The numbers of engines and workers with most tokens per second and price.
 
     Attributes:
-        engines: number of engines.
-        workers: number of workers.
         tok_s: tokens per second of all engines in mean decode sweeps.
         price: of all engines and workers.
         gain: tokens per second and price, relative to those of the plan's engine and workers.
@@ -128,7 +126,6 @@ class EngineSharing:
         attention_seconds, transfer_seconds: t_a of one gpu_batch on a single worker, and of its transfers, both ways.
         batches: gpu_batches of the engine in a mean sweep.
         enough: the fewest gpu_batches of this size with which the device or the workers are always busy.
-        workers: number of workers.
         engines: `Pace.engines` with these workers.
         held: engines whose KV cache the free memory of these workers holds; None for no limit.
         fewest: the fewest workers that hold the KV cache of this engine, and with which its device is always busy; None
@@ -157,11 +154,14 @@ class EngineSharing:
         paces = {workers: Pace.of(model, links, workers) for workers in numbers}
         now, room = paces[links.workers], _room(hardware, prediction)
         large = (w for w in paces if room * w * (1 + ROUNDING) >= links.workers)
+        # (t_m + t_a) / max(t_m, t_a), and one gpu_batch if weights arrive more slowly than that.
+        turns = links.batches * now.turn / max(links.computing, now.pool)
+        enough = 1 if now.turn <= links.loading else math.ceil(turns * (1 - ROUNDING))
         return EngineSharing(
             slice_seconds=now.device / links.batches,
             attention_seconds=links.handling + links.reading * links.workers / links.asked,
             transfer_seconds=_moving(model, links, 1) / links.asked, batches=links.batches,
-            enough=_enough(links, now), workers=links.workers, engines=now.engines,
+            enough=enough, workers=links.workers, engines=now.engines,
             held=None if room == math.inf else int(room), fewest=next((w for w in large if paces[w].steady), None),
             bargain=_bargain(hardware, links, paces, room / links.workers, len(model.layers)),
         )  # fmt: skip
@@ -175,13 +175,6 @@ def _room(hardware: Hardware, prediction: Prediction) -> float:
     return max(1.0, min(fits, default=math.inf))
 
 
-def _enough(links: WorkerLinks, pace: Pace) -> int:
-    """Return the fewest gpu_batches: (t_m + t_a) / max(t_m, t_a), and one if weights arrive more slowly than that."""
-    if pace.turn <= links.loading:
-        return 1
-    return math.ceil(links.batches * pace.turn / max(links.computing, pace.pool) * (1 - ROUNDING))
-
-
 def _bargain(
     hardware: Hardware, links: WorkerLinks, paces: Mapping[int, Pace], room: float, layers: int
 ) -> Bargain | None:
@@ -192,10 +185,8 @@ def _bargain(
     worker = (total - engine) / len(hardware.workers)
 
     def numbers(engines: int, workers: int) -> tuple[float, float]:
-        return (
-            engines * links.sequences / (layers * paces[workers].period(engines)),
-            engines * engine + workers * worker,
-        )
+        tok_s = engines * links.sequences / (layers * paces[workers].period(engines))
+        return tok_s, engines * engine + workers * worker
 
     engines, workers = best(paces, room, (engine, worker))
     (tok_s, price), (before, paid) = numbers(engines, workers), numbers(1, links.workers)
@@ -204,25 +195,22 @@ def _bargain(
 
 def sharing_words(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[str]:
     """Return lines on engines and workers that fit each other; [] if there are no workers."""
-    sharing = EngineSharing.of(model, hardware, prediction)
-    if sharing is None:
+    s = EngineSharing.of(model, hardware, prediction)
+    if s is None:
         return []
-    return [f"            {line}" for line in _lines(sharing)]
-
-
-def _lines(s: EngineSharing) -> Iterator[str]:
-    yield (
+    lines = [
         f"a slice of a gpu_batch takes {duration(s.slice_seconds)}; on one worker its attention takes"
         f" {duration(s.attention_seconds)}, its transfers {duration(s.transfer_seconds)}; {_batches(s.enough)}"
-        f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}"
-    )
-    yield f"{_engines(s)}; {_fewest(s)}"
+        f" {'is' if s.enough == 1 else 'are'} enough, a mean sweep has {s.batches:.3g}",
+        f"{_engines(s)}; {_fewest(s)}",
+    ]
     if (b := s.bargain) is not None:
         engines, workers = count(b.engines, "engine", "engines"), count(b.workers, "worker", "workers")
-        yield (
+        lines.append(
             f"best for the money: {engines} and {workers} decode {digits(b.tok_s)} tok/s at a price of"
             f" {digits(b.price)}, {digits(b.gain)}x the tok/s per unit of price"
         )
+    return [f"            {line}" for line in lines]
 
 
 def _batches(number: float) -> str:
@@ -230,9 +218,9 @@ def _batches(number: float) -> str:
 
 
 def _engines(s: EngineSharing) -> str:
-    """Return how many engines the workers serve."""
-    pool = f"the worker {'has' if s.engines else 'is'}" if s.workers == 1 else (
-        f"{s.workers} workers {'have' if s.engines else 'are'}")  # fmt: skip
+    pool = f"{s.workers} workers {'have' if s.engines else 'are'}"
+    if s.workers == 1:
+        pool = f"the worker {'has' if s.engines else 'is'}"
     if not s.engines:
         return f"{pool} too slow for this engine"
     engines = f"{MOST_ENGINES} engines or more" if s.engines == MOST_ENGINES else count(s.engines, "engine", "engines")
@@ -241,7 +229,6 @@ def _engines(s: EngineSharing) -> str:
 
 
 def _fewest(s: EngineSharing) -> str:
-    """Return how many workers this engine needs."""
     if s.fewest is None:
         return "with no number of workers is its device always busy"
     workers = count(s.fewest, "worker", "workers")

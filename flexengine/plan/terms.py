@@ -109,7 +109,7 @@ def parts(
     for window, count in rates.windows.items():
         late, attention = sweeps.late[window], rates.attention[window]
         seconds = attention.prompt(sweeps.pairs[window] - late, min(prompts.prompt, policy.prefill_tokens))
-        fresh = fresh + count * (seconds + attention.continued(late, prompts.past))
+        fresh = fresh + count * (seconds + attention.prompt(late, prompts.past, "continued"))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
         "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,
@@ -119,12 +119,11 @@ def parts(
 
 def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Array:
     """Return the seconds by sweep of decode attention in all layers. place: place that computes all of it."""
-    length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
+    length = sweeps.cached[None] / np.maximum(sweeps.decoding, 1e-9)
     total = np.zeros(sweeps.times.shape)
     for window, layers in rates.windows.items():
-        cached = sweeps.cached if window is None else sweeps.windows[window]
         seen = length if window is None else np.minimum(length, window)
-        total = total + layers * rates.attention[window].decode(cached, seen, place)
+        total = total + layers * rates.attention[window].decode(sweeps.cached[window], seen, place)
     return total
 
 
@@ -133,58 +132,28 @@ LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
 
 
-class Move(NamedTuple):
-    """Bytes that cross a lane.
-
-    Attributes:
-        lane: name of the lane, such as "h2d".
-        kind: kind of data.
-        place: tier of the data between uses.
-        nbytes: bytes if all data of the kind is on this tier; float, or array by sweep.
-        transfer: bytes of one transfer.
-    """
-
-    lane: str
-    kind: str
-    place: str
-    nbytes: Any
-    transfer: float
-
-    def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane."""
-        return hardware.link_seconds(self.lane, self.nbytes, self.transfer, weights=self.kind == WEIGHTS)
-
-
-class LaneWork(NamedTuple):
+class Term(NamedTuple):
     """Seconds of a lane.
 
     Attributes:
-        lane: name of the lane.
+        lane: name of the lane, such as "h2d".
         kind: kind of data; "" if the seconds do not depend on a placement.
-        place: tier of the data; "" as above.
-        work: seconds if all data of the kind is on this tier; float, or array by sweep.
+        place: tier of the data between uses; "" as above.
+        seconds: seconds if all data of the kind is on this tier; float, or array by sweep.
     """
 
     lane: str
     kind: str
     place: str
-    work: Any
-
-    def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane."""
-        return self.work
+    seconds: Any
 
 
-Term = Move | LaneWork
-
-
-def by_lane(terms: Iterable[Term], hardware: Hardware) -> Lanes:
+def by_lane(terms: Iterable[Term]) -> Lanes:
     """Return the seconds of each lane and fraction."""
     lanes: Lanes = {lane: {} for lane in LANES}
     for term in terms:
-        name, seconds = fraction(term.kind, term.place) if term.kind else "", term.seconds(hardware)
-        sums = lanes.setdefault(term.lane, {})
-        sums[name] = np.asarray(sums[name] + seconds if name in sums else seconds)
+        name, sums = fraction(term.kind, term.place) if term.kind else "", lanes.setdefault(term.lane, {})
+        sums[name] = np.asarray(sums[name] + term.seconds if name in sums else term.seconds)
     return lanes
 
 
@@ -199,27 +168,15 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
     A disk and a GPU copy page by page. A simulated link makes a gpu_batch wait once for all its pages.
 
     Args:
-        hardware: rates of the machine.
-        lane: lane of the transfer.
         page: bytes of a page.
         pages: pages of one gpu_batch in one layer.
     """
-    alone = hardware.gpu or lane_of(lane).of_disk
-    return page if alone else page * max(1.0, pages)
+    return page if hardware.gpu or lane_of(lane).of_disk else page * max(1.0, pages)
 
 
 @dataclass(frozen=True)
 class Sweeping:
-    """Terms of the data that a policy moves.
-
-    Attributes:
-        model: sizes of the model.
-        hardware: rates of the machine.
-        policy: the policy.
-        sweeps: sweeps of the job under the policy.
-        pages: KV pages of each group of layers.
-        rates: rates of the model on the machine.
-    """
+    """Terms of the data that a policy moves. pages: KV pages of each group of layers."""
 
     model: ModelFacts
     hardware: Hardware
@@ -227,6 +184,16 @@ class Sweeping:
     sweeps: Profile
     pages: tuple[LayerPages, ...]
     rates: Rates
+
+    def move(self, lane: str, kind: str, place: str, nbytes: Any, transfer: float) -> Term:
+        """Return the term of bytes that cross a lane.
+
+        Args:
+            nbytes: bytes if all data of the kind is on this place; float, or array by sweep.
+            transfer: bytes of one transfer.
+        """
+        seconds = self.hardware.link_seconds(lane, nbytes, transfer, weights=kind == WEIGHTS)
+        return Term(lane, kind, place, seconds)
 
     def weights(self, streamed_bytes: float, reads: Mapping[str, float], read: float) -> Iterator[Term]:
         """Yield the terms of the weights.
@@ -242,7 +209,7 @@ class Sweeping:
             nbytes = nbytes - guest("experts").unused(self.model, tokens)
         for place, lanes in routes(self.hardware).load.items():
             for lane in lanes:
-                yield Move(lane, WEIGHTS, place, nbytes, reads.get(place, read))
+                yield self.move(lane, WEIGHTS, place, nbytes, reads.get(place, read))
 
     def hidden(self) -> Iterator[Term]:
         """Yield the terms of the hidden states."""
@@ -252,13 +219,13 @@ class Sweeping:
         way = routes(self.hardware)
         for place in way.load:
             for lane in (*way.load[place], *way.store[place]):
-                yield Move(lane, HIDDEN, place, nbytes, self.policy.gpu_batch_size * token)
+                yield self.move(lane, HIDDEN, place, nbytes, self.policy.gpu_batch_size * token)
 
     def cache(self) -> Iterator[Term]:
         """Yield the terms of the KV cache."""
         model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
         token, way = model.kv_token * len(model.layers), routes(self.hardware)
-        coming = sweeps.loaded if model.topk is None else sweeps.prompt_loaded + guest("topk").Chosen.of(self).ahead
+        coming = sweeps.loaded if model.topk is None else sweeps.prompt_loaded + guest("chosen").Chosen.of(self).ahead
         for place in way.load:
             delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming
@@ -269,11 +236,11 @@ class Sweeping:
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
                 for lane in lanes:
                     transfer = page_transfer(self.hardware, lane, self.page_tokens * model.kv_token, gpu_batch)
-                    yield Move(lane, CACHE, place, tokens * token_bytes, transfer)
+                    yield self.move(lane, CACHE, place, tokens * token_bytes, transfer)
             if place == "host" and not delegated:
                 single = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.page_tokens
                 for lane in way.store[place]:
-                    yield Move(lane, CACHE, place, single * token, gpu_batch * model.kv_token)
+                    yield self.move(lane, CACHE, place, single * token, gpu_batch * model.kv_token)
 
     @property
     def page_tokens(self) -> float:
@@ -289,10 +256,5 @@ def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: La
     row = t.stored_bytes / model.vocabulary * t.rows_together  # bytes that are read for one row
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
     lane = disk.lanes[0]
-    read = max(row, shortest_read(hardware, lane))
-    yield LaneWork(lane, "", "", Move(lane, WEIGHTS, disk, tokens * read, read).seconds(hardware))
-
-
-def shortest_read(hardware: Hardware, lane: str) -> float:
-    """Return the bytes of the shortest read of weights that was measured. A shorter read takes as long."""
-    return hardware.weight_rates(lane)[0][0]
+    read = max(row, hardware.weight_rates(lane)[0][0])  # a read shorter than the shortest measured one takes as long
+    yield Term(lane, "", "", hardware.link_seconds(lane, tokens * read, read, weights=True))

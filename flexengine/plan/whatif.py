@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from flexengine.activity import activity
@@ -19,7 +19,6 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.formatting import size
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
@@ -48,8 +47,7 @@ class Help(NamedTuple):
     searched: bool = True
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A changed model or machine.
 
     Attributes:
@@ -78,7 +76,11 @@ def ideas(
         thorough: search every change, without a limit of time.
     """
     if not chosen:
-        return instead(model, hardware, workload, prediction)
+        with activity("planning", "searching the policy of the planner, for comparison"), suppress(OutOfMemory):
+            # The search leaves some RAM free, a given policy may use all.
+            ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
+            return [Help("the policy that is chosen without --policy", ratio)] if ratio >= MIN_SPEEDUP else []
+        return []
     return helps(model, hardware, workload, prediction, options, math.inf if thorough else SEARCH_SECONDS)
 
 
@@ -114,68 +116,44 @@ def helps(
 
 def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[Change]:
     """Return the changes to try: double each memory that is nearly full, disk, link and device; 4-bit weights."""
-    result = [
-        Change(label, model, _grown(hardware, tier, limit), (tier, limit))
-        for tier, limit, label in _full(hardware, prediction)
-    ]
+    capacity, result = hardware.capacity, list[Change]()
+    booked: dict[str, int] = {place: prediction.layout.total(place) for place in hardware.places}
+    if hardware.shared:
+        booked["device"] += booked.pop("host")
+    words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM"}
+    for place, nbytes in booked.items():
+        limit = capacity.limits[place]
+        if limit is not None and nbytes >= NEARLY_FULL_SHARE * limit:
+            label = f"+{size(limit)} {words.get(place, f'{place} space')}"
+            larger = hardware.with_capacity(capacity.limited({place: 2 * limit}))
+            result.append(Change(label, model, larger, (place, limit)))
     used = {lane for lane, seconds in prediction.busy.items() if seconds > 0}
     if any(lane_of(lane).of_disk for lane in used) or prediction.load_seconds > 0:
         result.append(Change("disk twice as fast", model, _faster_disk(hardware)))
     if not hardware.shared:
-        links = _twice_as_fast(hardware, "h2d", "d2h")
+        links = replace(hardware, links=_times(2, hardware.links, "h2d", "d2h"))
         result.append(Change("link between host and device twice as fast", model, links))
-    result.append(
-        Change("CPU twice as fast" if hardware.shared else "device twice as fast", model, faster_device(hardware))
-    )
+    device = "CPU" if hardware.shared else "device"
+    result.append(Change(f"{device} twice as fast", model, faster_device(hardware)))
     if (narrow := four_bits(model)) is not None:
         result.append(Change("4-bit weights (--weights int4)", narrow, as_fast(hardware, model, narrow)))
     return result
 
 
-def _full(hardware: Hardware, prediction: Prediction) -> Iterator[tuple[str, int, str]]:
-    """Yield (place, capacity in bytes, label of its doubling) of each memory that is nearly full."""
-    used: dict[str, int] = {tier: prediction.layout.total(tier) for tier in hardware.places}
-    if hardware.shared:
-        used["device"] += used.pop("host")
-    words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM"}
-    for tier, nbytes in used.items():
-        limit = hardware.capacity.limits[tier]
-        if limit is not None and nbytes >= NEARLY_FULL_SHARE * limit:
-            yield tier, limit, f"+{size(limit)} {words.get(tier, f'{tier} space')}"
-
-
-def _grown(hardware: Hardware, tier: str, nbytes: int) -> Hardware:
-    capacity = hardware.capacity
-    return hardware.with_capacity(capacity.limited({tier: (capacity.limits[tier] or 0) + nbytes}))
-
-
-def _twice(table: Table) -> Table:
-    """Return a table of rates with all rates doubled."""
-    return tuple((x, 2 * y) for x, y in table)
-
-
-def _halves(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Return tables of seconds with all seconds halved."""
-    return {name: tuple((x, y / 2) for x, y in table) for name, table in tables.items()}
-
-
-def _faster_attention(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Return measured attention with the device twice as fast. The host's rates do not change."""
-    halved = {name: table if name == "host" else _twice(table) for name, table in tables.items()}
-    return halved | _halves({name: table for name, table in tables.items() if name == "call"})
-
-
-def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
-    links = {lane: _twice(table) if lane in lanes else table for lane, table in hardware.links.items()}
-    return replace(hardware, links=links)
+def _times(factor: float, tables: Mapping[str, Table], *names: str) -> dict[str, Table]:
+    """Return the tables with all y of those of these names, or of all tables, multiplied."""
+    return {
+        name: tuple((x, factor * y) for x, y in table) if name in names or not names else table
+        for name, table in tables.items()
+    }
 
 
 def _faster_disk(hardware: Hardware) -> Hardware:
     """Return hardware on which the offload directories and the model's files are twice as fast."""
-    faster = _twice_as_fast(hardware, *(lane for lane in hardware.links if lane_of(lane).of_disk))
-    return replace(
-        faster, checkpoint_read=_twice(hardware.checkpoint_read), blocks=_faster_blocks(hardware, "read", "stream")
-    )
+    links = _times(2, hardware.links, *(lane for lane in hardware.links if lane_of(lane).of_disk))
+    blocks = {key: _times(2, tables, "read") for key, tables in hardware.blocks.items()}
+    read = _times(2, {"": hardware.checkpoint_read})[""]
+    return replace(hardware, links=links, checkpoint_read=read, blocks=blocks)
 
 
 def faster_device(hardware: Hardware) -> Hardware:
@@ -183,23 +161,19 @@ def faster_device(hardware: Hardware) -> Hardware:
 
     On a CPU, weights are also copied to slots twice as fast.
     """
-    faster = _twice_as_fast(hardware, "h2d") if hardware.shared else hardware
-    return replace(
-        faster, products={name: _twice(table) for name, table in hardware.products.items()},
-        prompt_attention=_twice(hardware.prompt_attention), decode_attention=_twice(hardware.decode_attention),
-        attention={shape: _faster_attention(tables) for shape, tables in hardware.attention.items()},
-        vector_flops=2 * hardware.vector_flops, elementwise=2 * hardware.elementwise,
-        cell_seconds=hardware.cell_seconds / 2, layers=_halves(hardware.layers), heads=_halves(hardware.heads),
-        blocks=_faster_blocks(hardware, "some", "all"),
-    )  # fmt: skip
-
-
-def _faster_blocks(hardware: Hardware, *names: str) -> dict[str, dict[str, Table]]:
-    """Return the tables of `Hardware.blocks`, with twice the rates in those of these names."""
-    return {
-        key: {name: _twice(table) if name in names else table for name, table in tables.items()}
-        for key, tables in hardware.blocks.items()
+    links = _times(2, hardware.links, "h2d") if hardware.shared else hardware.links
+    attention = _times(2, {"prompt": hardware.prompt_attention, "decode": hardware.decode_attention})
+    measured = {
+        shape: _times(0.5, _times(2, tables, "decode", "prompt", "continued"), "call")  # the host's do not change
+        for shape, tables in hardware.attention.items()
     }
+    return replace(
+        hardware, links=links, products=_times(2, hardware.products), prompt_attention=attention["prompt"],
+        decode_attention=attention["decode"], attention=measured, vector_flops=2 * hardware.vector_flops,
+        elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
+        layers=_times(0.5, hardware.layers), heads=_times(0.5, hardware.heads),
+        blocks={key: _times(2, tables, "some", "all") for key, tables in hardware.blocks.items()},
+    )  # fmt: skip
 
 
 def four_bits(model: ModelFacts) -> ModelFacts | None:
@@ -208,7 +182,6 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
 
     `TensorFact` has whole bytes per element. So the number of elements is reduced, and each has one byte.
     """
-
     if any(model.blocks):
         return None
 
@@ -222,27 +195,11 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
     return small if small_bytes < 0.9 * model_bytes else None
 
 
-@activity("planning", "searching the policy of the planner, for comparison")
-def instead(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[Help]:
-    """Return the speedup of the planner's policy over a given one, or [] if it is below MIN_SPEEDUP.
-
-    Args:
-        prediction: prediction of the given policy.
-    """
-    try:
-        ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
-    except OutOfMemory:  # the search leaves some RAM free, a given policy may use all
-        return []
-    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= MIN_SPEEDUP else []
-
-
 def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardware:
     """Return hardware on which layers and head of model `other` take as long as those of `model`."""
     rates = Rates.of(model, hardware)
-    layers = {
-        other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _TOKENS)
-        for j in _one_of_each([model.signature(j) for j in range(len(model.layers))])
-    }
+    first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
+    layers = {other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
@@ -252,11 +209,6 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
         streaming={**hardware.streaming, **streaming},
         delegation={**hardware.delegation, other.signature(0): rates.delegated},
     )
-
-
-def _one_of_each(names: list[str]) -> list[int]:
-    """Return the index of the first occurrence of each name."""
-    return [names.index(name) for name in dict.fromkeys(names)]
 
 
 # Policies similar to the current one.
@@ -269,13 +221,10 @@ def _seconds_nearby(change: Change, workload: Workload, prediction: Prediction, 
     """
     cost = Cost(change.model, change.hardware, workload, options.overlap)
     capacity = planned(change.hardware.capacity)
-    seconds = [float("inf")]
+    seconds, limit = [math.inf], options.latency_limit
     for policy in dict.fromkeys(_neighbours(change, workload, prediction.policy)):
-        try:
-            similar = cost.predict(lay_out(change.model, policy, workload, capacity))
-        except OutOfMemory:
-            continue
-        if options.latency_limit is None or similar.latency <= options.latency_limit:
+        similar = cost.of(policy, capacity)
+        if similar is not None and (limit is None or similar.latency <= limit):
             seconds.append(similar.total_seconds)
     return min(seconds)
 

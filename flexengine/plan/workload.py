@@ -52,18 +52,16 @@ class Workload:
     @cached_property
     def _ends(self) -> list[tuple[int, int, float]]:
         """Return (peak cached tokens, number of sequences, spared tokens), falling."""
-        return sorted(
-            ((p + n - 1, times, self.spared.get((p, n), 0.0)) for (p, n), times in self.sizes.items()), reverse=True
-        )
+        ends = ((p + n - 1, times, self.spared.get((p, n), 0.0)) for (p, n), times in self.sizes.items())
+        return sorted(ends, reverse=True)
 
     @cached_property
     def _prompts(self) -> "_Sums":
-        """Return the running totals of prompt tokens, falling."""
         return _Sums.of(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
 
     @cached_property
-    def _sums(self) -> "dict[tuple[int, int | None], _Sums]":
-        """Return the cache of `_pages`, by (tokens of a page, window)."""
+    def _pages(self) -> "dict[tuple[int, int | None], _Sums]":
+        """Running totals of pages at the sequences' peaks, by (tokens of a page, window): a search repeats requests."""
         return {}
 
     @cached_property
@@ -75,21 +73,16 @@ class Workload:
         """Return the pages of a pool that the `count` longest sequences take at their peak, with the prefixes that they
         share. A prefix takes one page more if it does not end with a page. In layers with a window it shares nothing in
         the end."""
-        own = self._pages(pool).first(count)
+        key = (pool.page_tokens, pool.window)
+        if key not in self._pages:
+            held = ((pool.held(n) - pool.num_shared(int(spared)), times) for n, times, spared in self._ends)
+            self._pages[key] = _Sums.of(held)
+        own = self._pages[key].first(count)
         if not self.stems:
             return own
         prefixes = max(self.nested, math.ceil(min(count, self.count) * self.stems / max(1, self.count)))
         longest = pool.held(self.longest_stem)
         return own + (prefixes + longest if pool.window is None else prefixes * longest)
-
-    def _pages(self, pool: Pool) -> "_Sums":
-        """Return the running totals of pages at the sequences' peaks. Cached: the policy search repeats requests."""
-        key = (pool.page_tokens, pool.window)
-        if key not in self._sums:
-            self._sums[key] = _Sums.of(
-                (pool.held(n) - pool.num_shared(int(spared)), times) for n, times, spared in self._ends
-            )
-        return self._sums[key]
 
     def prompt_tokens(self, count: int) -> int:
         """Return the total tokens of the `count` longest prompts."""

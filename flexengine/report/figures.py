@@ -42,8 +42,7 @@ def to_svg(figure: Any, name: str, title: str, description: str, tips: Mapping[s
     Args:
         figure: matplotlib figure. Its colors are INK, FAINT, PAPER and SERIES.
         name: prefix of the element's ids, unique in the page.
-        title: name of the picture for screen readers.
-        description: its contents in words, for screen readers.
+        title, description: name and contents of the picture, for screen readers.
         tips: by gid of an artist, the tooltip of the artist, or one tooltip for each of its shapes.
     """
     import matplotlib
@@ -267,11 +266,8 @@ def lengths(name: str, title: str, what: str, counts: LengthCounts, color: str) 
     """Return a histogram of numbers of tokens.
 
     Args:
-        name: prefix of ids.
-        title: title of the picture.
+        name, title: as in `to_svg`.
         what: noun of the counted things, in the singular: row, sample.
-        counts: numbers by tokens.
-        color: in SERIES.
     """
     bins = counts.bins()
     words = f"{min(counts):,} to {max(counts):,} tokens, mean {digits(counts.mean)}"

@@ -22,6 +22,9 @@ _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 def render(record: ReportRecord) -> str:
     """Return the page of a job."""
     source = files("flexengine.report").joinpath("page.html").read_text(encoding="utf-8")
+    script = _SCRIPT.search(source)
+    assert script is not None
+    digest = hashlib.sha256(script[1].encode()).digest()  # lets the page's own script run, and no other
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {filter.__name__: filter for filter in (size, clock, digits, percent)}
     environment.filters["plain"] = partial(plain, keep="\n")
@@ -30,18 +33,11 @@ def render(record: ReportRecord) -> str:
         headline=HEADLINES[record.state],
         pictures=_pictures(record),
         count=count,
-        script=_digest(source),
+        script=base64.b64encode(digest).decode(),
         tiles=_tiles(record),
         lanes=_lanes(record),
         policy=json.dumps(record.plan.policy) if record.plan else "",
     )
-
-
-def _digest(source: str) -> str:
-    """Return the hash that lets the page's own script run, and no other."""
-    script = _SCRIPT.search(source)
-    assert script is not None
-    return base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
 
 
 def _pictures(record: ReportRecord) -> dict[str, Markup]:
@@ -59,9 +55,8 @@ def _pictures(record: ReportRecord) -> dict[str, Markup]:
     if lengths.prompts:
         drawn["prompts"] = figures.lengths("prompts", "Prompt tokens of rows", "row", lengths.prompts, SERIES[0])
     if lengths.completions:
-        drawn["completions"] = figures.lengths(
-            "completions", "Generated tokens of samples", "sample", lengths.completions, SERIES[3]
-        )
+        title = "Generated tokens of samples"
+        drawn["completions"] = figures.lengths("completions", title, "sample", lengths.completions, SERIES[3])
     return {name: Markup(svg) for name, svg in drawn.items()}
 
 

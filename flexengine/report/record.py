@@ -20,7 +20,7 @@ from flexengine.plan.brief import kind_bytes
 from flexengine.plan.feedback import PlanReport, SweepMonitor
 from flexengine.plan.formatting import count, place_name, size
 from flexengine.plan.picture import Memory
-from flexengine.plan.prediction import HIDDEN, Prediction, fraction
+from flexengine.plan.prediction import HIDDEN
 from flexengine.report.timeline import SweepLine
 
 MOST_BUCKETS = 240
@@ -33,15 +33,7 @@ _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]?|\d[\d,.]*")
 
 @dataclass
 class Bucket:
-    """Sums of consecutive sweeps.
-
-    Attributes:
-        sweeps: number of sweeps.
-        prefill_seconds: seconds of the sweeps that computed a prompt.
-        decode_seconds: seconds of the other sweeps.
-        prompt_tokens: prompt tokens computed.
-        decode_tokens: tokens generated in the sweeps without a prompt.
-    """
+    """Sums of consecutive sweeps: of those that computed a prompt ("prefill"), and of the others ("decode")."""
 
     sweeps: int = 0
     prefill_seconds: float = 0.0
@@ -107,13 +99,7 @@ class LengthCounts(Counter[int]):
 
 @dataclass
 class ErrorKind:
-    """Rows whose errors are of one kind.
-
-    Attributes:
-        count: number of rows.
-        row: number of the first row.
-        message: the first row's error, at most MOST_CHARACTERS characters.
-    """
+    """Rows whose errors are of one kind: their number, and the first one with its error, cut to MOST_CHARACTERS."""
 
     count: int
     row: int
@@ -197,7 +183,6 @@ class Planned:
     Attributes:
         hardware: name, kind and origin of the rates.
         shared: whether host and device are one memory.
-        places: names of the places.
         placement: by kind of data, its bytes in each place.
         memories: name, bytes by purpose and capacity of each memory.
         report: predicted and measured seconds of the sweeps so far, as in the summary.
@@ -222,7 +207,6 @@ class ReportRecord:
     """A job as a page shows it.
 
     Attributes:
-        model: name of the model.
         state: RUNNING, DONE, INTERRUPTED or FAILED.
         error: why the job failed; "" if it did not.
         began, written: times of the start and of this page, as text.
@@ -257,35 +241,24 @@ class ReportRecord:
 
 
 def planned(watch: SweepMonitor, model: str) -> Planned:
-    """Return placement and prediction of a job.
-
-    Args:
-        watch: predicted and measured seconds so far.
-        model: name of the model.
-    """
-    cost, layout = watch.cost, watch.layout
-    hardware, facts, workload = cost.hardware, cost.model, cost.workload
+    """Return placement and prediction of a job. watch: its predicted and measured seconds so far."""
+    cost, layout, hardware = watch.cost, watch.layout, watch.cost.hardware
     prediction = cost.predict(layout)
+    # Bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place.
+    hidden = kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
+    placement = {
+        "weights": tuple(layout.stored_bytes[place] for place in layout.places),
+        "KV cache": tuple(layout.account[place].get("KV cache", 0) for place in layout.places),
+        "activations": tuple(round(share * hidden) for share in prediction.shares(HIDDEN).values()),
+    }
     return Planned(
         hardware=explain.machine(hardware),
         shared=hardware.shared,
         places=tuple(place_name(place, hardware.shared) for place in layout.places),
-        placement=_placement(watch, prediction),
+        placement=placement,
         memories=explain.tiers(prediction, hardware),
         report=watch.report(),
         job_seconds=prediction.total_seconds,
         policy=layout.policy.to_json(),
-        text=explain.report(model, facts, hardware, workload, prediction),
+        text=explain.report(model, cost.model, hardware, cost.workload, prediction),
     )
-
-
-def _placement(watch: SweepMonitor, prediction: Prediction) -> dict[str, tuple[int, ...]]:
-    """Return the bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place."""
-    cost, layout = watch.cost, watch.layout
-    hidden = kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
-    shares = [prediction.fractions.get(fraction(HIDDEN, place), 0.0) for place in layout.places]
-    return {
-        "weights": tuple(layout.stored_bytes[place] for place in layout.places),
-        "KV cache": tuple(layout.account[place].get("KV cache", 0) for place in layout.places),
-        "activations": tuple(round(share * hidden) for share in shares),
-    }

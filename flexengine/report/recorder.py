@@ -36,9 +36,11 @@ from flexengine.report.timeline import SweepSample
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
     from flexengine.engine.session import Session
 
+Say, Clock = Callable[[str], None], Callable[[], float]
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
 MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take
+TIME = "%Y-%m-%d %H:%M:%S %z"
 INSTALL = "pip install 'flexengine[report]'"
 
 
@@ -66,29 +68,20 @@ class ReportRecorder(NoReport):
     A page that cannot be written or drawn does not stop the job: `say` gets the reason, each reason once.
     """
 
-    def __init__(
-        self,
-        path: str,
-        command: Sequence[str],
-        rows: JobStore,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Record a job for the page `path`.
+    def __init__(self, path: str, command: Sequence[str], rows: JobStore, say: Say, clock: Clock = time.perf_counter):
+        """Record a job for the page `path`, which `check` has accepted.
 
         Args:
-            path: file of the page, which `check` has accepted.
             command: words of the command that runs the job.
             rows: counts of the job's rows.
             say: called with messages.
-            clock: return seconds.
         """
         self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
         self.sample, self._rates, self._errors, self._lengths = SweepSample(), SweepRates(), ErrorCounts(), Lengths()
         self._engine: Session | None = None
         self._watch: SweepMonitor | None = None
         self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
-        self._began, self._since = time.time(), clock()
+        self._began, self._since = time.localtime(), clock()
         self._next = self._since + FIRST_SECONDS
 
     def attach(self, engine: "Session") -> None:
@@ -96,15 +89,14 @@ class ReportRecorder(NoReport):
         engine.core.sample = self.sample
 
     def sweep(self, progress: Progress) -> None:
-        last = self._totals
-        self._totals = now = replace(progress)
+        last, self._totals = self._totals, replace(progress)
+        now = self._totals
         prefill = now.prefill_seconds > last.prefill_seconds
         tokens = max(0, now.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
         self._decodes += not prefill
-        prefill_seconds = now.prefill_seconds - last.prefill_seconds
-        decode_seconds = now.decode_seconds - last.decode_seconds
+        seconds = now.prefill_seconds - last.prefill_seconds, now.decode_seconds - last.decode_seconds
         prompt_tokens = now.computed_prompt_tokens - last.computed_prompt_tokens
-        self._rates.add(Bucket(1, prefill_seconds, decode_seconds, prompt_tokens, tokens * (not prefill)))
+        self._rates.add(Bucket(1, *seconds, prompt_tokens, tokens * (not prefill)))
         assert self._engine is not None
         if self._engine.watch is not self._watch:
             if self._watch is not None:
@@ -149,8 +141,8 @@ class ReportRecorder(NoReport):
             model=name,
             state=state,
             error=error,
-            began=_time(self._began),
-            written=_time(time.time()),
+            began=time.strftime(TIME, self._began),
+            written=time.strftime(TIME),
             elapsed=self._clock() - self._since,
             command=shlex.join(self._command),
             folder=os.getcwd(),
@@ -166,7 +158,6 @@ class ReportRecorder(NoReport):
         )
 
     def _write(self, state: str, error: str = "") -> None:
-        """Write the page under a temporary name, and rename it."""
         from flexengine.report.page import render
 
         began, part = self._clock(), part_path(self.path)
@@ -177,17 +168,11 @@ class ReportRecorder(NoReport):
                 file.write(text)
             os.replace(part, Path(self.path).resolve())
         except Exception as problem:  # the job matters more than its page
-            self._tell(f"the report {self.path} is not written: {problem or type(problem).__name__}")
+            message = f"the report {self.path} is not written: {problem or type(problem).__name__}"
+            if message not in self._said:
+                self._said.add(message)
+                self._say(message)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
         now = self._clock()
         self._next = now + max(RENEW_SECONDS, (now - began) / MOST_SHARE)
-
-    def _tell(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._say(message)
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))

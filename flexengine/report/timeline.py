@@ -22,16 +22,13 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """Time of one task, or of consecutive tasks of a lane.
+    """Time of one task, or of consecutive tasks of a lane, in seconds.
 
     Attributes:
-        lane: lane of the tasks.
         op: operation of the tasks; of different ones, that of the first.
         kind: kind of data, in KINDS.
-        began, end: seconds.
         layers: first and last layer; -1 stands before the layers.
         batches: first and last gpu_batch; -1 for none.
-        tasks: number of tasks.
         busy: seconds of work; less than end - began if there are gaps.
     """
 
@@ -72,7 +69,6 @@ class SweepLine:
     Attributes:
         sweep: number of the sweep in the job, from 1.
         prefill: whether it computed a prompt.
-        seconds: seconds of the sweep.
         spans: tasks between the start and the end of the sweep, in seconds from the start, sorted by lane in the order
             of `by_way` and then by time.
         busy: seconds of work by lane.
@@ -98,10 +94,7 @@ def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], 
     The sweep lasts from the first to the last of the tasks other than weight loads, which may run ahead of their sweep.
 
     Args:
-        sweep: number of the sweep in the job.
-        prefill: whether it computed a prompt.
         tasks: (task, began, end) of the sweep. Tasks of its neighbours may be among them if they are weight loads.
-        cut: whether tasks are missing.
     """
     own = [(began, end) for task, began, end in tasks if task.op is not Op.LOAD_WEIGHT]
     if not own:
@@ -169,7 +162,6 @@ class _Recording:
             self.cut = True
 
     def line(self) -> SweepLine | None:
-        """Return the time line; None if the sweep has not ended or has no tasks."""
         return line(*self.ended, self.tasks, self.cut) if self.ended else None
 
 
@@ -190,32 +182,24 @@ class SweepSample:
             recording.add(task, began, end)
 
     def sweep_ended(self, sweep: int, prefill: bool) -> None:
-        """End the recording of a sweep, and begin that of the next one if it is to be recorded.
-
-        Args:
-            sweep: number of the sweep that ended, from 1.
-            prefill: whether it computed a prompt.
-        """
+        """End the recording of a sweep, and begin that of the next one if it is to be recorded. Sweeps are counted from
+        1."""
         for recording in list(self._recordings):
             if recording.ended is None:
                 recording.ended = sweep, prefill
-            else:
-                self._recordings.remove(recording)
-                self._keep(recording.line())
+                continue
+            self._recordings.remove(recording)
+            if (made := recording.line()) is not None:
+                same = [each for each in self._lines if each.prefill == made.prefill]
+                if len(same) == (1 if made.prefill else MOST_KEPT):
+                    self._lines.remove(same[0])
+                self._lines.append(made)
         if sweep < ALL_RECORDED or (sweep + 1) & sweep == 0:
             self._recordings.append(_Recording())
 
     def drop(self) -> None:
         """Drop what is being recorded: its job has been interrupted by a replan."""
         self._recordings = []
-
-    def _keep(self, made: SweepLine | None) -> None:
-        if made is None:
-            return
-        same = [each for each in self._lines if each.prefill == made.prefill]
-        if len(same) == (1 if made.prefill else MOST_KEPT):
-            self._lines.remove(same[0])
-        self._lines.append(made)
 
     def typical(self, decode_seconds: float) -> SweepLine | None:
         """Return the decode sweep whose seconds are nearest to `decode_seconds`. Return the last prefill sweep if no

@@ -14,7 +14,7 @@ from flexengine.lossy import EXACT, Lossy
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
-from flexengine.plan.pages import LayerPages, ModelPages, shared_out
+from flexengine.plan.pages import LayerPages, shared_out
 from flexengine.plan.profile import profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import split_prompt
@@ -119,7 +119,7 @@ def test_the_profile_counts_what_sweeps_move(schedule: str) -> None:
         policy = Policy(rng.randint(1, 9), rng.randint(1, 3), cache=H, schedule=schedule,
                         prefill_tokens=rng.choice([64, 192, 512]))  # fmt: skip
         groups = tuple(LayerPages(0.5, Pool(0, 16, window=pool.window), pool) for pool in pools)
-        each = unit(Workload.of(rows), policy.prefill_tokens, ModelPages(groups, 1.0))
+        each = unit(Workload.of(rows), policy.prefill_tokens, groups, 1.0)
         found = profile(each, len(rows), schedule, (policy.gpu_batch_size, policy.num_gpu_batches))
         walk, read, written, kept = Sweeps(policy, {"host": pools}), 0.0, 0.0, 0.0
         for i, (prompt, most) in enumerate(rows):

@@ -17,9 +17,8 @@ from flexengine.plan.delegation import Crossing, keys_share, projection_share
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout
-from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
-from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
+from flexengine.plan.terms import page_transfer, routes
 from flexengine.schedule import sweeps
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.frame import Demand
@@ -82,7 +81,7 @@ class Clock:
             off_device = homes[head.name] != "device"
             units += [{homes[head.name]: round(s * head.stored_bytes)} if off_device else {} for s in shares]
         names = [model.signature(j) for j in range(len(model.layers))]
-        kinds = dict(zip(dict.fromkeys(names), (curve for curve, _ in cost.rates.layers), strict=True))
+        kinds = {name: curve for name, (curve, _) in cost.rates.layers.items()}
         return Clock(cost, layout, tuple(units), tuple(kinds[name] for name in names), shares)
 
     # The job.
@@ -174,7 +173,7 @@ class Clock:
             t = model.embedding
             assert t is not None
             row = t.stored_bytes / model.vocabulary * t.rows_together
-            read = max(row, shortest_read(self.cost.hardware, task.lane)) if lane_of(task.lane).of_disk else row
+            read = max(row, self.cost.hardware.weight_rates(task.lane)[0][0]) if lane_of(task.lane).of_disk else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
         before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
@@ -182,33 +181,33 @@ class Clock:
 
     def _read(self, task: Task, nbytes: float) -> float:
         """Return the seconds of moving bytes of weights over a task's lane in one transfer."""
-        return float(Move(task.lane, WEIGHTS, _place(task), nbytes, nbytes).seconds(self.cost.hardware))
+        return float(self.cost.hardware.link_seconds(task.lane, nbytes, nbytes, weights=True))
 
     def _moved(self, task: Task, batch: Batch) -> float:
         """Return the seconds of a load or store of one layer of a gpu_batch."""
-        return float(sum(move.seconds(self.cost.hardware) for move in self._moves(task, batch)))
+        return float(sum(self._moves(task, batch)))
 
-    def _moves(self, task: Task, batch: Batch) -> Iterator[Move]:
-        """Yield the moves of a load or store of one layer of a gpu_batch."""
-        model, lane, home = self.cost.model, task.lane, _place(task)
+    def _moves(self, task: Task, batch: Batch) -> Iterator[float]:
+        """Yield the seconds of the moves of a load or store of one layer of a gpu_batch."""
+        model, home, seconds = self.cost.model, _place(task), self.cost.hardware.link_seconds
         if task.op is Op.LOAD_WEIGHT:
             nbytes = float(self.units[task.cell.layer][home])
             if getattr(task, "by_rows", False):
                 nbytes = max(0.0, nbytes - self._experts(task.cell.layer, home))
-            yield Move(lane, WEIGHTS, home, nbytes, nbytes)
+            yield seconds(task.lane, nbytes, nbytes, weights=True)
         elif task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
             nbytes = batch.tokens * model.hidden * model.itemsize
-            yield Move(lane, HIDDEN, home, nbytes, nbytes)
+            yield seconds(task.lane, nbytes, nbytes)
         elif task.op in (Op.SEND, Op.SEND_KEYS, Op.FETCH):
             crossing = Crossing.of(model, self.cost.hardware, self.layout.policy, home)
             sent = crossing.queries + crossing.keys * (not batch.queries_first)
             nbytes = batch.tokens * {Op.SEND: sent, Op.SEND_KEYS: crossing.keys}.get(task.op, crossing.answers)
-            yield Move(lane, CACHE, home, nbytes, nbytes)
+            yield seconds(task.lane, nbytes, nbytes)
         else:
             yield from self._pages(task, batch)
 
-    def _pages(self, task: Task, batch: Batch) -> Iterator[Move]:
-        """Yield the moves of KV pages. A decode step stores one token to host RAM, but a whole page to other tiers."""
+    def _pages(self, task: Task, batch: Batch) -> Iterator[float]:
+        """Yield the seconds of moving KV pages. A decode step stores one token to host RAM, a page elsewhere."""
         lane, home, loads = task.lane, _place(task), task.op is Op.LOAD_CACHE
         pool = self.layout.pool_of(home, task.cell.layer)
         page = pool.page_tokens * self.cost.model.kv_token
@@ -218,9 +217,10 @@ class Clock:
             pages = sum(self._loaded(p, pool) for p in whole)
         else:
             pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
-        yield Move(lane, CACHE, home, share * pages * page, page_transfer(self.cost.hardware, lane, page, pages))
+        hardware = self.cost.hardware
+        yield hardware.link_seconds(lane, share * pages * page, page_transfer(hardware, lane, page, pages))
         single = (len(batch.pieces) - len(whole)) * self.cost.model.kv_token
-        yield Move(lane, CACHE, home, single, single)
+        yield hardware.link_seconds(lane, single, single)
 
     def _loaded(self, piece: Piece, pool: Pool) -> float:
         """Return the pages that are loaded before a piece is computed. A page of keys without values counts half."""
@@ -256,7 +256,7 @@ class Clock:
             attention = rates.attention[window]
             place = self.layout.policy.attended_by(batch.attention)
             work = attention.decode(sum(seen), sum(seen) / max(1, len(seen)), place)
-            prompted = attention.prompt(pairs - late, length) + attention.continued(late, past)
+            prompted = attention.prompt(pairs - late, length) + attention.prompt(late, past, "continued")
             by_window[window] = float(work + prompted) + attention.call + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
 

@@ -10,7 +10,7 @@ from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.pages import LayerPages, ModelPages
+from flexengine.plan.pages import LayerPages
 from flexengine.plan.profile import unit
 from flexengine.plan.rates import Attention, Rates, derived
 from flexengine.plan.workload import Workload
@@ -52,7 +52,7 @@ def test_measured_tables_count_for_their_own_shape_alone() -> None:
     flop = 4 * 32 * 64 * 1000
     assert float(found.decode(1000, 512)) == pytest.approx(1000 * BYTES / 5e9)
     assert float(found.decode(1000, 512, "host")) == pytest.approx(1000 * BYTES / 1e9)
-    assert (float(found.prompt(1000, 128)), float(found.continued(1000, 512))) == (flop / 3e9, flop / 2e9)
+    assert (float(found.prompt(1000, 128)), float(found.prompt(1000, 512, "continued"))) == (flop / 3e9, flop / 2e9)
     assert Rates.of(MODEL, machine).calls == 0.5
     for other in (replace(MODEL, heads=16), replace(MODEL, head_dim=128), replace(MODEL, kv_form="int8"),
                   replace(MODEL, windows=(256,)), replace(MODEL, softcap=50.0)):  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_format_takes_its_own_table_or_that_of_its_exact_form() -> None:
 
 def test_pairs_of_continued_pieces_are_those_of_all_pieces_but_the_first() -> None:
     sizes = {(700, 3): 2, (90, 2): 1, (256, 1): 1}
-    found = unit(Workload(sizes), 256, ModelPages((LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 0.0), frozenset({100}))
+    found = unit(Workload(sizes), 256, (LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 0.0, windows=[100])
     for window in (None, 100):
         pieces = [(p, times) for (n, _), times in sizes.items() for p in split_prompt(0, 0, n, 256)]
         every = sum(p.pairs(window) * times for p, times in pieces)

@@ -14,8 +14,8 @@ from flexengine.commands import plan as command
 from flexengine.engine import rates
 from flexengine.engine.options import MachineOptions
 from flexengine.plan import whatif
+from flexengine.plan.explain import hardware_text
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.hardware_text import hardware_text
 from flexengine.plan.search import Search, search
 from flexengine.policy import Policy
 from tests.helpers.explained import CPU, GPU

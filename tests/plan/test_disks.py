@@ -11,9 +11,8 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import report
+from flexengine.plan.explain import hardware_text, report
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.hardware_text import hardware_text
 from flexengine.plan.layout import lay_out
 from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.search import search

@@ -11,6 +11,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import store
 from flexengine.plan.cost import Cost
+from flexengine.plan.cost import reading as reading_of
 from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, SweepMonitor
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
@@ -65,7 +66,7 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     layout = lay_out(cost.model, Policy(4, 3, weights=HOST), cost.workload, hardware.capacity)
     watch = SweepMonitor(cost, layout)
     watch.expect_loading()
-    reading, told = cost.reading(layout), cost.predict(layout)
+    reading, told = reading_of(cost.hardware, layout), cost.predict(layout)
     assert watch.report().predicted_seconds == told.load_seconds > 0
     assert watch.slowed["device"] == 0.5 * reading > 0
     assert watch.slowed["h2d"] == 0.0

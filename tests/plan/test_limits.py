@@ -11,14 +11,12 @@ import numpy as np
 import pulp
 import pytest
 
-from flexengine.errors import InvalidInput
 from flexengine.plan.lp import NoSolver, SolverFailed, optimum, save, share_name, solve
 from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
 from tests.helpers.programs import (
     ALL,
     CC,
-    CD,
     CG,
     GRID,
     HD,
@@ -88,27 +86,7 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
         assert solution.seconds <= seconds_at(problem, inside[latency <= limit]).min() * (1 + ROUNDING)
 
 
-# What is given, and what is printed
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"allowed": ALL - {CG, CC, CD}}, r"no place for the cache.*cache@device, cache@host, cache@disk"),
-        ({"allowed": ALL | {"xg"}}, r"allowed names \['xg'\]"),
-        ({"latency_limit": 0.0}, r"latency limit is 0\.0; it must be positive"),
-        ({"latency_limit": math.nan}, "latency limit is nan"),
-        ({"phases": (Phase("decode", -1, {}),)}, r"decode: times is -1"),
-        ({"phases": (Phase("decode", 1, {}, math.inf),)}, r"decode: life is inf"),
-        ({"phases": (Phase("decode", 1, {"h2d": Affine(math.nan)}),)}, r"decode: h2d is .*finite"),
-        ({"phases": (Phase("decode", 1, {"h2d": Affine(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
-        ({"memories": (MemoryLimit("disk", Affine(0.0, {WD: math.inf}), 1.0),)}, r"disk memory is .*finite"),
-        ({"memories": (MemoryLimit("disk", Affine(0.0), math.nan),)}, r"disk memory: capacity is nan"),
-    ],
-)
-def test_what_is_no_number_or_no_fraction_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        best(toy(LANES, **changes))
-
-
+# What is printed
 def test_without_the_solver_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulp.HiGHS, "available", lambda solver: False)
     with pytest.raises(NoSolver, match="needs highspy, which is not installed; pip install highspy"):
@@ -178,6 +156,9 @@ def test_linear_is_linear() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"latency_limit": math.nan}, "coefficient of sweep_ns in row latency_of_a_row_ns is nan"),
+        ({"phases": (Phase("decode", 1, {"h2d": Affine(math.nan)}),)}, "row decode_h2d_.* is nan"),
+        ({"memories": (MemoryLimit("disk", Affine(0.0, {WD: math.inf}), 1.0),)}, "share in row disk_memory"),
         ({"phases": (Phase("decode", 1, {"h2d": Affine(1.7e308), "d2h": Affine(1.7e308)}),), "overlap": False},
          "limit of row decode_all_lanes_ks is -inf"),
         ({"phases": (Phase("decode", 1.7e308, {"h2d": Affine(1e300)}),)}, "cost of decode_sweep_ks is inf"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.plan import profile as profiles
-from flexengine.plan.pages import LayerPages, ModelPages
+from flexengine.plan.pages import LayerPages
 from flexengine.plan.profile import MAX_SIZES, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
@@ -54,14 +54,14 @@ def case_of(rng: random.Random, schedule: str, uniform: bool, limited: bool, cou
 
 def told(case: Case) -> Profile:
     policy, away = case.policy, float(case.home != "device")
-    each = unit(Workload.of(case.rows), policy.prefill_tokens, ModelPages(PAGES, away), frozenset([WINDOW]))
+    each = unit(Workload.of(case.rows), policy.prefill_tokens, PAGES, away, windows=[WINDOW])
     shape = (policy.gpu_batch_size, policy.num_gpu_batches)
     return profile(each, len(case.rows), policy.schedule, shape, case.room)
 
 
 def totals(found: Profile) -> dict[str, float]:
-    sums = {name: float((getattr(found, name) * found.times).sum()) for name in SUMS}
-    sums |= {f"window {w}": float((x * found.times).sum()) for w, x in found.windows.items()}
+    sums = {name: float((getattr(found, name) * found.times).sum()) for name in SUMS if name != "cached"}
+    sums |= {f"window {w}" if w else "cached": float((x * found.times).sum()) for w, x in found.cached.items()}
     sums |= {f"pairs {w}": float((x * found.times).sum()) for w, x in found.pairs.items()}
     return {"sweeps": float(found.times.sum()), "peak": found.peak, **sums}
 
@@ -209,7 +209,7 @@ def test_the_first_sweep_is_never_averaged_with_others(schedule: str, uniform: b
     found, enter = told(case), 8 if schedule in ("row", "diagonal") else 16
     assert found.entering[0] == pytest.approx(enter)
     assert found.prompt[0] == pytest.approx(50 * enter)
-    assert found.decoding[0] == found.cached[0] == 0
+    assert found.decoding[0] == found.cached[None][0] == 0
     assert found.pairs[None][0] == pytest.approx(enter * 50 * 51 / 2)
     assert (found.entering * found.times).sum() == pytest.approx(60)
     if schedule in ("row", "zigzag"):  # nor that of any other block
@@ -227,7 +227,7 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
     rows = [(100, 20)] * 1920 if uniform else [rng.choice(sizes) for _ in range(1920)]
     policy = Policy(16, 4, schedule=schedule)
     case = Case(rows, policy, "device", Pool(600, 16))
-    each = unit(Workload.of(rows), policy.prefill_tokens, ModelPages(PAGES, 0.0))
+    each = unit(Workload.of(rows), policy.prefill_tokens, PAGES, 0.0)
     many = profile(each, 100_000, schedule, (16, 4), case.room)
     real = walked(case)
     assert float((many.entering * many.times).sum()) == pytest.approx(100_000)
@@ -260,7 +260,7 @@ def test_pools_too_small_end_all_the_same(rng: random.Random, limit_steps: Calla
     """Pools for less than one sequence, or hardly one: such a plan is refused elsewhere, but the profile must not
     hang."""
     rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
-    each = unit(Workload.of(rows), rng.choice([16, 512]), ModelPages(PAGES, rng.random()))
+    each = unit(Workload.of(rows), rng.choice([16, 512]), PAGES, rng.random())
     room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
     shape = (rng.randint(1, 9), rng.randint(1, 4))
     limit_steps(10 * 60)  # ten of the longest lives
@@ -277,11 +277,11 @@ def test_room_for_a_tiny_part_of_a_sequence(schedule: str, room: float, limit_st
     """One sequence at a time: entries by parts of 1e-11 sequences would take 1e20 steps."""
     uniform, mixed = ([(100, 20)], [(100, 20), (100, 30)])
     limit_steps(10 * 30)
-    alike = profile(unit(Workload.of(uniform), 512, ModelPages(PAGES, 0.0)), 10**9, schedule, (4, 2), room)
+    alike = profile(unit(Workload.of(uniform), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
     assert alike.times.sum() == pytest.approx(20 * 10**9)
     assert alike.live == pytest.approx(np.ones(len(alike.times)))
     limit_steps(10 * 30)
-    found = profile(unit(Workload.of(mixed), 512, ModelPages(PAGES, 0.0)), 10**9, schedule, (4, 2), room)
+    found = profile(unit(Workload.of(mixed), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
     assert float((found.entering * found.times).sum()) == pytest.approx(10**9)
     assert float((found.decoding * found.times).sum()) == pytest.approx((19 + 29) / 2 * 10**9)
 
@@ -305,11 +305,11 @@ def test_classes_keep_means() -> None:
 def test_a_gpu_batch_loads_shared_pages_once(batch: int) -> None:
     """Against the pages that gpu_batches load, counted one by one: eight sequences share 192 of 205 prompt tokens."""
     workload = Workload({(205, 20): 8}, {(205, 20): 192 * 7 / 8}, 1, 192)
-    pages = ModelPages((LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 1.0, batch)
+    pages = (LayerPages(1.0, Pool(0, 16), Pool(0, 16)),)
     loaded = 0
     for step in range(20):
         for first in range(0, 8, batch):
             cached = 192 if step == 0 else 205 + step - 1
             loaded += len({page if page < 12 else (page, i) for i in range(first, min(8, first + batch))
                            for page in range(-(-cached // 16))})  # fmt: skip
-    assert 8 * float(unit(workload, 512, pages).loaded.sum()) == pytest.approx(16 * loaded, rel=0.1)
+    assert 8 * float(unit(workload, 512, pages, 1.0, batch).loaded.sum()) == pytest.approx(16 * loaded, rel=0.1)

@@ -207,7 +207,9 @@ def test_experts_computed_in_one_call_hold_what_is_booked(
     peak = held(lambda: mixture._experts(module, x, chosen, shares), x, shares, chosen, *module.parameters())
     parts = [TensorFact(n, p.numel(), 4, 4, experts=experts) for n, p in module.named_parameters()]
     facts = ModelFacts((tuple(parts),), (), parts[0], None, 1, hidden, wide, 1, 1, 1, 4, active=active, gpu=True)
-    assert peak <= tokens * active * gpu_plan._expert_elements(facts) * 4 + 8 * 16 * tokens * active  # and indices
+    assert (
+        peak <= tokens * active * (4 * facts.hidden + 2 * facts.expert_width) * 4 + 8 * 16 * tokens * active
+    )  # and indices
     found = mixture._experts(module, x, chosen, shares)
     for i in range(0, tokens, 37):
         gate, up = (module.gate_up_proj[chosen[i]] @ x[i]).chunk(2, -1)
