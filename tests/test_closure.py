@@ -17,6 +17,7 @@ OUTSIDE = [
     "guests",
     "plan.cluster",
     "apps",
+    "explain",
     "report",
     "doctor",
     "commands",

@@ -8,8 +8,8 @@ from flexengine.commands.open_engine import load_libraries, machine_kind, machin
 from flexengine.commands.options import MACHINE
 from flexengine.commands.parser import Parser, refuse_given
 from flexengine.commands.written import check_written, write
+from flexengine.explain.text import hardware_text
 from flexengine.lossy import EXACT
-from flexengine.plan.explain import hardware_text
 
 _OUTPUT = """
 --again           measure stored rates again, too

@@ -22,20 +22,22 @@ from flexengine.commands.plan_slices import print_slices
 from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
+from flexengine.explain import links, stagger
+from flexengine.explain import text as explain
+from flexengine.explain.picture import check, plot
+from flexengine.explain.whatif import ideas
 from flexengine.lossy import MIXED, Lossy, choices
-from flexengine.plan import explain, links, lp, stagger
+from flexengine.plan import lp
 from flexengine.plan.candidates import Options
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.min_memory import fitting, lay_out_given, left_out
-from flexengine.plan.picture import check, plot
 from flexengine.plan.placement import placement_problem
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.search import check as check_memory
-from flexengine.plan.whatif import ideas
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 

@@ -167,10 +167,10 @@ def run_job(
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
     from flexengine.engine.survey import Refused
+    from flexengine.explain.text import report
+    from flexengine.explain.whatif import ideas
     from flexengine.guests.stages.planner import PipelinePlanner
-    from flexengine.plan.explain import report
     from flexengine.plan.min_memory import left_out
-    from flexengine.plan.whatif import ideas
 
     with open_rows(args) as rows, pipeline(args) as group, open_engine(args, group=group) as engine:
         refused = Refused()

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple, Self
 
 from flexengine.errors import InvalidInput
@@ -249,10 +250,8 @@ def check_chain(stages: Sequence[Stage]) -> None:
                            " order")  # fmt: skip
     if len(stages) == 1:
         return
-    from flexengine.plan.stages import SHARED
-
     policies = [stage.policy for stage in stages]
-    for name in SHARED:
+    for name in (field.name for field in fields(Policy) if field.name not in ("weights", "slots", "neurons")):
         values = [getattr(policy, name) for policy in policies]
         if any(value != values[0] for value in values):
             raise InvalidInput(f"the stages' policies have {name} {', '.join(map(str, values))}; all stages of a chain"

@@ -28,6 +28,11 @@ MAX_NUM_GPU_BATCHES = 32  # of a block in the refinement
 # Values of prefill_tokens, in order of preference.
 PREFILL_TOKENS_GPU = (2048, 1024, 512, 256, 128)
 PREFILL_TOKENS_CPU = (512, 2048, 1024, 256, 128)
+# Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
+# 1.2 % faster than the program in 4,000 placements.
+SLACK = 1.02
+WIDE_SLACK = 1.3  # the same, while the search collects policies to refine
+MAX_TIME_RATIO = 0.995  # a policy replaces the best one if it takes at most this share of its seconds
 
 
 @dataclass(frozen=True)
@@ -148,13 +153,6 @@ def sensible(policy: Policy) -> Policy:
         split["device"] += split.pop(WORKERS)
         policy = replace(policy, cache=tuple(split.values()), partition=REQUESTS, queries_first=False)
     return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)
-
-
-# Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
-# 1.2 % faster than the program in 4,000 placements.
-SLACK = 1.02
-WIDE_SLACK = 1.3  # the same, while the search collects policies to refine
-MAX_TIME_RATIO = 0.995  # a policy replaces the best one if it takes at most this share of its seconds
 
 
 @dataclass

@@ -11,9 +11,7 @@ use the same terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, TypeVar, cast
-from weakref import WeakMethod
 
 import numpy as np
 
@@ -36,6 +34,20 @@ from flexengine.schedule.place import cache_homes, count_by_tier
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
 Talk = Mapping[str, Mapping[str, float]]  # as `Hardware.crosstalk`
 T = TypeVar("T")
+LOAD_BYTES = 8 << 20  # of one read or write of weights
+RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
+
+
+def _once(method: Callable[..., T]) -> Callable[..., T]:
+    """Keep the results of a method of `Cost` by arguments."""
+
+    def call(cost: "Cost", *args: Any) -> T:
+        key = method.__name__, *args
+        if key not in cost._kept:
+            cost._kept[key] = method(cost, *args)
+        return cast(T, cost._kept[key])
+
+    return call
 
 
 class Cost:
@@ -66,10 +78,7 @@ class Cost:
         self.unit_bytes = max(streamed)
         self.head_chunks = -(-head // self.unit_bytes)  # a chunk fits into a slot, which has the size of a layer
         self.streamed_bytes = sum(streamed) + head
-        self._units = _cached(self._unit)
-        self._prompts = _cached(self._prompt)
-        self._profiles = _cached(self._profile)
-        self._walks = _cached(self._walk)
+        self._kept: dict[tuple[Any, ...], Any] = {}  # results of `_once`
 
     # Sweeps of the job.
 
@@ -88,25 +97,28 @@ class Cost:
                 have those of the device.
         """
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
-        return self._profiles(policy.prefill_tokens, share, policy.schedule, shape, room)
+        return self._profile(policy.prefill_tokens, share, policy.schedule, shape, room)
 
     def peak(self, policy: Policy, share: float = 0.0) -> float:
         """Return the most page tokens that the job holds if memory has no limit. share: as in `sweeps`."""
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
-        return self._walks(policy.schedule, shape).peak(self._units(policy.prefill_tokens, share, self._sharing(shape)))
+        return self._walk(policy.schedule, shape).peak(self._unit(policy.prefill_tokens, share, self._sharing(shape)))
 
+    @_once
     def _profile(
         self, prefill_tokens: int, share: float, schedule: str, shape: tuple[int, int], room: float
     ) -> Profile:
-        each, rows = self._units(prefill_tokens, share, self._sharing(shape)), max(1, self.workload.count)
+        each, rows = self._unit(prefill_tokens, share, self._sharing(shape)), max(1, self.workload.count)
         if never_waits(each, rows, schedule, shape, room):
-            return summed(each, self._walks(schedule, shape), rows)
+            return summed(each, self._walk(schedule, shape), rows)
         return profile(each, rows, schedule, shape, room)
 
+    @_once
     def _walk(self, schedule: str, shape: tuple[int, int]) -> Walk:
-        each = self._units(PAGE_TOKENS, 0.0, 1)  # without limits, the result does not depend on page size and share
+        each = self._unit(PAGE_TOKENS, 0.0, 1)  # without limits, the result does not depend on page size and share
         return walk(each, max(1, self.workload.count), schedule, shape)
 
+    @_once
     def _unit(self, prefill_tokens: int, share: float, batch: int) -> Unit:
         return unit(self.workload, prefill_tokens, self.pages, share, batch, self.windows)
 
@@ -114,9 +126,10 @@ class Cost:
         """Return the sequences that may share a load of pages. shape: sequences of a gpu_batch, gpu_batches."""
         return shape[0] if self.workload.stems else 1  # 1: one unit for all shapes
 
+    @_once
     def _prompt(self, gpu_batch_size: int, prefill_tokens: int) -> PromptBatches:
         policy = Policy(gpu_batch_size, 1, prefill_tokens=prefill_tokens)
-        return PromptBatches.of(self.workload, self.rates, policy, float(self._units(prefill_tokens, 0.0, 1).prompt))
+        return PromptBatches.of(self.workload, self.rates, policy, float(self._unit(prefill_tokens, 0.0, 1).prompt))
 
     # Seconds by lane.
 
@@ -133,7 +146,7 @@ class Cost:
             split: by place, fraction of the sequences with KV cache there. A gpu_batch has sequences of one place.
             layout: has the bytes of a layer that are read together; None for the whole layer.
         """
-        rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
+        rates, prompts = self.rates, self._prompt(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
             yield Term("device", "", "", seconds)
         yield from embedding(self.model, self.hardware, sweeps, layout)
@@ -217,7 +230,7 @@ class Cost:
         cache, rest = touched(self.hardware, layout, missing)
         first, waits = int(np.argmax(entering)), 0.0
         if self.model.blocks:
-            batch = self._prompts(policy.gpu_batch_size, policy.prefill_tokens).batch
+            batch = self._prompt(policy.gpu_batch_size, policy.prefill_tokens).batch
             waits = float(guest("neurons").waits(self.model, self.hardware, policy, sweeps, batch)[first])
         read, work = missing * reading(self.hardware, layout), {lane: float(x[first]) for lane, x in lanes.items()}
         loading = self._loading(policy, read, rest, work, waits)
@@ -289,22 +302,6 @@ class Cost:
             HIDDEN: {place: hidden.get(place, 0) / batches for place in layout.places},
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
-
-
-def _cached(method: Callable[..., T]) -> Callable[..., T]:
-    """Cache `method` without a reference to the method's object: a cycle would delay its deletion."""
-    weak = WeakMethod(method)
-
-    def call(*args: Any) -> T:
-        bound = weak()
-        assert bound is not None
-        return bound(*args)
-
-    return cache(call)
-
-
-LOAD_BYTES = 8 << 20  # of one read or write of weights
-RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
 
 
 def reading(hardware: Hardware, layout: Layout) -> float:

@@ -10,7 +10,7 @@ from flexengine.plan.cost import Cost, reading
 from flexengine.plan.layout import Layout
 from flexengine.plan.pages import Array
 from flexengine.plan.prediction import CACHE, HIDDEN, fraction
-from flexengine.plan.profile import Profile, SweepCounts
+from flexengine.plan.profile import Profile
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.tasks import LOADING
 
@@ -80,7 +80,7 @@ class SweepMonitor:
         self.expected: dict[str, float] = {}
         self.slowed: dict[str, float] = {}
         # Counts of finished sweeps, their sequences by place of the KV cache, their tokens by place of hidden states.
-        self._unpriced: list[tuple[SweepCounts[float], tuple[int, ...], tuple[int, ...]]] = []
+        self._unpriced: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = []
 
     def expect_loading(self, missing: float = 1.0) -> None:
         """Add the predicted seconds of reading resident weights in the first sweep.
@@ -111,8 +111,8 @@ class SweepMonitor:
         if len(self._unpriced) >= _BATCH_SWEEPS:
             self._price()
 
-    def _counted(self, batches: Sequence[Batch]) -> SweepCounts[float]:
-        """Return the counts of a sweep. A prompt counts as entering when its last piece is computed."""
+    def _counted(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Return the counts of a sweep by field of `Profile`. A prompt enters when its last piece is computed."""
         prompts = [piece for batch in batches for piece in batch.pieces if not piece.decodes]
         ends = [piece.start + 1 for batch in batches for piece in batch.pieces if piece.decodes]
         windows = (None, *self.cost.windows)
@@ -123,7 +123,7 @@ class SweepMonitor:
         off_device = [piece for batch in batches if batch.cache_home != "device" for piece in batch.pieces]
         loaded, stored = self._moved(off_device)
         prompt_loaded, prompt_stored = self._moved([piece for piece in off_device if not piece.decodes])
-        return SweepCounts(
+        return dict(
             entering=sum(p.final for p in prompts), decoding=len(ends), prompt=sum(p.count for p in prompts),
             cached={w: float(sum(min(end, w or end) for end in ends)) for w in windows}, loaded=loaded, stored=stored,
             prompt_loaded=prompt_loaded, prompt_stored=prompt_stored, pairs=pairs, late=late,

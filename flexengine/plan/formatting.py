@@ -4,6 +4,8 @@ import math
 
 from flexengine.places import Lane, lane_of
 
+BAR_CHARACTERS = 40  # length of a bar in a report
+
 
 def size(nbytes: float) -> str:
     """Return bytes with three digits and a unit, such as 1.23 GB."""

@@ -19,6 +19,7 @@ from flexengine.policy import Policy, Split
 
 OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads; measured: 45 to 60 MB
 SHORTEST = Workload({(1, 1): 1})
+Plan = TypeVar("Plan")
 
 
 def planned(capacity: Capacity) -> Capacity:
@@ -150,9 +151,6 @@ def _least(
         if fewest is None or fits(min(fewest - 1, most)):
             fewest = bisect_left(range(min(most, fewest or most)), True, key=fits)
     return fewest
-
-
-Plan = TypeVar("Plan")
 
 
 def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan, int, OutOfMemory | None]:

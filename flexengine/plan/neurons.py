@@ -36,6 +36,13 @@ ASSUMED_REUSE = 0.6  # exponent: k successive tokens use k^this times as many ne
 RECORD_READERS = 32  # threads that read records; as in flash.reader
 _CERTAIN = 1 - 1e-9
 _MOST_AGE = 4096  # tokens
+NEURONS = "neurons"
+PREDICTORS = "predictors"
+RECORDS = "records on their way"
+STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
+EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
+EXPERT_SPARES = 2  # experts that are read early at once without a GPU
+RECORD_READ = 128 << 10  # bytes of a read of records; as in flash.reader
 
 
 def part_of(room: int) -> int:
@@ -245,15 +252,6 @@ def share_of(model: ModelFacts, free: int | None) -> float:
 
     most = free + booked(0)
     return max(0, bisect_right(range(1001), most, key=booked) - 1) / 1000
-
-
-NEURONS = "neurons"
-PREDICTORS = "predictors"
-RECORDS = "records on their way"
-STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
-EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
-EXPERT_SPARES = 2  # experts that are read early at once without a GPU
-RECORD_READ = 128 << 10  # bytes of a read of records; as in flash.reader
 
 
 def book(layout: Layout, model: ModelFacts, shared: bool) -> None:

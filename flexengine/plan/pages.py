@@ -15,6 +15,7 @@ from flexengine.schedule.pages import Pool
 
 PAGE_TOKENS = 16  # tokens of a KV page on the device
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that transfers are long
+Array = NDArray[np.float64]
 
 
 def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None = None, slices: int = 1) -> int:
@@ -79,9 +80,6 @@ def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int]
         extra = min(needed[i] - pages[i], left // size)
         pages[i], left = pages[i] + extra, left - extra * size
     return pages
-
-
-Array = NDArray[np.float64]
 
 
 class LayerPages(NamedTuple):

@@ -28,6 +28,11 @@ from flexengine.plan.profile import Profile
 from flexengine.plan.sizes import DELEGATION
 from flexengine.policy import Policy
 
+# Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
+_KIND = dict.fromkeys(("weights", "weight slots", "weight staging"), WEIGHTS)
+_KIND |= {"hidden states": HIDDEN, DELEGATION: CACHE}
+PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps
+
 
 @lru_cache(maxsize=256)
 def _by_kind(names: frozenset[str]) -> tuple[tuple[str, ...], ...]:
@@ -154,11 +159,6 @@ class Problem:
         return sum(p.times * s for p, s in pairs), sum(p.life * s for p, s in pairs)
 
 
-# Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
-_KIND = dict.fromkeys(("weights", "weight slots", "weight staging"), WEIGHTS)
-_KIND |= {"hidden states": HIDDEN, DELEGATION: CACHE}
-
-
 def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[MemoryLimit, ...]:
     """Return one row of the program per memory that has a limit, without attention workers.
 
@@ -195,9 +195,6 @@ def _between(booked: Mapping[str, float], kind: str) -> Affine:
     """Return the line through the corners. booked: bytes of one purpose, by the tier that has all data of the kind."""
     least = min(booked.values())
     return Affine(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})
-
-
-PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps
 
 
 def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, float]) -> tuple[Phase, ...]:

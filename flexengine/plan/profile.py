@@ -8,8 +8,8 @@ is exact if all rows have equal sizes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
 
 Indices = NDArray[np.intp]
-Number = TypeVar("Number", float, Array)
 
 MAX_AGES = 256  # most steps of a sequence's life; longer lives have longer steps
 MAX_SIZES = 512  # most different sizes of sequences
@@ -66,57 +65,48 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class SweepCounts(Generic[Number]):
-    """Counts of one sweep (floats), or of several (arrays). Fields that are not listed are sums over sequences of the
-    fields of `Unit` with the same name.
-
-    Attributes:
-        entering, decoding: number of sequences.
-        prompt: prompt tokens computed.
-        logits: tokens whose logits are computed, beyond one for each sequence.
-    """
-
-    entering: Number
-    decoding: Number
-    prompt: Number
-    cached: Mapping[int | None, Number]
-    loaded: Number
-    stored: Number
-    prompt_loaded: Number
-    prompt_stored: Number
-    logits: Number
-    pairs: Mapping[int | None, Number]
-    late: Mapping[int | None, Number]
-
-
-@dataclass(frozen=True)
-class Profile(SweepCounts[Array]):
+class Profile:
     """A job's sweeps in order. Arrays have one entry per group of equal sweeps, and hold means of one sweep.
 
-    A sweep in which a whole block enters is always an entry of its own.
+    A sweep in which a whole block enters is always an entry of its own. Fields that are not listed are sums over
+    sequences of the fields of `Unit` with the same name.
 
     Attributes:
         times: number of real sweeps.
+        entering, decoding: number of sequences.
+        prompt: prompt tokens computed.
+        logits: tokens whose logits are computed, beyond one for each sequence.
         rows: sequences of the job.
         peak: most page tokens ever held.
         counted: share of the sequences that `loaded` and `stored` include.
     """
 
     times: Array
+    entering: Array
+    decoding: Array
+    prompt: Array
+    cached: Mapping[int | None, Array]
+    loaded: Array
+    stored: Array
+    prompt_loaded: Array
+    prompt_stored: Array
+    logits: Array
+    pairs: Mapping[int | None, Array]
+    late: Mapping[int | None, Array]
     rows: int
     peak: float = 0.0
     counted: Array | float = 1.0
 
     @staticmethod
-    def stacked(sweeps: Sequence[SweepCounts[float]], rows: int, counted: Array) -> "Profile":
-        """Return the profile of single sweeps, one entry each."""
+    def stacked(sweeps: Sequence[Mapping[str, Any]], rows: int, counted: Array) -> "Profile":
+        """Return the profile of single sweeps, one entry each. sweeps: their numbers, by names of fields."""
 
         def columns(values: Sequence[Any]) -> Any:
             if not isinstance(values[0], Mapping):
                 return np.array(values, dtype=float)
             return {window: columns([by_window[window] for by_window in values]) for window in values[0]}
 
-        sums = {field.name: columns([getattr(s, field.name) for s in sweeps]) for field in fields(SweepCounts)}
+        sums = {name: columns([sweep[name] for sweep in sweeps]) for name in sweeps[0]}
         return Profile(**sums, times=np.ones(len(sweeps)), rows=rows, counted=counted)
 
     @property

@@ -30,6 +30,12 @@ from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.pages import EXTENT, Array
 
 DEQUANTIZE_FLOP = 4.0  # per encoded element: unpack, scale, add the minimum
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points at which a layer's seconds are computed
+_DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # names by bytes per element
+# Elements that a layer's elementwise operations read and write per token. Per hidden element: two norms (read twice,
+# written once), two residuals (two reads, one write), q, k, v and their rotation. Per element of an FFN's width: the
+# activation, and the product with the gate.
+_PER_HIDDEN, _PER_WIDTH = 16, 5
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,6 @@ class Attention:
         element_flop = 2.0 * model.heads / model.kv_heads + (DEQUANTIZE_FLOP if model.kv_pieces > 1 else 0.0)
         limit = flops * model.kv_token / (2 * model.kv_heads * model.head_dim * element_flop)
         return tuple((x, min(rate, limit)) for x, rate in plain)
-
-
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points at which a layer's seconds are computed
-_DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # names by bytes per element
-# Elements that a layer's elementwise operations read and write per token. Per hidden element: two norms (read twice,
-# written once), two residuals (two reads, one write), q, k, v and their rotation. Per element of an FFN's width: the
-# activation, and the product with the gate.
-_PER_HIDDEN, _PER_WIDTH = 16, 5
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ TENSOR_ALIGN = 64  # bytes, for tensors within a slot
 TORCH_ALIGN = 8  # bytes; the address of a tensor is a multiple of this, which is enough for every dtype
 STRAIGHT = 256 << 10  # bytes; direct reads go straight into tensors of this size or more within a slot
 PASS = 192 << 10  # bytes of a paused forward pass without tensors: stack, frames and page tables
+SCORED_ROWS = 64  # most scored tokens whose logits are in memory at once; enough for the full speed of kernels
+DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
+READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
+HUGE = 2 << 20  # bytes of a huge page
+SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
@@ -46,9 +51,6 @@ def slot_offsets(tensors: Sequence[tuple[str, int]], starts: Mapping[str, int]) 
 def room(nbytes: int) -> int:
     """Return the bytes that a tensor takes in a slot."""
     return aligned(nbytes, TENSOR_ALIGN) + (ALIGN if nbytes >= STRAIGHT else 0)
-
-
-SCORED_ROWS = 64  # most scored tokens whose logits are in memory at once; enough for the full speed of kernels
 
 
 def slot_bytes(sizes: Iterable[int]) -> int:
@@ -123,12 +125,6 @@ def delegated(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     machine."""
     homes = cache_homes(policy, places)
     return {place: homes[home] for home, place in policy.attended(homes).items()}
-
-
-DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
-READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
-HUGE = 2 << 20  # bytes of a huge page
-SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
 
 
 def read_buffers(longest: int, disks: int) -> int:

@@ -16,18 +16,6 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.strategy import Strategy
 
-# Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
-SHARED = (
-    "gpu_batch_size",
-    "num_gpu_batches",
-    "cache",
-    "activations",
-    "schedule",
-    "prefill_tokens",
-    "delegate",
-    "partition",
-    "queries_first",
-)
 _STEPS = 20  # of the shares of weights that are tried
 
 

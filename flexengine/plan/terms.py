@@ -36,6 +36,8 @@ from flexengine.schedule.routes import Routes
 
 PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
 SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate the mean
+LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
+Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,6 @@ def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Ar
         seen = length if window is None else np.minimum(length, window)
         total = total + layers * rates.attention[window].decode(sweeps.cached[window], seen, place)
     return total
-
-
-LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
-
-Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
 
 
 class Term(NamedTuple):

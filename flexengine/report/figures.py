@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from flexengine.explain.picture import draw_memory
 from flexengine.plan.feedback import LaneSeconds
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, size
-from flexengine.plan.picture import draw_memory
 from flexengine.report.record import Bucket, LengthCounts, Planned
 from flexengine.report.timeline import KINDS, LaneSpan, SweepLine
 from flexengine.schedule.routes import by_way
@@ -34,6 +34,10 @@ STYLE = {
     **dict.fromkeys(("axes.axisbelow", "axes.grid"), True),
     **{"grid.linewidth": 0.4, "grid.alpha": 0.6, "hatch.linewidth": 0.6},
 }
+WIDTH, HALF = 9.0, 4.4  # inches of wide and of narrow pictures
+ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}  # place of a legend above the axes
+Box = tuple[float, float, float, float]  # left, right, bottom, top
+Tips = dict[str, str | Sequence[str]]
 
 
 def to_svg(figure: Any, name: str, title: str, description: str, tips: Mapping[str, str | Sequence[str]]) -> str:
@@ -87,13 +91,6 @@ def _label(root: ET.Element, name: str, title: str, description: str) -> None:
         element = ET.Element(tag, {"id": f"{name}-{'description' if tag == 'desc' else 'title'}"})
         element.text = said
         root.insert(i, element)
-
-
-WIDTH, HALF = 9.0, 4.4  # inches of wide and of narrow pictures
-ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}  # place of a legend above the axes
-
-Box = tuple[float, float, float, float]  # left, right, bottom, top
-Tips = dict[str, str | Sequence[str]]
 
 
 def _drawn(

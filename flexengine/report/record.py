@@ -14,12 +14,12 @@ from flexengine import __version__
 from flexengine.doctor.machine import cpu
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
+from flexengine.explain import text as explain
+from flexengine.explain.picture import Memory
 from flexengine.job.rows import without_place
-from flexengine.plan import explain
 from flexengine.plan.brief import kind_bytes
 from flexengine.plan.feedback import PlanReport, SweepMonitor
 from flexengine.plan.formatting import count, place_name, size
-from flexengine.plan.picture import Memory
 from flexengine.plan.prediction import HIDDEN
 from flexengine.report.timeline import SweepLine
 
@@ -29,6 +29,8 @@ MOST_KINDS = 30
 MOST_CHARACTERS = 300  # of a stored message
 
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]?|\d[\d,.]*")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
 
 
 @dataclass
@@ -134,9 +136,6 @@ class ErrorCounts:
         return sorted(self.kinds.values(), key=lambda kind: -kind.count)
 
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
-
-
 def machine() -> list[tuple[str, str]]:
     """Return (name, value) of processor, memory, system and versions."""
     import psutil
@@ -156,9 +155,6 @@ def machine() -> list[tuple[str, str]]:
         with suppress(PackageNotFoundError):
             facts.append((package, version(package)))
     return facts
-
-
-RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
 
 
 @dataclass(frozen=True)

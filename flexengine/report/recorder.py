@@ -36,7 +36,8 @@ from flexengine.report.timeline import SweepSample
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
     from flexengine.engine.session import Session
 
-Say, Clock = Callable[[str], None], Callable[[], float]
+Say = Callable[[str], None]
+Clock = Callable[[], float]
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
 MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take

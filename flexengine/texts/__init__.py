@@ -1,6 +1,5 @@
 """English prose in the public domain, for measuring quality and for calibration. README.md in this folder lists it."""
 
-from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,30 +9,19 @@ SAMPLE = ("moby_dick", "roosevelt_1902")
 CALIBRATION = ("alice", "lincoln_1862")  # no text of SAMPLE: quality on the calibration text looks better than it is
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all texts."""
-    return tuple(sorted(SAMPLE + CALIBRATION))
-
-
 def text(name: str) -> str:
-    """Return a text. Raise InvalidInput if no text has this name."""
-    if name not in names():
-        raise InvalidInput(f"there is no text {name!r}; there are {', '.join(names())}")
+    """Return a text of SAMPLE or CALIBRATION."""
     return files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
 
 
 def sample() -> str:
     """Return the text on which lossy choices are measured, about 165 kB."""
-    return _joined(SAMPLE)
+    return "\n\n".join(text(name).strip() for name in SAMPLE)
 
 
 def calibration() -> str:
     """Return the text for calibration, about 150 kB, from other works."""
-    return _joined(CALIBRATION)
-
-
-def _joined(chosen: Iterable[str]) -> str:
-    return "\n\n".join(text(name).strip() for name in chosen)
+    return "\n\n".join(text(name).strip() for name in CALIBRATION)
 
 
 def read(path: str) -> str:

@@ -86,9 +86,11 @@ def test_choices_alone_and_together() -> None:
 # Text.
 
 
+BUNDLED = texts.SAMPLE + texts.CALIBRATION
+
+
 def test_bundled_texts() -> None:
-    sizes = {name: len(texts.text(name).encode()) for name in texts.names()}
-    assert set(sizes) == set(texts.SAMPLE) | set(texts.CALIBRATION)
+    sizes = {name: len(texts.text(name).encode()) for name in BUNDLED}
     assert not set(texts.SAMPLE) & set(texts.CALIBRATION)
     assert 200_000 <= sum(sizes.values()) <= 400_000
     assert min(sizes.values()) > 40_000
@@ -97,15 +99,13 @@ def test_bundled_texts() -> None:
     about = Path(texts.__file__).with_name("README.md").read_text()
     assert all(f"`{name}.txt`" in about for name in sizes)
     assert {path.stem for path in Path(texts.__file__).parent.glob("*.txt")} == set(sizes)
-    with pytest.raises(InvalidInput, match="moby_dick"):
-        texts.text("ulysses")
 
 
 def test_bundled_texts_hold_nothing_but_the_works() -> None:
-    for name in texts.names():
+    for name in BUNDLED:
         text = texts.text(name).lower()
         assert not any(word in text for word in ("gutenberg", "copyright", "licence", "ebook", "http", "\r", "\ufffd"))
-    for one, other in combinations(texts.names(), 2):  # no paragraph of one is in another
+    for one, other in combinations(BUNDLED, 2):  # no paragraph of one is in another
         own = [line for line in texts.text(one).splitlines() if len(line) > 200]
         assert own
         assert not any(line in texts.text(other) for line in own)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from flexengine.plan import explain
+from flexengine.explain import text as explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware

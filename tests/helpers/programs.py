@@ -61,7 +61,7 @@ def flexgen(machine: Machine, shape: Mapping[str, int], delegate: bool) -> Probl
 
     score = gbs * (4 * s * h1 + 2 * nh * s * s)
     peaks = [(8 * gbs * s * h1, 0), (score, 0), (2 * gbs * s * (h1 + h2), 0), (0, gbs * 2 * (s + n) * h1)]
-    memories = [MemoryLimit("device", work(*p), machine["device"]) for p in peaks]
+    memories = [MemoryLimit(f"device {i}", work(*p), machine["device"]) for i, p in enumerate(peaks)]
     staging = Affine(weights, {WG: -weights, **home("host")}) if delegate else Affine(0.0, home("host"))
     memories += [
         MemoryLimit("host", staging, machine["host"]),

@@ -8,11 +8,11 @@ from math import inf
 import pytest
 
 from flexengine.errors import OutOfMemory
+from flexengine.explain.text import report
 from flexengine.places import WORKERS, place_of
 from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned

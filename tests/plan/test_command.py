@@ -13,8 +13,8 @@ from flexengine.commands import measure, run
 from flexengine.commands import plan as command
 from flexengine.engine import rates
 from flexengine.engine.options import MachineOptions
-from flexengine.plan import whatif
-from flexengine.plan.explain import hardware_text
+from flexengine.explain import whatif
+from flexengine.explain.text import hardware_text
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.search import Search, search
 from flexengine.policy import Policy

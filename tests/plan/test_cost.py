@@ -164,7 +164,7 @@ def test_phases_add_up_to_the_prediction() -> None:
         phases = phases_of(cost, policy, sweeps, {"device": 1.0})
         for lane, busy in told.busy.items():
             if lane == "disk_read":  # the program is not told of embedding rows that come from the disk
-                rows = sum(term.seconds(hardware) for term in embedding(model, hardware, sweeps, layout))
+                rows = sum(term.seconds for term in embedding(model, hardware, sweeps, layout))
                 busy -= float((sweeps.times * rows).sum())
             if lane != "device" or 1.0 in (told.fractions[f"cache@{tier}"] for tier in TIERS):
                 work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.explain.text import policy_words
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import policy_words
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search

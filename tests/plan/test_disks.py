@@ -8,15 +8,15 @@ from itertools import product
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.explain.text import hardware_text, report
+from flexengine.explain.whatif import changes, helps
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
-from flexengine.plan.explain import hardware_text, report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.search import search
-from flexengine.plan.whatif import changes, helps
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, thousandths
 from flexengine.schedule.routes import Routes

@@ -156,7 +156,7 @@ def test_linear_is_linear() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"latency_limit": math.nan}, "coefficient of sweep_ns in row latency_of_a_row_ns is nan"),
+        ({"latency_limit": math.nan}, "limit of row latency_of_a_row_ns is nan"),
         ({"phases": (Phase("decode", 1, {"h2d": Affine(math.nan)}),)}, "row decode_h2d_.* is nan"),
         ({"memories": (MemoryLimit("disk", Affine(0.0, {WD: math.inf}), 1.0),)}, "share in row disk_memory"),
         ({"phases": (Phase("decode", 1, {"h2d": Affine(1.7e308), "d2h": Affine(1.7e308)}),), "overlap": False},

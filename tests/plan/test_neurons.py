@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexengine.explain import text as explain
 from flexengine.guests.flash.arena import Arena
-from flexengine.plan import explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
@@ -120,7 +120,7 @@ def of(reuse: tuple[float, ...]) -> NeuronFacts:
 
 def seconds(facts: ModelFacts, machine: Hardware, policy: Policy, sweeps: Profile, prompt: float) -> Any:
     data = Sweeping(facts, machine, policy, sweeps, (), Rates.of(facts, machine))
-    return sum((term.seconds(machine) for term in terms(data, prompt)), np.zeros(sweeps.times.shape))
+    return sum((term.seconds for term in terms(data, prompt)), np.zeros(sweeps.times.shape))
 
 
 def test_seconds() -> None:

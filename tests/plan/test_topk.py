@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bench.kernels.delegation_rule import rule_of
+from flexengine.explain.text import topk_words
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.chosen import PICK_SECONDS, chosen_share, waiting
-from flexengine.plan.explain import topk_words
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload

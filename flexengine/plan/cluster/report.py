@@ -9,8 +9,7 @@ from flexengine.plan.cluster.model import Format
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found
 from flexengine.plan.cluster.whatif import ClusterHelp
-from flexengine.plan.explain import BAR_CHARACTERS
-from flexengine.plan.formatting import clock, count, digits, percent, size
+from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, percent, size
 
 MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
 MOST_SIMULATED = 200_000  # tasks of a round; more take over a second

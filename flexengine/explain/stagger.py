@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from flexengine.explain.links import NEGLIGIBLE, WorkerLinks, token_bytes
 from flexengine.places import MOST_WORKERS, workers_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count, digits, duration
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.links import NEGLIGIBLE, WorkerLinks, token_bytes
 from flexengine.plan.prediction import Prediction
 from flexengine.policy import HEADS, REQUESTS
 

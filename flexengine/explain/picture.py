@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.explain import tiers
+from flexengine.explain.text import tiers
 from flexengine.plan.formatting import lane_name, size
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.prediction import Prediction

@@ -4,23 +4,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
+from flexengine.explain.links import price_words, worker_words
+from flexengine.explain.stagger import sharing_words
+from flexengine.explain.whatif import Help
 from flexengine.places import DEVICE, DISK, MOST_DISKS, MOST_WORKERS, place_names, worker_names
 from flexengine.plan import neurons
 from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, size
+from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.links import price_words, worker_words
 from flexengine.plan.prediction import CACHE, WEIGHTS, Prediction, busiest, fraction
-from flexengine.plan.stagger import sharing_words
 from flexengine.plan.terms import routes
-from flexengine.plan.whatif import Help
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
-BAR_CHARACTERS = 40
 PLACE_MARKS: dict[str, str] = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
 PLACE_MARKS |= dict.fromkeys((*worker_names(MOST_WORKERS), *worker_names(MOST_WORKERS, MOST_WORKERS)), "w")
 SCHEDULES = {

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from flexengine.explain.links import CLOSE, LONGEST, ROUNDING, SHORTEST, PromptRange, near, span, spans
 from flexengine.plan.cost import Cost
-from flexengine.plan.links import CLOSE, LONGEST, ROUNDING, SHORTEST, PromptRange, near, span, spans
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.explained import GPU, model

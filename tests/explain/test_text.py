@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.explain import picture, whatif
+from flexengine.explain import text as explain
 from flexengine.places import TIERS
-from flexengine.plan import explain, formatting, picture, whatif
+from flexengine.plan import formatting
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.prediction import Prediction

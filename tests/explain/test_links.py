@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan import explain
+from flexengine.explain import text as explain
+from flexengine.explain.links import WorkerLinks, as_json, least_bandwidth, price_words, token_bytes, worker_words
+from flexengine.explain.whatif import changes, helps
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.links import WorkerLinks, as_json, least_bandwidth, price_words, token_bytes, worker_words
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
@@ -177,3 +178,11 @@ def test_refused_hardware(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
         replace(machine(), **change)
     assert message in str(error.value)
+
+
+def test_a_nearly_full_worker_is_one_of_the_memories_that_may_grow() -> None:
+    _, prediction, _ = run(machine())
+    full = replace(machine(), workers=(prediction.layout.total("worker1"), 1 << 30))
+    labels = [change.label for change in changes(model(), full, prediction)]
+    assert [label.split()[-2] for label in labels if label.endswith(" space")] == ["worker1"]
+    assert helps(model(), full, WORK, prediction, budget=0.0) is not None

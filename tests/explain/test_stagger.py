@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from bench.stagger.orders import POOL, Stagger, replica_lane, steady
-from flexengine.plan import explain
-from flexengine.plan.stagger import MOST_ENGINES, EngineSharing, Pace, as_json, best, sharing_words
+from flexengine.explain import text as explain
+from flexengine.explain.stagger import MOST_ENGINES, EngineSharing, Pace, as_json, best, sharing_words
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op
+from tests.explain.test_links import POLICY, WORK, machine, run
 from tests.helpers.explained import model
 from tests.helpers.plans import both
-from tests.plan.test_links import POLICY, WORK, machine, run
 
 PRICES = {"device": 3.0, "host": 0.5, "worker1": 0.25, "worker2": 0.25}
 
