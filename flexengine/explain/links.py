@@ -108,41 +108,23 @@ def least_bandwidth(nbytes: float, layers: int, block: float, seconds: float) ->
 
 @dataclass(frozen=True)
 class WorkerLinks:
-    """Work in one layer of a mean sweep, in seconds, and the links to the workers.
+    """Work in one layer of a mean sweep, in seconds, and the links to the workers."""
 
-    Attributes:
-        computing: of the device, for all gpu_batches.
-        loading: of the busiest other lane that belongs to no worker, such as reads of weights.
-        moving: transfers of the busiest worker, both ways.
-        attending: attention of the busiest worker, with the handling of its questions.
-        away: from the question of one gpu_batch to its answer.
-        batches: gpu_batches that decode.
-        asked: gpu_batches whose attention is at workers.
-        sequences: sequences that decode.
-        handling: of one question by a worker.
-        reading: attention of the busiest worker, without the handling.
-        partition: how the workers share the work, as in `Policy`.
-        rate: bytes per second of the slowest worker's link, as the plan counts.
-        measured: whether the machine has rates of these links; else they are those of copies to the device.
-        least: `least_bandwidth` of all links together.
-        token_bytes: bytes of a token over all links.
-    """
-
-    computing: float
-    loading: float
-    moving: float
-    attending: float
-    away: float
-    batches: float
-    asked: float
-    sequences: float
-    handling: float
-    reading: float
-    partition: str
-    rate: float
-    measured: bool
-    least: float
-    token_bytes: int
+    computing: float  # of the device, for all gpu_batches
+    loading: float  # of the busiest other lane that belongs to no worker, such as reads of weights
+    moving: float  # transfers of the busiest worker, both ways
+    attending: float  # attention of the busiest worker, with the handling of its questions
+    away: float  # from the question of one gpu_batch to its answer
+    batches: float  # gpu_batches that decode
+    asked: float  # gpu_batches whose attention is at workers
+    sequences: float  # sequences that decode
+    handling: float  # of one question by a worker
+    reading: float  # attention of the busiest worker, without the handling
+    partition: str  # how the workers share the work, as in `Policy`
+    rate: float  # bytes per second of the slowest worker's link, as the plan counts
+    measured: bool  # whether the machine has rates of these links; else they are those of copies to the device
+    least: float  # `least_bandwidth` of all links together
+    token_bytes: int  # bytes of a token over all links
     workers: int
 
     @staticmethod

@@ -30,17 +30,11 @@ ROUNDING = 1e-9  # relative; of quotients that are whole numbers
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds per layer of one engine, and of the workers for this engine.
+    """Seconds per layer of one engine, and of the workers for this engine."""
 
-    Attributes:
-        device: of the device, for all gpu_batches of the engine: k t_m.
-        pool: of the workers, for all gpu_batches of the engine: k t_a.
-        turn: from a slice of a gpu_batch to its next slice, if the gpu_batch waits for no other: t_m + t_a.
-    """
-
-    device: float
-    pool: float
-    turn: float
+    device: float  # of the device, for all gpu_batches of the engine: k t_m
+    pool: float  # of the workers, for all gpu_batches of the engine: k t_a
+    turn: float  # from a slice of a gpu_batch to its next slice, if the gpu_batch waits for no other: t_m + t_a
 
     @staticmethod
     def of(model: ModelFacts, links: WorkerLinks, workers: int) -> "Pace":
@@ -102,47 +96,34 @@ def best(paces: Mapping[int, Pace], room: float, prices: tuple[float, float]) ->
 
 @dataclass(frozen=True)
 class Bargain:
-    """The numbers of engines and workers with most tokens per second and price.
-
-    Attributes:
-        tok_s: tokens per second of all engines in mean decode sweeps.
-        price: of all engines and workers.
-        gain: tokens per second and price, relative to those of the plan's engine and workers.
-    """
+    """The numbers of engines and workers with most tokens per second and price."""
 
     engines: int
     workers: int
-    tok_s: float
-    price: float
-    gain: float
+    tok_s: float  # tokens per second of all engines in mean decode sweeps
+    price: float  # of all engines and workers
+    gain: float  # tokens per second and price, relative to those of the plan's engine and workers
 
 
 @dataclass(frozen=True)
 class EngineSharing:
-    """Engines and workers that fit each other, for a plan with attention workers.
+    """Engines and workers that fit each other, for a plan with attention workers."""
 
-    Attributes:
-        slice_seconds: t_m, of the device for one gpu_batch; of loading its part of the weights if that takes longer.
-        attention_seconds, transfer_seconds: t_a of one gpu_batch on a single worker, and of its transfers, both ways.
-        batches: gpu_batches of the engine in a mean sweep.
-        enough: the fewest gpu_batches of this size with which the device or the workers are always busy.
-        engines: `Pace.engines` with these workers.
-        held: engines whose KV cache the free memory of these workers holds; None for no limit.
-        fewest: the fewest workers that hold the KV cache of this engine, and with which its device is always busy; None
-            if no number of workers does.
-        bargain: the best numbers for the money; None without prices.
-    """
-
+    # t_m, of the device for one gpu_batch; of loading its part of the weights if that takes longer
     slice_seconds: float
+    # attention_seconds, transfer_seconds: t_a of one gpu_batch on a single worker, and of its transfers, both
+    # ways
     attention_seconds: float
     transfer_seconds: float
-    batches: float
-    enough: int
+    batches: float  # gpu_batches of the engine in a mean sweep
+    enough: int  # the fewest gpu_batches of this size with which the device or the workers are always busy
     workers: int
-    engines: int
-    held: int | None
+    engines: int  # `Pace.engines` with these workers
+    held: int | None  # engines whose KV cache the free memory of these workers holds; None for no limit
+    # the fewest workers that hold the KV cache of this engine, and with which its device is always busy; None if
+    # no number of workers does
     fewest: int | None
-    bargain: Bargain | None
+    bargain: Bargain | None  # the best numbers for the money; None without prices
 
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "EngineSharing | None":

@@ -34,32 +34,21 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)  # points at which `as_f
 
 
 class Help(NamedTuple):
-    """A change and its speedup.
+    """A change and its speedup."""
 
-    Attributes:
-        label: the change in words.
-        ratio: seconds of the job before / after the change, loading included.
-        searched: whether a policy was searched for the change; else `ratio` is a lower bound.
-    """
-
-    label: str
-    ratio: float
-    searched: bool = True
+    label: str  # the change in words
+    ratio: float  # seconds of the job before / after the change, loading included
+    searched: bool = True  # whether a policy was searched for the change; else `ratio` is a lower bound
 
 
 class Change(NamedTuple):
-    """A changed model or machine.
+    """A changed model or machine."""
 
-    Attributes:
-        label: the change in words.
-        model, hardware: after the change.
-        grown: (tier, additional bytes) if a memory grows.
-    """
-
-    label: str
+    label: str  # the change in words
+    # model, hardware: after the change
     model: ModelFacts
     hardware: Hardware
-    grown: tuple[str, int] | None = None
+    grown: tuple[str, int] | None = None  # (tier, additional bytes) if a memory grows
 
 
 @activity("planning", "searching the changes that would help most")

@@ -22,15 +22,10 @@ Format = str | None  # None: the checkpoint's own numbers
 
 
 class Option(NamedTuple):
-    """One format of one layer.
+    """One format of one layer."""
 
-    Attributes:
-        nbytes: bytes of the layer's weights in this format.
-        harm: damage of this format to the model's results, in a unit that all layers share; at least 0.
-    """
-
-    nbytes: int
-    harm: float
+    nbytes: int  # bytes of the layer's weights in this format
+    harm: float  # damage of this format to the model's results, in a unit that all layers share; at least 0
 
 
 Layer = Mapping[Format, Option]

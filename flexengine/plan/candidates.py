@@ -37,23 +37,14 @@ MAX_TIME_RATIO = 0.995  # a policy replaces the best one if it takes at most thi
 
 @dataclass(frozen=True)
 class Options:
-    """Constraints of a search.
+    """Constraints of a search."""
 
-    Attributes:
-        prefill_tokens: tokens per prefill chunk of all policies, None for free choice.
-        latency_limit: most mean seconds from a row's entry to its end, None for no limit.
-        placed: policy whose splits, slots, schedule and delegation are kept; None for free choice.
-        overlap: as in `Cost`.
-        block: most sequences alive, None for MAX_BLOCK_SIZE.
-        frontier: whether to collect slower policies with less latency too.
-    """
-
-    prefill_tokens: int | None = None
-    latency_limit: float | None = None
-    placed: Policy | None = None
-    overlap: bool = True
-    block: int | None = None
-    frontier: bool = False
+    prefill_tokens: int | None = None  # tokens per prefill chunk of all policies, None for free choice
+    latency_limit: float | None = None  # most mean seconds from a row's entry to its end, None for no limit
+    placed: Policy | None = None  # policy whose splits, slots, schedule and delegation are kept; None for free choice
+    overlap: bool = True  # as in `Cost`
+    block: int | None = None  # most sequences alive, None for MAX_BLOCK_SIZE
+    frontier: bool = False  # whether to collect slower policies with less latency too
 
 
 @dataclass
@@ -159,18 +150,14 @@ def sensible(policy: Policy) -> Policy:
 class Candidates(Shapes):
     """Policies of one search.
 
-    Attributes:
-        capacity: to plan for.
-        predictions: predictions of the policies that fit, in the order of the search.
-        refused: errors of the policies that do not fit.
-
     Raises:
         TooLittle: not even the smallest policies fit.
     """
 
-    capacity: Capacity = field(init=False)
+    capacity: Capacity = field(init=False)  # to plan for
+    # predictions of the policies that fit, in the order of the search
     predictions: dict[Policy, Prediction] = field(default_factory=dict)
-    refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
+    refused: dict[Policy, OutOfMemory] = field(default_factory=dict)  # errors of the policies that do not fit
     _weights: dict[tuple[Split, int, float], Layout] = field(default_factory=dict)
     _best: Prediction | None = None
 

@@ -11,29 +11,17 @@ from flexengine.policy import Policy
 
 @dataclass(frozen=True)
 class Capacity:
-    """Most bytes of each place; None for no limit.
+    """Most bytes of each place; None for no limit."""
 
-    Attributes:
-        device: bytes of the device.
-        host: bytes of host RAM.
-        disk: bytes of the first offload directory.
-        shared: whether host and device are one memory (a machine without a GPU).
-        staged: whether data between a disk and the device passes through host staging.
-        more_disks: bytes of each further offload directory, in order.
-        workers: bytes of each attention worker, in order.
-        filed: how many of the workers, the last ones, hold pages in a file.
-        engines: engines that share the workers; `workers` has the part of one.
-    """
-
-    device: int | None
-    host: int | None
-    disk: int | None
-    shared: bool
-    staged: bool
-    more_disks: tuple[int | None, ...] = ()
-    workers: tuple[int | None, ...] = ()
-    filed: int = 0
-    engines: int = 1
+    device: int | None  # bytes of the device
+    host: int | None  # bytes of host RAM
+    disk: int | None  # bytes of the first offload directory
+    shared: bool  # whether host and device are one memory (a machine without a GPU)
+    staged: bool  # whether data between a disk and the device passes through host staging
+    more_disks: tuple[int | None, ...] = ()  # bytes of each further offload directory, in order
+    workers: tuple[int | None, ...] = ()  # bytes of each attention worker, in order
+    filed: int = 0  # how many of the workers, the last ones, hold pages in a file
+    engines: int = 1  # engines that share the workers; `workers` has the part of one
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -22,15 +22,10 @@ PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measu
 
 
 class Chosen(NamedTuple):
-    """Tokens of all decoding sequences, by sweep.
+    """Tokens of all decoding sequences, by sweep."""
 
-    Attributes:
-        ahead: loaded before a layer is computed, per layer. A key without its value counts half.
-        full: in full pages that attention sees, summed over layers.
-    """
-
-    ahead: Array
-    full: Array
+    ahead: Array  # loaded before a layer is computed, per layer. A key without its value counts half.
+    full: Array  # in full pages that attention sees, summed over layers
 
     @staticmethod
     def of(data: Sweeping) -> "Chosen":

@@ -90,18 +90,13 @@ def check_partition(model: ModelFacts, policy: Policy, places: Iterable[str]) ->
 
 class Crossing(NamedTuple):
     """Bytes of a token in one layer over the lanes of a place that computes attention. Several workers work at the same
-    time, over connections of their own: the slowest counts, with its bytes at the rate of the place's lanes.
+    time, over connections of their own: the slowest counts, with its bytes at the rate of the place's lanes."""
 
-    Attributes:
-        queries, keys: to the place; keys with values.
-        answers: from the place.
-        pages: share of the bytes of pages.
-    """
-
+    # queries, keys: to the place; keys with values
     queries: float
     keys: float
-    answers: float
-    pages: float = 1.0
+    answers: float  # from the place
+    pages: float = 1.0  # share of the bytes of pages
 
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware, policy: Policy, place: str) -> "Crossing":

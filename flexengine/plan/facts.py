@@ -12,30 +12,19 @@ LEAST_NEURONS, LEAST_SHARE = 64, 1 / 32
 
 @dataclass(frozen=True)
 class TensorFact:
-    """Size and format of one weight.
+    """Size and format of one weight."""
 
-    Attributes:
-        name: as in the checkpoint.
-        elements: number of elements.
-        stored: bytes per element in the checkpoint.
-        held: bytes per element on the device.
-        experts: number of experts in the tensor, 0 if every token uses all of it.
-        matrix: whether tokens are multiplied by the tensor.
-        encoded: bytes of the whole tensor if it is encoded, the same on every tier; else 0. An encoded tensor can be
-            split at multiples of `together` rows only.
-        together: rows of an encoded tensor that are encoded together.
-        form: name of the format, "" for plain.
-    """
-
-    name: str
+    name: str  # as in the checkpoint
     elements: int
-    stored: int
-    held: int
-    experts: int = 0
-    matrix: bool = True
+    stored: int  # bytes per element in the checkpoint
+    held: int  # bytes per element on the device
+    experts: int = 0  # number of experts in the tensor, 0 if every token uses all of it
+    matrix: bool = True  # whether tokens are multiplied by the tensor
+    # bytes of the whole tensor if it is encoded, the same on every tier; else 0. An encoded tensor can be split
+    # at multiples of `together` rows only.
     encoded: int = 0
-    together: int = 16
-    form: str = ""
+    together: int = 16  # rows of an encoded tensor that are encoded together
+    form: str = ""  # name of the format, "" for plain
 
     @property
     def rows_together(self) -> int:
@@ -59,30 +48,20 @@ class TensorFact:
 
 @dataclass(frozen=True)
 class NeuronFacts:
-    """A layer's sparse feed-forward block, whose neurons are read when they become active.
+    """A layer's sparse feed-forward block, whose neurons are read when they become active."""
 
-    Attributes:
-        neurons: their number.
-        record: bytes of the weights of one neuron.
-        form: format of a record.
-        predictor: bytes of the predictor, which is no weight of the layer; 0 for an oracle.
-        guess: bytes that are read from memory to tell which neurons become active.
-        unions: share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
-        reuse: share of the neurons that 1, 2, ... successive tokens of a sequence use together, as far as it is known.
-        stored: bytes of the weights of one neuron on the disk, if these are others than `record`; else 0.
-        decoded: bytes of one vector of a neuron after decoding; 0 if records are not encoded.
-        experts: whether the neurons are the experts of a mixture, which the router names. Prompts use all of them.
-    """
-
-    neurons: int
-    record: int
-    form: str
-    predictor: int = 0
-    guess: int = 0
+    neurons: int  # their number
+    record: int  # bytes of the weights of one neuron
+    form: str  # format of a record
+    predictor: int = 0  # bytes of the predictor, which is no weight of the layer; 0 for an oracle
+    guess: int = 0  # bytes that are read from memory to tell which neurons become active
+    # share of the neurons that 1, 2, ... tokens of different sequences use together; () if not measured.
     unions: tuple[float, ...] = ()
+    # share of the neurons that 1, 2, ... successive tokens of a sequence use together, as far as it is known.
     reuse: tuple[float, ...] = ()
-    stored: int = 0
-    decoded: int = 0
+    stored: int = 0  # bytes of the weights of one neuron on the disk, if these are others than `record`; else 0
+    decoded: int = 0  # bytes of one vector of a neuron after decoding; 0 if records are not encoded
+    # whether the neurons are the experts of a mixture, which the router names. Prompts use all of them.
     experts: bool = False
 
     @property
@@ -103,74 +82,42 @@ class NeuronFacts:
 
 
 class CacheGroup(NamedTuple):
-    """Layers whose queries see equally many tokens; their KV pages are counted together.
+    """Layers whose queries see equally many tokens; their KV pages are counted together."""
 
-    Attributes:
-        window: tokens that a query sees, None for all.
-        layers: numbers of the layers.
-    """
-
-    window: int | None
-    layers: tuple[int, ...]
+    window: int | None  # tokens that a query sees, None for all
+    layers: tuple[int, ...]  # numbers of the layers
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model, or a range of its layers, in numbers.
+    """A model, or a range of its layers, in numbers."""
 
-    Attributes:
-        layers: tensors of each layer.
-        others: tensors outside the layers, embedding and head.
-        embedding: the embedding table, None if hidden states enter from layers before the range.
-        head: the output projection, None if it is tied to the embedding.
-        vocabulary: rows of the head.
-        hidden: elements of a token's hidden state.
-        width: elements of the widest activation of a token in a layer.
-        heads: number of query heads.
-        kv_heads: number of KV heads.
-        head_dim: elements of one head.
-        itemsize: bytes per element in the compute dtype.
-        kind: model type of the config.
-        active: number of experts that one token uses.
-        windows: per layer, tokens that a query sees (None: all); () if every layer sees all.
-        softcap: limit of attention scores, None for no limit.
-        kv_kept: bytes that one token adds to one layer's KV cache if K and V are encoded; else 0.
-        kv_pieces: number of places in a page that hold parts of one head's K of a token.
-        centred: whether mean keys are stored apart from the keys.
-        topk: share of the past values that attention reads, None for all.
-        scratch: bytes of scratch memory of prompt attention, without arguments and result.
-        kv_form: name of the format of K and V, "" for the compute dtype.
-        gpu: whether a GPU computes.
-        leaves: whether hidden states leave to layers after the range, so that there is no head.
-        queries_apart: whether queries can be computed before keys and values.
-        blocks: per layer, its block whose neurons are read when they become active, if any; () if no layer has one.
-            Their weights are not among `layers`.
-    """
-
-    layers: tuple[tuple[TensorFact, ...], ...]
-    others: tuple[TensorFact, ...]
-    embedding: TensorFact | None
-    head: TensorFact | None
-    vocabulary: int
-    hidden: int
-    width: int
+    layers: tuple[tuple[TensorFact, ...], ...]  # tensors of each layer
+    others: tuple[TensorFact, ...]  # tensors outside the layers, embedding and head
+    embedding: TensorFact | None  # the embedding table, None if hidden states enter from layers before the range
+    head: TensorFact | None  # the output projection, None if it is tied to the embedding
+    vocabulary: int  # rows of the head
+    hidden: int  # elements of a token's hidden state
+    width: int  # elements of the widest activation of a token in a layer
     heads: int
     kv_heads: int
-    head_dim: int
-    itemsize: int
-    kind: str = ""
-    active: int = 0
-    windows: tuple[int | None, ...] = ()
-    softcap: float | None = None
-    kv_kept: int = 0
-    kv_pieces: int = 1
-    centred: bool = False
-    topk: float | None = None
-    scratch: int = 0
-    kv_form: str = ""
-    gpu: bool = False
-    leaves: bool = False
-    queries_apart: bool = True
+    head_dim: int  # elements of one head
+    itemsize: int  # bytes per element in the compute dtype
+    kind: str = ""  # model type of the config
+    active: int = 0  # number of experts that one token uses
+    windows: tuple[int | None, ...] = ()  # per layer, tokens that a query sees (None: all); () if every layer sees all
+    softcap: float | None = None  # limit of attention scores, None for no limit
+    kv_kept: int = 0  # bytes that one token adds to one layer's KV cache if K and V are encoded; else 0
+    kv_pieces: int = 1  # number of places in a page that hold parts of one head's K of a token
+    centred: bool = False  # whether mean keys are stored apart from the keys
+    topk: float | None = None  # share of the past values that attention reads, None for all
+    scratch: int = 0  # bytes of scratch memory of prompt attention, without arguments and result
+    kv_form: str = ""  # name of the format of K and V, "" for the compute dtype
+    gpu: bool = False  # whether a GPU computes
+    leaves: bool = False  # whether hidden states leave to layers after the range, so that there is no head
+    queries_apart: bool = True  # whether queries can be computed before keys and values
+    # per layer, its block whose neurons are read when they become active, if any; () if no layer has one. Their
+    # weights are not among `layers`.
     blocks: tuple[NeuronFacts | None, ...] = ()
 
     @property

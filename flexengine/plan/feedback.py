@@ -22,33 +22,21 @@ _BATCH_SWEEPS = 512  # sweeps that are priced together
 
 @dataclass(frozen=True)
 class LaneSeconds:
-    """Seconds of work of one lane.
+    """Seconds of work of one lane."""
 
-    Attributes:
-        predicted: seconds that the plan predicts for the sweeps that were computed.
-        measured: seconds that the lane worked.
-    """
-
-    predicted: float
-    measured: float
+    predicted: float  # seconds that the plan predicts for the sweeps that were computed
+    measured: float  # seconds that the lane worked
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plan's predictions for the sweeps that a job computed, beside the measured seconds.
+    """The plan's predictions for the sweeps that a job computed, beside the measured seconds."""
 
-    Attributes:
-        hardware: name of the machine whose rates were used.
-        measured: whether these rates were measured; False for rates that were assumed or written by hand.
-        predicted_seconds: predicted seconds of all sweeps.
-        measured_seconds: measured seconds of all sweeps.
-        lanes: work by lane. Lanes overlap, so their seconds add up to more than those of the sweeps.
-    """
-
-    hardware: str
-    measured: bool
-    predicted_seconds: float
-    measured_seconds: float
+    hardware: str  # name of the machine whose rates were used
+    measured: bool  # whether these rates were measured; False for rates that were assumed or written by hand
+    predicted_seconds: float  # predicted seconds of all sweeps
+    measured_seconds: float  # measured seconds of all sweeps
+    # work by lane. Lanes overlap, so their seconds add up to more than those of the sweeps.
     lanes: Mapping[str, LaneSeconds]
 
     @property

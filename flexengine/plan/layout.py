@@ -46,57 +46,36 @@ CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
 @dataclass
 class Layout:
-    """Place of every weight and bytes of every buffer under one policy.
-
-    Attributes:
-        policy: the policy.
-        places: places of the machine.
-        homes: place of every tensor, by name.
-        stored_bytes: sum of the tensors' `stored_bytes`, by place.
-        head_rows: vocabulary rows per head chunk.
-        slot: bytes of one weight slot.
-        stages: bytes of a slot's host staging, by disk.
-        layer_reads: bytes of a layer's weights that are read together, by place; mean over layers with weights there.
-        groups: groups of layers whose queries see equally many tokens.
-        pools: KV pages, by place and group.
-        page_bytes: bytes of one layer's page, by place and group.
-        cache_buffer: device bytes of one buffer for KV pages.
-        values: bytes of chosen values in transfer at once.
-        embedded: host bytes of a sweep's embedding rows, if the embedding is off the GPU.
-        rooms: by layer, neurons or experts that memory has room for, if they are read on demand.
-        copying: bytes of RAM through which weights are copied to further disks.
-        passing: host bytes through which resident weights are read into GPU memory.
-        port_buffer: device bytes of one buffer between a port and a forward pass.
-        hidden_buffer: device bytes of one buffer for hidden states.
-        hidden_home: bytes of hidden states off the device, by place.
-        delegation: bytes of queries, keys, values and outputs of delegated attention, by place that computes it: on the
-            device, and also on the host if that is other memory.
-        desks: bytes in RAM of questions and answers of each attention worker, by place that several workers share.
-        account: bytes by place and purpose. The ledgers must agree with these numbers.
-    """
+    """Place of every weight and bytes of every buffer under one policy."""
 
     policy: Policy
     places: tuple[str, ...] = TIERS
-    homes: dict[str, str] = field(default_factory=dict)
-    stored_bytes: dict[str, int] = field(default_factory=dict)
-    head_rows: int = 0
-    slot: int = 0
-    stages: dict[str, int] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)  # place of every tensor, by name
+    stored_bytes: dict[str, int] = field(default_factory=dict)  # sum of the tensors' `stored_bytes`, by place
+    head_rows: int = 0  # vocabulary rows per head chunk
+    slot: int = 0  # bytes of one weight slot
+    stages: dict[str, int] = field(default_factory=dict)  # bytes of a slot's host staging, by disk
+    # bytes of a layer's weights that are read together, by place; mean over layers with weights there
     layer_reads: dict[str, float] = field(default_factory=dict)
-    groups: tuple[CacheGroup, ...] = ()
-    pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
+    groups: tuple[CacheGroup, ...] = ()  # groups of layers whose queries see equally many tokens
+    pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)  # KV pages, by place and group
+    # bytes of one layer's page, by place and group
     page_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    cache_buffer: int = 0
-    values: int = 0
-    embedded: int = 0
-    rooms: tuple[int, ...] = ()
-    passing: int = 0
-    copying: int = 0
-    port_buffer: int = 0
-    hidden_buffer: int = 0
-    hidden_home: dict[str, int] = field(default_factory=dict)
+    cache_buffer: int = 0  # device bytes of one buffer for KV pages
+    values: int = 0  # bytes of chosen values in transfer at once
+    embedded: int = 0  # host bytes of a sweep's embedding rows, if the embedding is off the GPU
+    rooms: tuple[int, ...] = ()  # by layer, neurons or experts that memory has room for, if they are read on demand
+    passing: int = 0  # host bytes through which resident weights are read into GPU memory
+    copying: int = 0  # bytes of RAM through which weights are copied to further disks
+    port_buffer: int = 0  # device bytes of one buffer between a port and a forward pass
+    hidden_buffer: int = 0  # device bytes of one buffer for hidden states
+    hidden_home: dict[str, int] = field(default_factory=dict)  # bytes of hidden states off the device, by place
+    # bytes of queries, keys, values and outputs of delegated attention, by place that computes it: on the device,
+    # and also on the host if that is other memory
     delegation: dict[str, int] = field(default_factory=dict)
+    # bytes in RAM of questions and answers of each attention worker, by place that several workers share
     desks: dict[str, int] = field(default_factory=dict)
+    # bytes by place and purpose. The ledgers must agree with these numbers.
     account: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -47,17 +47,11 @@ class SolverFailed(FlexError):
 
 @dataclass(frozen=True)
 class Solution:
-    """The optimum.
+    """The optimum."""
 
-    Attributes:
-        fractions: fraction of every kind on every place; each kind sums to 1.
-        seconds: seconds of the job.
-        latency: seconds of an average row.
-    """
-
-    fractions: dict[str, float]
-    seconds: float
-    latency: float
+    fractions: dict[str, float]  # fraction of every kind on every place; each kind sums to 1
+    seconds: float  # seconds of the job
+    latency: float  # seconds of an average row
 
 
 def solve(problem: Problem) -> Solution | None:

@@ -83,14 +83,10 @@ def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int]
 
 
 class LayerPages(NamedTuple):
-    """Pages of the layers that see equally many tokens.
+    """Pages of the layers that see equally many tokens."""
 
-    Attributes:
-        layers: share of all layers.
-        device, away: pools on the device and off it; only their page sizes and windows count.
-    """
-
-    layers: float
+    layers: float  # share of all layers
+    # device, away: pools on the device and off it; only their page sizes and windows count
     device: Pool
     away: Pool
 

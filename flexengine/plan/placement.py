@@ -26,21 +26,15 @@ _ON_DISK: Split = (0.0, 0.0, 1.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """Data that may leave the device.
+    """Data that may leave the device."""
 
-    Attributes:
-        cache: whether KV cache may.
-        hidden: whether hidden states may.
-        delegate: whether attention is delegated for KV cache on the host.
-        attended: split of the KV cache that has a share on attention workers, and that the program does not change;
-            None if workers have no share.
-        partition, queries_first: as in `Policy`.
-    """
-
-    cache: bool
-    hidden: bool
-    delegate: bool = False
+    cache: bool  # whether KV cache may
+    hidden: bool  # whether hidden states may
+    delegate: bool = False  # whether attention is delegated for KV cache on the host
+    # split of the KV cache that has a share on attention workers, and that the program does not change; None if
+    # workers have no share
     attended: Split | None = None
+    # partition, queries_first: as in `Policy`
     partition: str = REQUESTS
     queries_first: bool = False
 
@@ -60,15 +54,10 @@ class Choice:
 
 @dataclass
 class Placement:
-    """Placements of one job on one machine.
+    """Placements of one job on one machine."""
 
-    Attributes:
-        tried: receives the policies that fit.
-        failed: the solver's last failure; None if there is none.
-    """
-
-    tried: Candidates
-    failed: SolverFailed | None = None
+    tried: Candidates  # receives the policies that fit
+    failed: SolverFailed | None = None  # the solver's last failure; None if there is none
     _solvable: dict[tuple[Policy, Choice], bool] = field(default_factory=dict)
     _corners: dict[Policy, Layout] = field(default_factory=dict)
 

@@ -30,35 +30,21 @@ def fractions(places: tuple[str, ...] = TIERS) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds, tokens and lanes of a job under a policy.
-
-    Attributes:
-        seconds: seconds of the whole job without `load_seconds`.
-        load_seconds: by which the first sweep is longer because resident weights are read in it.
-        latency: mean seconds from a row's entry to its end.
-        rows: number of rows of the job.
-        tokens: number of generated tokens.
-        alive: sequences in a mean sweep.
-        counts: number of sweeps by kind ("prefill": sequences enter, "decode": none does).
-        sweep_seconds: seconds of a mean sweep by kind.
-        lanes: seconds of work in a mean sweep, by kind and lane.
-        busy: seconds of work of the whole job, by lane.
-        fractions: realised fractions, by names such as "cache@disk".
-    """
+    """Predicted seconds, tokens and lanes of a job under a policy."""
 
     policy: Policy
     layout: Layout
-    seconds: float
-    load_seconds: float
-    latency: float
-    rows: int
-    tokens: int
-    alive: float
-    counts: dict[str, float]
-    sweep_seconds: dict[str, float]
-    lanes: dict[str, dict[str, float]]
-    busy: dict[str, float]
-    fractions: dict[str, float] = field(default_factory=dict)
+    seconds: float  # seconds of the whole job without `load_seconds`
+    load_seconds: float  # by which the first sweep is longer because resident weights are read in it
+    latency: float  # mean seconds from a row's entry to its end
+    rows: int  # number of rows of the job
+    tokens: int  # number of generated tokens
+    alive: float  # sequences in a mean sweep
+    counts: dict[str, float]  # number of sweeps by kind ("prefill": sequences enter, "decode": none does)
+    sweep_seconds: dict[str, float]  # seconds of a mean sweep by kind
+    lanes: dict[str, dict[str, float]]  # seconds of work in a mean sweep, by kind and lane
+    busy: dict[str, float]  # seconds of work of the whole job, by lane
+    fractions: dict[str, float] = field(default_factory=dict)  # realised fractions, by names such as "cache@disk"
 
     def shares(self, kind: str) -> dict[str, float]:
         """Return the realised fractions of a kind of data by place."""

@@ -78,19 +78,12 @@ class Affine:
 
 @dataclass(frozen=True)
 class Phase:
-    """Sweeps of one kind.
+    """Sweeps of one kind."""
 
-    Attributes:
-        label: "prefill", "decode", ...
-        times: number of these sweeps in the job.
-        lanes: seconds of work per lane in one sweep.
-        life: number of these sweeps while an average row is alive (for the latency limit).
-    """
-
-    label: str
-    times: float
-    lanes: Mapping[str, Affine]
-    life: float = 0.0
+    label: str  # "prefill", "decode", ...
+    times: float  # number of these sweeps in the job
+    lanes: Mapping[str, Affine]  # seconds of work per lane in one sweep
+    life: float = 0.0  # number of these sweeps while an average row is alive (for the latency limit)
 
     def fixed(self, fractions: Mapping[str, float]) -> "Phase":
         """Return the phase with these fractions fixed, without lanes that then have no work."""
@@ -100,40 +93,26 @@ class Phase:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A memory constraint.
+    """A memory constraint."""
 
-    Attributes:
-        label: "device", "host", "disk", "RAM".
-        used: bytes.
-        capacity: bytes; infinite for no limit.
-    """
-
-    label: str
-    used: Affine
-    capacity: float
+    label: str  # "device", "host", "disk", "RAM"
+    used: Affine  # bytes
+    capacity: float  # bytes; infinite for no limit
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The linear program of one block shape.
+    """The linear program of one block shape."""
 
-    Attributes:
-        phases: kinds of sweeps, each with a label of its own.
-        memories: memory constraints.
-        crosstalk: `crosstalk[a][b]`: seconds that a busy second of lane b adds to lane a.
-        overlap: whether lanes work at the same time; else their seconds add up.
-        allowed: names of the fractions that may be above 0.
-        latency_limit: most seconds of an average row, the sum of life * T over phases; None for no limit.
-        places: places of the machine, from near to far.
-    """
-
-    phases: tuple[Phase, ...]
-    memories: tuple[MemoryLimit, ...]
+    phases: tuple[Phase, ...]  # kinds of sweeps, each with a label of its own
+    memories: tuple[MemoryLimit, ...]  # memory constraints
+    # `crosstalk[a][b]`: seconds that a busy second of lane b adds to lane a
     crosstalk: Mapping[str, Mapping[str, float]]
-    overlap: bool
-    allowed: frozenset[str]
+    overlap: bool  # whether lanes work at the same time; else their seconds add up
+    allowed: frozenset[str]  # names of the fractions that may be above 0
+    # most seconds of an average row, the sum of life * T over phases; None for no limit
     latency_limit: float | None = None
-    places: tuple[str, ...] = TIERS
+    places: tuple[str, ...] = TIERS  # places of the machine, from near to far
 
     @cached_property
     def bounds(self) -> list[list[tuple[str, Affine]]]:

@@ -29,39 +29,27 @@ PERIODIC_LIVES = 3  # longest lives after which the sweeps of the last one are a
 
 @dataclass(frozen=True)
 class Unit:
-    """Mean numbers of one sequence of a workload. Arrays are by age: sweeps since the sequence entered.
+    """Mean numbers of one sequence of a workload. Arrays are by age: sweeps since the sequence entered."""
 
-    Attributes:
-        stride: sweeps per step of age.
-        live: probability that the sequence is alive.
-        cached: by window (None: all), tokens that attention reads when the sequence decodes, with the new token, and at
-            most the window; 0 at age 0.
-        held: tokens of its pages, averaged over layers.
-        loaded, stored: tokens of pages loaded before, and stored after computing, averaged over layers, if its cache is
-            off the device.
-        prompt: tokens of its prompt that are computed: without those that it shares, see `Workload.spared`.
-        logits: tokens whose logits are computed in its prompt, beyond one.
-        pairs: (query, key) pairs of the prompt by window (None: all).
-        late: part of `pairs` in the prompt's later pieces.
-        prompt_loaded, prompt_stored: part of `loaded` and `stored` that its prompt causes.
-        alike: whether all sequences hold equally many pages at their end.
-        together: whether all sequences generate equally many tokens.
-    """
-
-    stride: int
-    live: Array
+    stride: int  # sweeps per step of age
+    live: Array  # probability that the sequence is alive
+    # by window (None: all), tokens that attention reads when the sequence decodes, with the new token, and at
+    # most the window; 0 at age 0
     cached: Mapping[int | None, Array]
-    held: Array
+    held: Array  # tokens of its pages, averaged over layers
+    # loaded, stored: tokens of pages loaded before, and stored after computing, averaged over layers, if its
+    # cache is off the device
     loaded: Array
     stored: Array
-    prompt: float
-    pairs: Mapping[int | None, float]
-    late: Mapping[int | None, float]
+    prompt: float  # tokens of its prompt that are computed: without those that it shares, see `Workload.spared`
+    pairs: Mapping[int | None, float]  # (query, key) pairs of the prompt by window (None: all)
+    late: Mapping[int | None, float]  # part of `pairs` in the prompt's later pieces
+    # prompt_loaded, prompt_stored: part of `loaded` and `stored` that its prompt causes
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
-    logits: float = 0.0
-    alike: bool = False
-    together: bool = False
+    logits: float = 0.0  # tokens whose logits are computed in its prompt, beyond one
+    alike: bool = False  # whether all sequences hold equally many pages at their end
+    together: bool = False  # whether all sequences generate equally many tokens
 
 
 @dataclass(frozen=True)
@@ -69,33 +57,24 @@ class Profile:
     """A job's sweeps in order. Arrays have one entry per group of equal sweeps, and hold means of one sweep.
 
     A sweep in which a whole block enters is always an entry of its own. Fields that are not listed are sums over
-    sequences of the fields of `Unit` with the same name.
+    sequences of the fields of `Unit` with the same name."""
 
-    Attributes:
-        times: number of real sweeps.
-        entering, decoding: number of sequences.
-        prompt: prompt tokens computed.
-        logits: tokens whose logits are computed, beyond one for each sequence.
-        rows: sequences of the job.
-        peak: most page tokens ever held.
-        counted: share of the sequences that `loaded` and `stored` include.
-    """
-
-    times: Array
+    times: Array  # number of real sweeps
+    # entering, decoding: number of sequences
     entering: Array
     decoding: Array
-    prompt: Array
+    prompt: Array  # prompt tokens computed
     cached: Mapping[int | None, Array]
     loaded: Array
     stored: Array
     prompt_loaded: Array
     prompt_stored: Array
-    logits: Array
+    logits: Array  # tokens whose logits are computed, beyond one for each sequence
     pairs: Mapping[int | None, Array]
     late: Mapping[int | None, Array]
-    rows: int
-    peak: float = 0.0
-    counted: Array | float = 1.0
+    rows: int  # sequences of the job
+    peak: float = 0.0  # most page tokens ever held
+    counted: Array | float = 1.0  # share of the sequences that `loaded` and `stored` include
 
     @staticmethod
     def stacked(sweeps: Sequence[Mapping[str, Any]], rows: int, counted: Array) -> "Profile":
@@ -216,17 +195,11 @@ def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
 
 @dataclass(frozen=True)
 class Walk:
-    """Entries of sequences. Arrays by step of `Unit.stride` sweeps.
+    """Entries of sequences. Arrays by step of `Unit.stride` sweeps."""
 
-    Attributes:
-        entered: sequences that enter.
-        at_once: part of `entered` that enters in the step's first sweep; the rest spreads over the step.
-        times: number of times that the step occurs.
-    """
-
-    entered: Array
-    at_once: Array
-    times: Array
+    entered: Array  # sequences that enter
+    at_once: Array  # part of `entered` that enters in the step's first sweep; the rest spreads over the step
+    times: Array  # number of times that the step occurs
 
     def peak(self, each: Unit) -> float:
         """Return the most page tokens ever held."""

@@ -40,15 +40,11 @@ _PER_HIDDEN, _PER_WIDTH = 16, 5
 
 @dataclass(frozen=True)
 class Attention:
-    """Seconds of attention in the layers with one window.
-
-    Attributes:
-        window: tokens that a query of these layers sees, None for all.
-    """
+    """Seconds of attention in the layers with one window."""
 
     model: ModelFacts
     hardware: Hardware
-    window: int | None = None
+    window: int | None = None  # tokens that a query of these layers sees, None for all
 
     @cached_property
     def measured(self) -> Mapping[str, Table]:
@@ -117,13 +113,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of tokens or rows. The rate is interpolated between points and constant beyond them.
+    """Seconds as a function of tokens or rows. The rate is interpolated between points and constant beyond them."""
 
-    Attributes:
-        rates: (tokens, tokens per second).
-    """
-
-    rates: Table
+    rates: Table  # (tokens, tokens per second)
 
     @staticmethod
     def of(table: Table) -> "Curve":
@@ -142,17 +134,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one model on one machine.
-
-    Attributes:
-        layers: by `ModelFacts.signature`, curve of a layer without attention, and number of such layers.
-        head: seconds by rows, for logits and one token of each row.
-    """
+    """Rates of one model on one machine."""
 
     model: ModelFacts
     hardware: Hardware
+    # by `ModelFacts.signature`, curve of a layer without attention, and number of such layers
     layers: Mapping[str, tuple[Curve, int]]
-    head: Curve
+    head: Curve  # seconds by rows, for logits and one token of each row
 
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware) -> "Rates":

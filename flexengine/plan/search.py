@@ -34,15 +34,10 @@ MIN_LOAD_SECONDS = 10.0  # shorter loading of resident weights is accepted witho
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        best: the best prediction.
-        tried: predictions of all policies that fit.
-    """
-
-    best: Prediction
-    tried: tuple[Prediction, ...]
+    best: Prediction  # the best prediction
+    tried: tuple[Prediction, ...]  # predictions of all policies that fit
 
 
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:

@@ -42,21 +42,13 @@ Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> secon
 
 @dataclass(frozen=True)
 class PromptBatches:
-    """Means of gpu_batches that hold prompts alone.
+    """Means of gpu_batches that hold prompts alone."""
 
-    Attributes:
-        prompt: tokens of a prompt.
-        batch: tokens of a gpu_batch.
-        token_seconds: seconds of all layers per token.
-        token_batches: gpu_batches per token.
-        past: tokens cached before a piece that is not a prompt's first.
-    """
-
-    prompt: float
-    batch: float
-    token_seconds: float
-    token_batches: float
-    past: float
+    prompt: float  # tokens of a prompt
+    batch: float  # tokens of a gpu_batch
+    token_seconds: float  # seconds of all layers per token
+    token_batches: float  # gpu_batches per token
+    past: float  # tokens cached before a piece that is not a prompt's first
 
     @staticmethod
     def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "PromptBatches":
@@ -130,19 +122,12 @@ def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Ar
 
 
 class Term(NamedTuple):
-    """Seconds of a lane.
+    """Seconds of a lane."""
 
-    Attributes:
-        lane: name of the lane, such as "h2d".
-        kind: kind of data; "" if the seconds do not depend on a placement.
-        place: tier of the data between uses; "" as above.
-        seconds: seconds if all data of the kind is on this tier; float, or array by sweep.
-    """
-
-    lane: str
-    kind: str
-    place: str
-    seconds: Any
+    lane: str  # name of the lane, such as "h2d"
+    kind: str  # kind of data; "" if the seconds do not depend on a placement
+    place: str  # tier of the data between uses; "" as above
+    seconds: Any  # seconds if all data of the kind is on this tier; float, or array by sweep
 
 
 def by_lane(terms: Iterable[Term]) -> Lanes:

@@ -16,23 +16,16 @@ Size = tuple[int, int]  # prompt tokens, most tokens to generate
 
 @dataclass(frozen=True)
 class Workload:
-    """Number of sequences of each size.
+    """Number of sequences of each size."""
 
-    Attributes:
-        sizes: (prompt tokens, most tokens to generate) -> number of sequences.
-        spared: by size, prompt tokens that a sequence spares on average because it shares them: of a prefix that m
-            sequences share, each spares (m - 1) / m.
-        stems: number of shared prefixes.
-        longest_stem: tokens of the longest one.
-        nested: most of them that one sequence has.
-        scored: tokens that predict a given token, beyond one for each sequence; None if nothing is scored.
-    """
-
-    sizes: Mapping[Size, int]
+    sizes: Mapping[Size, int]  # (prompt tokens, most tokens to generate) -> number of sequences
+    # by size, prompt tokens that a sequence spares on average because it shares them: of a prefix that m
+    # sequences share, each spares (m - 1) / m
     spared: Mapping[Size, float] = field(default_factory=dict)
-    stems: int = 0
-    longest_stem: int = 0
-    nested: int = 1
+    stems: int = 0  # number of shared prefixes
+    longest_stem: int = 0  # tokens of the longest one
+    nested: int = 1  # most of them that one sequence has
+    # tokens that predict a given token, beyond one for each sequence; None if nothing is scored
     scored: int | None = None
 
     @staticmethod
@@ -90,17 +83,11 @@ class Workload:
 
 
 class _Sums(NamedTuple):
-    """Running totals of numbers that occur several times each.
+    """Running totals of numbers that occur several times each."""
 
-    Attributes:
-        numbers: in order.
-        counts: how many numbers come before each one, repetitions included; last, how many there are.
-        totals: sum of these numbers; last, the sum of all.
-    """
-
-    numbers: tuple[int, ...]
-    counts: tuple[int, ...]
-    totals: tuple[int, ...]
+    numbers: tuple[int, ...]  # in order
+    counts: tuple[int, ...]  # how many numbers come before each one, repetitions included; last, how many there are
+    totals: tuple[int, ...]  # sum of these numbers; last, the sum of all
 
     @staticmethod
     def of(numbers: Iterable[tuple[int, int]]) -> "_Sums":

@@ -159,81 +159,51 @@ def machine() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the rows that this run finished.
+    """Lengths of the rows that this run finished."""
 
-    Attributes:
-        prompts: prompt tokens of each row.
-        completions: generated tokens of each sample.
-        endings: number of samples by finish reason.
-    """
-
-    prompts: LengthCounts = field(default_factory=LengthCounts)
-    completions: LengthCounts = field(default_factory=LengthCounts)
-    endings: Counter[str] = field(default_factory=Counter)
+    prompts: LengthCounts = field(default_factory=LengthCounts)  # prompt tokens of each row
+    completions: LengthCounts = field(default_factory=LengthCounts)  # generated tokens of each sample
+    endings: Counter[str] = field(default_factory=Counter)  # number of samples by finish reason
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Placement and prediction of a job.
+    """Placement and prediction of a job."""
 
-    Attributes:
-        hardware: name, kind and origin of the rates.
-        shared: whether host and device are one memory.
-        placement: by kind of data, its bytes in each place.
-        memories: name, bytes by purpose and capacity of each memory.
-        report: predicted and measured seconds of the sweeps so far, as in the summary.
-        job_seconds: prediction of the whole job.
-        policy: fields of the policy file.
-        text: the plan in words.
-    """
-
-    hardware: str
-    shared: bool
+    hardware: str  # name, kind and origin of the rates
+    shared: bool  # whether host and device are one memory
     places: tuple[str, ...]
-    placement: dict[str, tuple[int, ...]]
-    memories: list[Memory]
-    report: PlanReport
-    job_seconds: float
-    policy: dict[str, Any]
-    text: str
+    placement: dict[str, tuple[int, ...]]  # by kind of data, its bytes in each place
+    memories: list[Memory]  # name, bytes by purpose and capacity of each memory
+    report: PlanReport  # predicted and measured seconds of the sweeps so far, as in the summary
+    job_seconds: float  # prediction of the whole job
+    policy: dict[str, Any]  # fields of the policy file
+    text: str  # the plan in words
 
 
 @dataclass(frozen=True)
 class ReportRecord:
-    """A job as a page shows it.
-
-    Attributes:
-        state: RUNNING, DONE, INTERRUPTED or FAILED.
-        error: why the job failed; "" if it did not.
-        began, written: times of the start and of this page, as text.
-        elapsed: seconds between them.
-        command: shell command that runs the job again.
-        folder: its working directory.
-        counts, totals, lengths, errors: see their classes.
-        rates: tokens and seconds of consecutive sweeps.
-        plan: None if no plan was made.
-        sweep: time line of one sweep; None if none was recorded.
-        summary: the engine's summary; empty while the job runs.
-        machine: (name, value) of the machine and of the versions.
-    """
+    """A job as a page shows it."""
 
     model: str
-    state: str
-    error: str
+    state: str  # RUNNING, DONE, INTERRUPTED or FAILED
+    error: str  # why the job failed; "" if it did not
+    # began, written: times of the start and of this page, as text
     began: str
     written: str
-    elapsed: float
-    command: str
-    folder: str
+    elapsed: float  # seconds between them
+    command: str  # shell command that runs the job again
+    folder: str  # its working directory
+    # counts, totals, lengths, errors: see their classes
     counts: JobCounts
     totals: Progress
     lengths: Lengths
     errors: ErrorCounts
-    rates: list[Bucket]
-    plan: Planned | None
-    sweep: SweepLine | None
-    summary: Mapping[str, Any]
-    machine: list[tuple[str, str]]
+    rates: list[Bucket]  # tokens and seconds of consecutive sweeps
+    plan: Planned | None  # None if no plan was made
+    sweep: SweepLine | None  # time line of one sweep; None if none was recorded
+    summary: Mapping[str, Any]  # the engine's summary; empty while the job runs
+    machine: list[tuple[str, str]]  # (name, value) of the machine and of the versions
 
 
 def planned(watch: SweepMonitor, model: str) -> Planned:

@@ -22,25 +22,17 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """Time of one task, or of consecutive tasks of a lane, in seconds.
-
-    Attributes:
-        op: operation of the tasks; of different ones, that of the first.
-        kind: kind of data, in KINDS.
-        layers: first and last layer; -1 stands before the layers.
-        batches: first and last gpu_batch; -1 for none.
-        busy: seconds of work; less than end - began if there are gaps.
-    """
+    """Time of one task, or of consecutive tasks of a lane, in seconds."""
 
     lane: str
-    op: str
-    kind: str
+    op: str  # operation of the tasks; of different ones, that of the first
+    kind: str  # kind of data, in KINDS
     began: float
     end: float
-    layers: tuple[int, int]
-    batches: tuple[int, int]
+    layers: tuple[int, int]  # first and last layer; -1 stands before the layers
+    batches: tuple[int, int]  # first and last gpu_batch; -1 for none
     tasks: int = 1
-    busy: float = 0.0
+    busy: float = 0.0  # seconds of work; less than end - began if there are gaps
 
     @staticmethod
     def of(task: Task, began: float, end: float) -> "LaneSpan":
@@ -64,23 +56,16 @@ def _range(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """The time line of one sweep.
+    """The time line of one sweep."""
 
-    Attributes:
-        sweep: number of the sweep in the job, from 1.
-        prefill: whether it computed a prompt.
-        spans: tasks between the start and the end of the sweep, in seconds from the start, sorted by lane in the order
-            of `by_way` and then by time.
-        busy: seconds of work by lane.
-        cut: whether only the first tasks of the sweep were recorded.
-    """
-
-    sweep: int
-    prefill: bool
+    sweep: int  # number of the sweep in the job, from 1
+    prefill: bool  # whether it computed a prompt
     seconds: float
+    # tasks between the start and the end of the sweep, in seconds from the start, sorted by lane in the order of
+    # `by_way` and then by time
     spans: tuple[LaneSpan, ...]
-    busy: dict[str, float]
-    cut: bool = False
+    busy: dict[str, float]  # seconds of work by lane
+    cut: bool = False  # whether only the first tasks of the sweep were recorded
 
     @property
     def lanes(self) -> list[str]:
@@ -143,13 +128,10 @@ def _joined(spans: list[LaneSpan], gap: float, longest: float) -> list[LaneSpan]
 
 @dataclass
 class _Recording:
-    """Tasks of a sweep that is recorded, and the loads still under way when it ended.
-
-    Attributes:
-        ended: (number, whether a prompt was computed) after the sweep has ended; None before.
-    """
+    """Tasks of a sweep that is recorded, and the loads still under way when it ended."""
 
     tasks: list[tuple[Task, float, float]] = field(default_factory=list)
+    # (number, whether a prompt was computed) after the sweep has ended; None before
     ended: tuple[int, bool] | None = None
     cut: bool = False
 
