@@ -30,19 +30,12 @@ Value = TypeVar("Value")
 
 
 class Begun(NamedTuple):
-    """A sweep that was begun.
+    """A sweep that was begun."""
 
-    Attributes:
-        batches: gpu_batches of the sweep.
-        prompt_tokens: number of prompt tokens that it computes.
-        began: time at which it was begun, in seconds of time.perf_counter.
-        busy: seconds until all stages were started.
-    """
-
-    batches: list[Batch]
-    prompt_tokens: int
-    began: float
-    busy: float
+    batches: list[Batch]  # gpu_batches of the sweep
+    prompt_tokens: int  # number of prompt tokens that it computes
+    began: float  # time at which it was begun, in seconds of time.perf_counter
+    busy: float  # seconds until all stages were started
 
 
 class OpenRow(NamedTuple):

@@ -27,21 +27,13 @@ def guest(name: str) -> Any:
 
 
 class ProcessGroup(ABC):
-    """The processes of a pipeline, from the view of one of them.
+    """The processes of a pipeline, from the view of one of them."""
 
-    Attributes:
-        rank: number of this process, and of its stage.
-        size: number of processes.
-        local_size: number of processes on this machine.
-        local_rank: number of this process among them.
-        names: host and process number of each, for messages.
-    """
-
-    rank: int
-    size: int
-    local_size: int
-    local_rank: int
-    names: list[str]
+    rank: int  # number of this process, and of its stage
+    size: int  # number of processes
+    local_size: int  # number of processes on this machine
+    local_rank: int  # number of this process among them
+    names: list[str]  # host and process number of each, for messages
 
     @abstractmethod
     def exchange(self, key: str, value: str) -> list[str]:
@@ -49,17 +41,11 @@ class ProcessGroup(ABC):
 
 
 class StageDriver(ABC):
-    """The other stages of a pipeline, from the view of the first one.
+    """The other stages of a pipeline, from the view of the first one."""
 
-    Attributes:
-        ports: ports of the first stage.
-        lost: places of attention workers that all stages replace before they prepare the next job.
-        measured: by stage, what it measured in the last job, as JSON values.
-    """
-
-    ports: Ports
-    lost: list[str]
-    measured: dict[int, dict[str, Any]]
+    ports: Ports  # ports of the first stage
+    lost: list[str]  # places of attention workers that all stages replace before they prepare the next job
+    measured: dict[int, dict[str, Any]]  # by stage, what it measured in the last job, as JSON values
 
     @abstractmethod
     def prepare(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> Callable[[], Sequence[Stage]]:

@@ -41,19 +41,12 @@ MIN_QUICK_SECONDS = 5.0  # the same for the few rates of `quick_rates`
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job.
+    """The plan of a job."""
 
-    Attributes:
-        layout: tier of every weight and bytes of every buffer; None if the job has no row that can be run.
-        workload: the sizes of the rows that fit.
-        largest: most tokens, prompt and generated, of one row that fits.
-        refusal: error for longer rows; None if all rows fit.
-    """
-
-    layout: Layout | None
-    workload: Workload
-    largest: int
-    refusal: OutOfMemory | None
+    layout: Layout | None  # tier of every weight and bytes of every buffer; None if the job has no row that can be run
+    workload: Workload  # the sizes of the rows that fit
+    largest: int  # most tokens, prompt and generated, of one row that fits
+    refusal: OutOfMemory | None  # error for longer rows; None if all rows fit
 
 
 class Planner:

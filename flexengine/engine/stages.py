@@ -26,49 +26,29 @@ from flexengine.worker.worker import Worker
 
 
 class Sweep(NamedTuple):
-    """A sweep of one cohort, as all stages compute it.
-
-    Attributes:
-        number: number of the sweep.
-        batches: its gpu_batches.
-        stems: tokens of each trunk that the sweep computes, by its number.
-        another: whether another sweep follows, of any cohort.
-    """
+    """A sweep of one cohort, as all stages compute it."""
 
     number: int
-    batches: list[Batch]
-    stems: Mapping[int, Sequence[int]]
-    another: bool
+    batches: list[Batch]  # its gpu_batches
+    stems: Mapping[int, Sequence[int]]  # tokens of each trunk that the sweep computes, by its number
+    another: bool  # whether another sweep follows, of any cohort
 
 
 class StageResult(NamedTuple):
-    """A sweep that a stage has computed.
+    """A sweep that a stage has computed."""
 
-    Attributes:
-        seconds: seconds that the stage computed.
-        sampled: by sequence id, the sampled token; empty unless the stage ends with the head.
-        scored: by sequence id, the scored targets; empty unless the stage ends with the head.
-    """
-
-    seconds: float
-    sampled: Mapping[int, Sampled]
-    scored: Mapping[int, list[Sampled]]
+    seconds: float  # seconds that the stage computed
+    sampled: Mapping[int, Sampled]  # by sequence id, the sampled token; empty unless the stage ends with the head
+    scored: Mapping[int, list[Sampled]]  # by sequence id, the scored targets; empty unless the stage ends with the head
 
 
 class Stage(ABC):
-    """A range of layers that computes sweeps, in this process or in another one.
+    """A range of layers that computes sweeps, in this process or in another one."""
 
-    Attributes:
-        layers: first layer, last layer + 1, and layers of the whole model.
-        policy: its policy.
-        pools: KV pages, by tier and group of layers.
-        cuda: whether it computes on a CUDA GPU.
-    """
-
-    layers: tuple[int, int, int]
+    layers: tuple[int, int, int]  # first layer, last layer + 1, and layers of the whole model
     policy: Policy
-    pools: Mapping[str, tuple[Pool, ...]]
-    cuda: bool
+    pools: Mapping[str, tuple[Pool, ...]]  # KV pages, by tier and group of layers
+    cuda: bool  # whether it computes on a CUDA GPU
 
     def __enter__(self) -> Self:
         return self

@@ -50,27 +50,16 @@ class Progress:
 
 @dataclass
 class JobState:
-    """State of one job across replans.
+    """State of one job across replans."""
 
-    Attributes:
-        feed: rows not started. After a replan the unfinished rows come first.
-        progress: counts and seconds so far.
-        load_seconds: seconds before the first sweep, summed over plans.
-        rows: rows in flight when the last plan ran out of memory.
-        bytes_before: bytes moved by link when the job began.
-        busy: seconds of work by lane.
-        replanned: one message per replan, and per loss of an attention worker.
-        losses: losses of attention workers since a row was finished last.
-    """
-
-    feed: Iterator[Request | Row]
-    progress: Progress
-    load_seconds: float = 0.0
-    rows: int = 0
-    bytes_before: dict[str, int] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
-    replanned: list[str] = field(default_factory=list)
-    losses: int = 0
+    feed: Iterator[Request | Row]  # rows not started. After a replan the unfinished rows come first.
+    progress: Progress  # counts and seconds so far
+    load_seconds: float = 0.0  # seconds before the first sweep, summed over plans
+    rows: int = 0  # rows in flight when the last plan ran out of memory
+    bytes_before: dict[str, int] = field(default_factory=dict)  # bytes moved by link when the job began
+    busy: dict[str, float] = field(default_factory=dict)  # seconds of work by lane
+    replanned: list[str] = field(default_factory=list)  # one message per replan, and per loss of an attention worker
+    losses: int = 0  # losses of attention workers since a row was finished last
     _rows_at_loss: int = 0  # finished when a worker was lost last
 
     def note_loss(self) -> None:

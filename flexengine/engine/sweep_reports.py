@@ -22,18 +22,13 @@ MIN_DISK_RATE = 1e6  # bytes per second; lower rates are not shown
 
 @dataclass(frozen=True)
 class JobRows:
-    """Rows of a job of which this engine may run only a part.
+    """Rows of a job of which this engine may run only a part."""
 
-    Attributes:
-        total: rows of the whole job; None if it is unknown.
-        done, failed: rows that earlier runs finished, without and with an error.
-        with_prompts: whether results have the prompts as they were given.
-    """
-
-    total: int | None = None
+    total: int | None = None  # rows of the whole job; None if it is unknown
+    # done, failed: rows that earlier runs finished, without and with an error
     done: int = 0
     failed: int = 0
-    with_prompts: bool = True
+    with_prompts: bool = True  # whether results have the prompts as they were given
 
 
 class Rate:

@@ -15,19 +15,12 @@ FOREVER = 1 << 32  # sweeps of a common prefix that sequences still wait for
 
 
 class Growing(NamedTuple):
-    """A sequence, or a common prefix of sequences, in the forecast of KV pages.
+    """A sequence, or a common prefix of sequences, in the forecast of KV pages."""
 
-    Attributes:
-        tokens: tokens cached after the next sweep.
-        sweeps: sweeps until the sequence, or the last one with the prefix, ends.
-        shared: prompt tokens on shared pages that a common prefix counts, which ends no earlier; else 0.
-        grows: tokens added per sweep: 1, or 0 for a common prefix.
-    """
-
-    tokens: int
-    sweeps: int
-    shared: int = 0
-    grows: int = 1
+    tokens: int  # tokens cached after the next sweep
+    sweeps: int  # sweeps until the sequence, or the last one with the prefix, ends
+    shared: int = 0  # prompt tokens on shared pages that a common prefix counts, which ends no earlier; else 0
+    grows: int = 1  # tokens added per sweep: 1, or 0 for a common prefix
 
 
 def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:

@@ -10,26 +10,17 @@ from flexengine.schedule.pages import Pool
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start .. start + count - 1 of a sequence in one gpu_batch.
-
-    Attributes:
-        sequence: number of the sequence.
-        start: position of the first token.
-        count: number of tokens.
-        final: whether the sequence's prompt ends, or its last sampled token is computed, with this piece.
-        source: number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if
-            there is none.
-        scored: number of its tokens that predict a given token.
-        prompt: whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not
-            depend on where the prompt is cut.
-    """
+    """Tokens start .. start + count - 1 of a sequence in one gpu_batch."""
 
     sequence: int
-    start: int
-    count: int
-    final: bool
+    start: int  # position of the first token
+    count: int  # number of tokens
+    final: bool  # whether the sequence's prompt ends, or its last sampled token is computed, with this piece
+    # number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if there is none
     source: int | None = None
-    scored: int = 0
+    scored: int = 0  # number of its tokens that predict a given token
+    # whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not depend on
+    # where the prompt is cut
     prompt: bool = False
 
     @property
@@ -59,21 +50,14 @@ class Piece:
 
 
 class Batch(NamedTuple):
-    """A gpu_batch.
+    """A gpu_batch."""
 
-    Attributes:
-        pieces: tokens to compute, of sequences with KV cache on one tier.
-        cache_home: tier of the KV cache.
-        hidden_home: tier of the hidden states between layers; those of a delegated gpu_batch stay on the device.
-        attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
-        queries_first: whether queries are sent there before keys and values are computed.
-    """
-
-    pieces: tuple[Piece, ...]
-    cache_home: str
-    hidden_home: str
+    pieces: tuple[Piece, ...]  # tokens to compute, of sequences with KV cache on one tier
+    cache_home: str  # tier of the KV cache
+    hidden_home: str  # tier of the hidden states between layers; those of a delegated gpu_batch stay on the device
+    # place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
     attention: str = "device"
-    queries_first: bool = False
+    queries_first: bool = False  # whether queries are sent there before keys and values are computed
 
     @property
     def delegated(self) -> bool:

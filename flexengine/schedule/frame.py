@@ -11,19 +11,12 @@ from flexengine.schedule.tasks import Resources
 
 @dataclass(frozen=True)
 class Demand:
-    """Tiers of the weights that are loaded by rows.
+    """Tiers of the weights that are loaded by rows."""
 
-    Attributes:
-        embedding: tier of the embedding table; "" if the table is on the device.
-        experts: by unit, the tiers of the experts' matrices. A row is one expert.
-        others: by unit, the tiers of the other streamed tensors.
-        most_tokens: a sweep of more tokens loads whole matrices of experts, before the unit is computed.
-    """
-
-    embedding: str = ""
-    experts: Sequence[tuple[str, ...]] = ()
-    others: Sequence[tuple[str, ...]] = ()
-    most_tokens: int = 0
+    embedding: str = ""  # tier of the embedding table; "" if the table is on the device
+    experts: Sequence[tuple[str, ...]] = ()  # by unit, the tiers of the experts' matrices. A row is one expert.
+    others: Sequence[tuple[str, ...]] = ()  # by unit, the tiers of the other streamed tensors
+    most_tokens: int = 0  # a sweep of more tokens loads whole matrices of experts, before the unit is computed
 
     def of(self, unit: int) -> tuple[str, ...]:
         """Return the tiers of a unit's experts; () if no expert is off the device."""
@@ -79,32 +72,25 @@ class ProgramFrame:
     """A model as its programs see it, and the gpu_batches of the present sweep.
 
     Attributes:
-        streamed: by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident.
-        layers: number of units that are layers.
-        slots: number of weight slots.
-        routes: lanes of the machine.
-        arriving: units with resident weights that are not read yet, rising; one entry per read. The first sweep reads
-            them.
-        demand: weights that are loaded by rows.
-        ports: names of ports (schedule.ports), if the program is a stage of a pipeline.
-        joined: returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their
-            weights, KV and hidden states are on the device.
-        batches: gpu_batches of the present sweep.
-        entering: functions that return resources which the first layer of a gpu_batch also reads; guests add theirs.
-        leaving: functions that return resources which the last layer of a gpu_batch also writes; guests add theirs.
         caches, hiddens: buffers for KV pages and hidden states.
     """
 
+    # by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident
     streamed: Sequence[tuple[str, ...]]
-    layers: int
-    slots: int
-    routes: Routes
+    layers: int  # number of units that are layers
+    slots: int  # number of weight slots
+    routes: Routes  # lanes of the machine
+    # units with resident weights that are not read yet, rising; one entry per read. The first sweep reads them.
     arriving: Sequence[int] = ()
-    demand: Demand = Demand()
-    ports: Collection[str] = ()
+    demand: Demand = Demand()  # weights that are loaded by rows
+    ports: Collection[str] = ()  # names of ports (schedule.ports), if the program is a stage of a pipeline
+    # returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their weights,
+    # KV and hidden states are on the device.
     joined: Callable[[int, int], int] = lambda layer, batch: 1
-    batches: Sequence[Batch] = field(default=(), init=False)
+    batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
+    # functions that return resources which the first layer of a gpu_batch also reads; guests add theirs
     entering: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
+    # functions that return resources which the last layer of a gpu_batch also writes; guests add theirs
     leaving: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

@@ -41,17 +41,11 @@ NO_LAYER = -1  # `Cell.layer` of a task before the first layer
 
 
 class Cell(NamedTuple):
-    """One layer of one gpu_batch in one sweep: the unit of compute.
-
-    Attributes:
-        sweep: number of the sweep.
-        layer: number of the layer; numbers after the last layer are head chunks.
-        batch: number of the gpu_batch in the sweep.
-    """
+    """One layer of one gpu_batch in one sweep: the unit of compute."""
 
     sweep: int
-    layer: int
-    batch: int
+    layer: int  # number of the layer; numbers after the last layer are head chunks
+    batch: int  # number of the gpu_batch in the sweep
 
 
 class CellPart(enum.Enum):
@@ -75,17 +69,11 @@ class CellPart(enum.Enum):
 
 
 class CellStep(NamedTuple):
-    """A cell, or a part of it, in the order of a sweep.
-
-    Attributes:
-        part: which part.
-        cell: the cell.
-        layers: number of layers, from that of the cell on, that one call of kernels computes.
-    """
+    """A cell, or a part of it, in the order of a sweep."""
 
     part: CellPart
     cell: Cell
-    layers: int = 1
+    layers: int = 1  # number of layers, from that of the cell on, that one call of kernels computes
 
 
 def cells(

@@ -26,19 +26,12 @@ def pages_for(tokens: Count, page_tokens: int) -> Count:
 
 @dataclass(frozen=True)
 class Pool:
-    """Page pool of one tier for the layers with one window.
+    """Page pool of one tier for the layers with one window."""
 
-    Attributes:
-        pages: number of pages for each of these layers.
-        page_tokens: tokens per page.
-        batch_pages: most pages of one gpu_batch, None for no limit.
-        window: tokens that a query sees, None for all.
-    """
-
-    pages: int
-    page_tokens: int
-    batch_pages: int | None = None
-    window: int | None = None
+    pages: int  # number of pages for each of these layers
+    page_tokens: int  # tokens per page
+    batch_pages: int | None = None  # most pages of one gpu_batch, None for no limit
+    window: int | None = None  # tokens that a query sees, None for all
 
     @cached_property
     def ring(self) -> int | None:

@@ -26,15 +26,10 @@ def assign_tiers(sizes: Sequence[int], split: Split) -> list[str]:
 
 
 class _Items(NamedTuple):
-    """Items of one group.
+    """Items of one group."""
 
-    Attributes:
-        ends: cumulative size before the first item and after each.
-        middles: midpoint of each item in the cumulative size, as a fraction of the total.
-    """
-
-    ends: tuple[int, ...]
-    middles: tuple[float, ...]
+    ends: tuple[int, ...]  # cumulative size before the first item and after each
+    middles: tuple[float, ...]  # midpoint of each item in the cumulative size, as a fraction of the total
 
     @staticmethod
     @lru_cache(maxsize=1024)

@@ -24,19 +24,12 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False)
 class Stem:
-    """Tokens start .. end - 1 that several sequences have in common.
+    """Tokens start .. end - 1 that several sequences have in common."""
 
-    Attributes:
-        tokens: token ids from position 0 on, at least `end` of them.
-        end: position after the last token.
-        above: the stem before this one; None if this one begins at position 0.
-        sequences: number of sequences with this prefix.
-    """
-
-    tokens: Tokens
-    end: int
-    above: Optional["Stem"]
-    sequences: int
+    tokens: Tokens  # token ids from position 0 on, at least `end` of them
+    end: int  # position after the last token
+    above: Optional["Stem"]  # the stem before this one; None if this one begins at position 0
+    sequences: int  # number of sequences with this prefix
 
     @property
     def start(self) -> int:

@@ -12,16 +12,11 @@ Simulated = TypeVar("Simulated", bound=Task)
 
 @dataclass
 class Forecast(Generic[Simulated]):
-    """Result of a simulation.
+    """Result of a simulation."""
 
-    Attributes:
-        seconds: end of the last task.
-        busy: seconds of work per lane.
-        spans: (task, start, end) in program order, in seconds.
-    """
-
-    seconds: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # end of the last task
+    busy: dict[str, float] = field(default_factory=dict)  # seconds of work per lane
+    # (task, start, end) in program order, in seconds
     spans: list[tuple[Simulated, float, float]] = field(default_factory=list)
 
 

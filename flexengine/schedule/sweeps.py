@@ -22,34 +22,21 @@ from flexengine.schedule.prefixes import Stem, Tokens, stems_above
 
 @dataclass(eq=False)
 class Sequence:
-    """Token counts of one sequence, or of a common prefix of several (`Trunk`).
-
-    Attributes:
-        id: number of the sequence.
-        prompt_tokens: tokens of the prompt.
-        max_tokens: most tokens to generate.
-        stem: the longest prefix that it shares; None if it shares none.
-        scored: last tokens of the prompt, which predict given tokens; 0 if nothing is scored.
-        by_step: whether scored tokens, except the first, are computed one after the other, like sampled tokens. So they
-            read the stored KV of all earlier tokens.
-        cached: tokens whose KV is stored.
-        generated: tokens generated so far.
-        home: tier of the KV cache; "" before the sequence enters.
-        source: the trunk whose pages it shares; None if it shares none.
-        cohort: number of its cohort, from the sweep in which it enters.
-    """
+    """Token counts of one sequence, or of a common prefix of several (`Trunk`)."""
 
     id: int
-    prompt_tokens: int
-    max_tokens: int
-    stem: Stem | None = None
-    scored: int = 0
+    prompt_tokens: int  # tokens of the prompt
+    max_tokens: int  # most tokens to generate
+    stem: Stem | None = None  # the longest prefix that it shares; None if it shares none
+    scored: int = 0  # last tokens of the prompt, which predict given tokens; 0 if nothing is scored
+    # whether scored tokens, except the first, are computed one after the other, like sampled tokens. So they read the
+    # stored KV of all earlier tokens.
     by_step: bool = False
-    cached: int = 0
-    generated: int = 0
-    home: str = ""
-    source: "Trunk | None" = None
-    cohort: int = 0
+    cached: int = 0  # tokens whose KV is stored
+    generated: int = 0  # tokens generated so far
+    home: str = ""  # tier of the KV cache; "" before the sequence enters
+    source: "Trunk | None" = None  # the trunk whose pages it shares; None if it shares none
+    cohort: int = 0  # number of its cohort, from the sweep in which it enters
 
     @property
     def pending(self) -> int:
@@ -74,13 +61,9 @@ class Sequence:
 
 @dataclass(eq=False)
 class Trunk(Sequence):
-    """A stem on one tier: its tokens are computed once, and its pages are kept while sequences share them.
+    """A stem on one tier: its tokens are computed once, and its pages are kept while sequences share them."""
 
-    Attributes:
-        users: live sequences that share it, by id.
-    """
-
-    users: dict[int, Sequence] = field(default_factory=dict)
+    users: dict[int, Sequence] = field(default_factory=dict)  # live sequences that share it, by id
 
     @property
     def pending(self) -> int:

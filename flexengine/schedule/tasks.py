@@ -57,18 +57,13 @@ class Op(enum.Enum):
 
 @dataclass(slots=True)
 class Task:
-    """One operation. Tasks are not changed after they are made; a frozen record takes three times as long to make.
-
-    Attributes:
-        op: the operation.
-        cell: `cell.batch` is NO_BATCH for weights. `cell.layer` is NO_LAYER for OPEN, and for rows of the embedding.
-        lane: lane that runs the task.
-        reads, writes: names of resources.
-    """
+    """One operation. Tasks are not changed after they are made; a frozen record takes three times as long to make."""
 
     op: Op
+    # `cell.batch` is NO_BATCH for weights. `cell.layer` is NO_LAYER for OPEN, and for rows of the embedding.
     cell: Cell
-    lane: str = ""
+    lane: str = ""  # lane that runs the task
+    # reads, writes: names of resources
     reads: Resources = ()
     writes: Resources = ()
 
@@ -79,46 +74,30 @@ class Task:
 
 @dataclass(slots=True)
 class Copy(Task):
-    """A load or a store, one leg of its route.
+    """A load or a store, one leg of its route."""
 
-    Attributes:
-        home: tier that the data comes from or goes to.
-        hop: number of the leg; disk -> host staging -> device has legs 0 and 1.
-        buffer: number of the weight slot, cache buffer or hidden buffer; None for rows of the embedding.
-        by_rows: for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts.
-    """
-
-    home: str = ""
-    hop: int = 0
+    home: str = ""  # tier that the data comes from or goes to
+    hop: int = 0  # number of the leg; disk -> host staging -> device has legs 0 and 1
+    # number of the weight slot, cache buffer or hidden buffer; None for rows of the embedding
     buffer: int | None = None
-    by_rows: bool = False
+    by_rows: bool = False  # for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts
 
 
 @dataclass(slots=True)
 class Compute(Task):
-    """A task that the device computes with a unit's weights.
+    """A task that the device computes with a unit's weights."""
 
-    Attributes:
-        slot: number of the weight slot; None if all weights are resident.
-        cache, hidden: numbers of the buffers that KV and hidden states pass through; None if they are on the device.
-        by_rows: whether COMPUTE or FINISH ends at the layer's experts, which RESUME computes.
-        layers: number of layers, from that of the cell on, that one call of kernels computes.
-    """
-
-    slot: int | None = None
+    slot: int | None = None  # number of the weight slot; None if all weights are resident
+    # cache, hidden: numbers of the buffers that KV and hidden states pass through; None if they are on the device
     cache: int | None = None
     hidden: int | None = None
-    by_rows: bool = False
-    layers: int = 1
+    by_rows: bool = False  # whether COMPUTE or FINISH ends at the layer's experts, which RESUME computes
+    layers: int = 1  # number of layers, from that of the cell on, that one call of kernels computes
 
 
 @dataclass(slots=True)
 class Delegate(Task):
-    """A part of attention at another place, or a copy to it or from it.
-
-    Attributes:
-        place: the place.
-    """
+    """A part of attention at another place, or a copy to it or from it."""
 
     place: str = ""
 

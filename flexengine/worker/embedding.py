@@ -22,34 +22,22 @@ READ_BYTES = 4 << 20  # most bytes of encoded rows per read, as dequantization n
 
 
 class RowRead(NamedTuple):
-    """Rows that are read together.
+    """Rows that are read together."""
 
-    Attributes:
-        numbers: row numbers or, for encoded rows, numbers of blocks that contain the rows; rising.
-        inside: int64 [rows], in RAM: index of each row among all rows of the blocks.
-    """
-
-    numbers: list[int]
-    inside: Tensor
+    numbers: list[int]  # row numbers or, for encoded rows, numbers of blocks that contain the rows; rising
+    inside: Tensor  # int64 [rows], in RAM: index of each row among all rows of the blocks
 
 
 @dataclass
 class Lookup:
-    """Rows of the embedding that a gpu_batch needs.
+    """Rows of the embedding that a gpu_batch needs."""
 
-    Attributes:
-        row_of: int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns.
-        ids: int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table.
-        reads: reads from a table off the device.
-        target: [rows, width], in pinned memory: target of the reads; None for new memory.
-        in_ram: [rows, width], in RAM: rows that `read` has read.
-    """
-
-    row_of: Tensor
+    row_of: Tensor  # int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns
+    # int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table
     ids: Tensor | None = None
-    reads: tuple[RowRead, ...] = ()
-    target: Tensor | None = None
-    in_ram: Tensor | None = None
+    reads: tuple[RowRead, ...] = ()  # reads from a table off the device
+    target: Tensor | None = None  # [rows, width], in pinned memory: target of the reads; None for new memory
+    in_ram: Tensor | None = None  # [rows, width], in RAM: rows that `read` has read
 
 
 class Embedding:

@@ -13,17 +13,11 @@ from flexengine.tier.machine import Machine
 
 
 class Transfer(NamedTuple):
-    """Bytes that are copied together.
+    """Bytes that are copied together."""
 
-    Attributes:
-        pieces: regions on the tier, in order.
-        stage: region in host staging; None if the route has one leg.
-        device: region on the device.
-    """
-
-    pieces: Sequence[Region]
-    stage: Region | None
-    device: Region
+    pieces: Sequence[Region]  # regions on the tier, in order
+    stage: Region | None  # region in host staging; None if the route has one leg
+    device: Region  # region on the device
 
 
 class Mover:

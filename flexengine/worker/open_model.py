@@ -44,34 +44,22 @@ def _no_thresholds() -> Sequence[float]:
 
 @dataclass
 class OpenModel:
-    """An opened model.
+    """An opened model."""
 
-    Attributes:
-        source: directory and files of the model.
-        dtype: dtype of activations.
-        skeleton: the modules, on the meta device.
-        locations: by name, the location of each parameter in the checkpoint.
-        cpu: whether the compute device is a CPU.
-        held: by name, the dtype of each parameter on the device.
-        facts: sizes of the model, for the planner.
-        importances: returns the importances of columns for encoding; None if all columns are equal.
-        thresholds: returns the threshold of each layer for sparsified activations.
-        verifier: compares encoded weights with their checksums; None for no check.
-        lossy: the current lossy switches.
-        origins: by name, the location of each parameter in its format; None before `prepare_weights`.
-    """
-
-    source: ModelSource
-    dtype: torch.dtype
-    skeleton: Skeleton
-    locations: dict[str, Origin]
-    cpu: bool
-    held: dict[str, torch.dtype] = field(init=False)
-    facts: ModelFacts = field(init=False)
+    source: ModelSource  # directory and files of the model
+    dtype: torch.dtype  # dtype of activations
+    skeleton: Skeleton  # the modules, on the meta device
+    locations: dict[str, Origin]  # by name, the location of each parameter in the checkpoint
+    cpu: bool  # whether the compute device is a CPU
+    held: dict[str, torch.dtype] = field(init=False)  # by name, the dtype of each parameter on the device
+    facts: ModelFacts = field(init=False)  # sizes of the model, for the planner
+    # returns the importances of columns for encoding; None if all columns are equal
     importances: Callable[[], "Importances | None"] = lambda: None
+    # returns the threshold of each layer for sparsified activations
     thresholds: Callable[[], Sequence[float]] = _no_thresholds
-    verifier: "Verifier | None" = None
-    lossy: Lossy = EXACT
+    verifier: "Verifier | None" = None  # compares encoded weights with their checksums; None for no check
+    lossy: Lossy = EXACT  # the current lossy switches
+    # by name, the location of each parameter in its format; None before `prepare_weights`
     origins: dict[str, Origin] | None = None
     _flash: Any = None
 

@@ -19,15 +19,10 @@ BATCH_BYTES = 128 << 20  # read by one task; an interrupted job waits for its en
 
 
 class ResidentRead(NamedTuple):
-    """Bytes of the checkpoint that go to memory.
+    """Bytes of the checkpoint that go to memory."""
 
-    Attributes:
-        source: where they are in a file.
-        target: elements in RAM or in GPU memory.
-    """
-
-    source: Region
-    target: Tensor
+    source: Region  # where they are in a file
+    target: Tensor  # elements in RAM or in GPU memory
 
     @property
     def nbytes(self) -> int:
@@ -36,17 +31,11 @@ class ResidentRead(NamedTuple):
 
 
 class DiskCopy(NamedTuple):
-    """Bytes of one tensor that go to a further disk.
+    """Bytes of one tensor that go to a further disk."""
 
-    Attributes:
-        sources: where they are in files, in the tensor's order.
-        tier: the further disk.
-        target: their region there. It starts at a whole block, and ends with one or with the tensor.
-    """
-
-    sources: Sequence[Region]
-    tier: Tier
-    target: Region
+    sources: Sequence[Region]  # where they are in files, in the tensor's order
+    tier: Tier  # the further disk
+    target: Region  # their region there. It starts at a whole block, and ends with one or with the tensor.
 
     @property
     def nbytes(self) -> int:

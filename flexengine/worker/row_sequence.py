@@ -12,33 +12,20 @@ from flexengine.schedule.sweeps import Sequence
 
 @dataclass(eq=False)
 class RowSequence(Sequence):
-    """A sequence of an input row. The schedule owns the counts that it inherits, the engine all else.
+    """A sequence of an input row. The schedule owns the counts that it inherits, the engine all else."""
 
-    Attributes:
-        row: number of the input row.
-        sample: number of the row's sample.
-        prompt: token ids.
-        sampling: sampling parameters.
-        stops: checks whether the sequence ends; None in a process that ends no sequences.
-        targets: tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
-        token_ids: tokens generated so far, or the scored targets.
-        logprobs: one entry per token of `token_ids`, if requested.
-        scores: the scored targets.
-        ended: reason of an end before the token limit; None if there is none.
-        error: reason why the sequence has no result; None if there is none.
-    """
-
-    row: int = 0
-    sample: int = 0
-    prompt: tuple[int, ...] = ()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stops: Stops | None = None
+    row: int = 0  # number of the input row
+    sample: int = 0  # number of the row's sample
+    prompt: tuple[int, ...] = ()  # token ids
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # sampling parameters
+    stops: Stops | None = None  # checks whether the sequence ends; None in a process that ends no sequences
+    # tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
     targets: tuple[int, ...] = ()
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    scores: list[Sampled] = field(default_factory=list)
-    ended: str | None = None
-    error: str | None = None
+    token_ids: list[int] = field(default_factory=list)  # tokens generated so far, or the scored targets
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # one entry per token of `token_ids`, if requested
+    scores: list[Sampled] = field(default_factory=list)  # the scored targets
+    ended: str | None = None  # reason of an end before the token limit; None if there is none
+    error: str | None = None  # reason why the sequence has no result; None if there is none
 
     def tokens(self, start: int, count: int) -> abc.Sequence[int]:
         """Return `count` tokens from `start` on. They must be all in the prompt, or all generated."""

@@ -19,19 +19,12 @@ WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class PageShape(NamedTuple):
-    """Layout of a page. A page has a panel of K for each KV head, then a panel of V for each.
+    """Layout of a page. A page has a panel of K for each KV head, then a panel of V for each."""
 
-    Attributes:
-        kv_heads: number of KV heads.
-        page_tokens: tokens of a page.
-        size: bytes of a panel.
-        parts: rows of a panel, by width.
-    """
-
-    kv_heads: int
-    page_tokens: int
-    size: int
-    parts: tuple[PanelPart, ...]
+    kv_heads: int  # number of KV heads
+    page_tokens: int  # tokens of a page
+    size: int  # bytes of a panel
+    parts: tuple[PanelPart, ...]  # rows of a panel, by width
 
     @staticmethod
     def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
@@ -53,17 +46,11 @@ class PageShape(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """Numbers of a batch's rows of one width, in a layer's pool and in a buffer.
+    """Numbers of a batch's rows of one width, in a layer's pool and in a buffer."""
 
-    Attributes:
-        width: bytes of a row.
-        pool_rows: int64 [rows], in RAM: row numbers in the pool.
-        buffer_rows: int64 [rows], on the device: row numbers in the buffer.
-    """
-
-    width: int
-    pool_rows: Tensor
-    buffer_rows: Tensor
+    width: int  # bytes of a row
+    pool_rows: Tensor  # int64 [rows], in RAM: row numbers in the pool
+    buffer_rows: Tensor  # int64 [rows], on the device: row numbers in the buffer
 
 
 def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[TokenRows]:

@@ -32,15 +32,10 @@ class Port(ABC):
 
 
 class Ports(NamedTuple):
-    """The ports of one stage.
+    """The ports of one stage."""
 
-    Attributes:
-        before: hidden states enter here; None where the stage begins with the embedding.
-        after: hidden states leave here; None where the stage ends with the head.
-    """
-
-    before: Port | None = None
-    after: Port | None = None
+    before: Port | None = None  # hidden states enter here; None where the stage begins with the embedding
+    after: Port | None = None  # hidden states leave here; None where the stage ends with the head
 
     @property
     def names(self) -> tuple[str, ...]:

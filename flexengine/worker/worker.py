@@ -38,25 +38,15 @@ _OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # allocated outsi
 
 @dataclass
 class BatchState:
-    """State of one gpu_batch during one sweep.
+    """State of one gpu_batch during one sweep."""
 
-    Attributes:
-        batch: the gpu_batch.
-        forward: its forward pass.
-        view: its page tables.
-        rows: its embedding rows.
-        scored: (sequence, number of targets) in the order of the pass's scores.
-        event: last pause of the forward pass that is not handled yet.
-        lacking: experts to load before the forward pass is resumed.
-    """
-
-    batch: Batch
-    forward: Forward
-    view: View
-    rows: Lookup
-    scored: list[tuple[int, int]]
-    event: Pause | None = None
-    lacking: list[int] = field(default_factory=list)
+    batch: Batch  # the gpu_batch
+    forward: Forward  # its forward pass
+    view: View  # its page tables
+    rows: Lookup  # its embedding rows
+    scored: list[tuple[int, int]]  # (sequence, number of targets) in the order of the pass's scores
+    event: Pause | None = None  # last pause of the forward pass that is not handled yet
+    lacking: list[int] = field(default_factory=list)  # experts to load before the forward pass is resumed
 
 
 class Worker:

@@ -25,25 +25,15 @@ from flexengine.worker.regions import Regions
 
 
 class LayerQuestion(NamedTuple):
-    """The question of a gpu_batch in one layer, without its tensors.
-
-    Attributes:
-        layer: number of the layer.
-        tokens: tokens of the gpu_batch.
-        heads: number of query heads, number of KV heads.
-        width: elements of a head's output.
-        dtype: dtype of the queries.
-        options: of attention; sinks are in RAM.
-        first: whether queries go first, without keys and values.
-    """
+    """The question of a gpu_batch in one layer, without its tensors."""
 
     layer: int
-    tokens: int
-    heads: tuple[int, int]
-    width: int
+    tokens: int  # tokens of the gpu_batch
+    heads: tuple[int, int]  # number of query heads, number of KV heads
+    width: int  # elements of a head's output
     dtype: torch.dtype
-    options: AttentionOptions
-    first: bool = False
+    options: AttentionOptions  # of attention; sinks are in RAM
+    first: bool = False  # whether queries go first, without keys and values
 
 
 class BufferedAttender(Attender):

@@ -26,15 +26,10 @@ Spans = list[tuple[int, int, int]]  # (byte in the pool, byte in the buffer, byt
 
 
 class Shared(NamedTuple):
-    """Page ids of a sequence before shared pages that the next sweep writes to were replaced (copy on write).
+    """Page ids of a sequence before shared pages that the next sweep writes to were replaced (copy on write)."""
 
-    Attributes:
-        tokens: tokens that these pages hold.
-        ids: page ids in each pool of the sequence's tier.
-    """
-
-    tokens: int
-    ids: list[list[int]]
+    tokens: int  # tokens that these pages hold
+    ids: list[list[int]]  # page ids in each pool of the sequence's tier
 
 
 class Pools(SequenceState):

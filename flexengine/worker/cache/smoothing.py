@@ -30,15 +30,11 @@ from flexengine.worker.regions import Regions
 
 
 class MeanKeys(NamedTuple):
-    """Numbers of the mean keys of a batch's sequences.
+    """Numbers of the mean keys of a batch's sequences."""
 
-    Attributes:
-        opening: (number, first token, last token + 1) of each sequence that begins; tokens of the packed batch.
-        by_token: int64 [tokens]: number of the mean key of each token's sequence.
-    """
-
+    # (number, first token, last token + 1) of each sequence that begins; tokens of the packed batch
     opening: list[tuple[int, int, int]]
-    by_token: Tensor
+    by_token: Tensor  # int64 [tokens]: number of the mean key of each token's sequence
 
 
 class Smoothing(SequenceRecords):

@@ -20,17 +20,11 @@ Shared = tuple[int, list[int]]  # tokens cached before the sweep, and the page i
 
 
 class Closed(NamedTuple):
-    """Pages of decoding sequences that were loaded without values. All tensors are on the device.
+    """Pages of decoding sequences that were loaded without values. All tensors are on the device."""
 
-    Attributes:
-        pages: int64 [decode, most pages]: page numbers in the pool.
-        buffer_pages: int64 [decode, most pages]: page numbers in the buffer.
-        tokens: int64 [decode]: number of tokens in these pages.
-    """
-
-    pages: Tensor
-    buffer_pages: Tensor
-    tokens: Tensor
+    pages: Tensor  # int64 [decode, most pages]: page numbers in the pool
+    buffer_pages: Tensor  # int64 [decode, most pages]: page numbers in the buffer
+    tokens: Tensor  # int64 [decode]: number of tokens in these pages
 
 
 @dataclass
@@ -39,53 +33,35 @@ class Tables:
 
     Page numbers are numbers in the pool of the cache's tier. If pages pass through a device buffer, they are numbers in
     the buffer. If attention is delegated, the tensors are in RAM. `decode` is the number of pieces with one token.
-
-    Attributes:
-        tables: int32 [decode, pages], page tables of the pieces with one token.
-        lengths: int32 [decode], tokens cached after the sweep.
-        pages: int32 [new tokens], page of every new token that is written; pieces with one token first.
-        offsets: int32 [new tokens], offset of these tokens in their pages.
-        kept: int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are
-            not written.
-        prompts: pieces of more than one token.
-        load: pages to load before compute.
-        keys: pages to load without values before compute.
-        store: pages to store after compute.
-        closed: pages that are loaded without values; None if there are none. Chosen values are loaded later.
-        rows: rows to store in place of whole pages, for decode steps with pages in RAM.
-        copies: (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer,
-            page `from` is loaded and page `to` is stored, without a copy.
-        paged: what the last layer got from `Kernels.paged`; None before the first one.
     """
 
-    tables: Tensor
-    lengths: Tensor
-    pages: Tensor
-    offsets: Tensor
+    tables: Tensor  # int32 [decode, pages], page tables of the pieces with one token
+    lengths: Tensor  # int32 [decode], tokens cached after the sweep
+    pages: Tensor  # int32 [new tokens], page of every new token that is written; pieces with one token first
+    offsets: Tensor  # int32 [new tokens], offset of these tokens in their pages
+    # int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are not
+    # written.
     kept: Tensor | None
-    prompts: list[PromptPieces]
-    load: Runs
-    keys: Runs
-    store: Runs
+    prompts: list[PromptPieces]  # pieces of more than one token
+    load: Runs  # pages to load before compute
+    keys: Runs  # pages to load without values before compute
+    store: Runs  # pages to store after compute
+    # pages that are loaded without values; None if there are none. Chosen values are loaded later.
     closed: Closed | None = None
-    rows: tuple[TokenRows, ...] = ()
+    rows: tuple[TokenRows, ...] = ()  # rows to store in place of whole pages, for decode steps with pages in RAM
+    # (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer, page `from`
+    # is loaded and page `to` is stored, without a copy.
     copies: tuple[tuple[int, int], ...] = ()
-    paged: PagedAttention | None = None
+    paged: PagedAttention | None = None  # what the last layer got from `Kernels.paged`; None before the first one
 
 
 @dataclass
 class View:
-    """Page tables of one gpu_batch during a sweep.
+    """Page tables of one gpu_batch during a sweep."""
 
-    Attributes:
-        decode: number of pieces with one token, which are first in the packed batch.
-        groups: by group of layers.
-        means: numbers of mean keys; None unless keys are stored without their means.
-    """
-
-    decode: int
-    groups: tuple[Tables, ...]
-    means: "MeanKeys | None" = None
+    decode: int  # number of pieces with one token, which are first in the packed batch
+    groups: tuple[Tables, ...]  # by group of layers
+    means: "MeanKeys | None" = None  # numbers of mean keys; None unless keys are stored without their means
 
 
 def packed(batch: Batch) -> list[Piece]:

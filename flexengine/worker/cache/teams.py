@@ -18,17 +18,11 @@ from flexengine.worker.regions import Regions
 
 
 class Group(NamedTuple):
-    """Pages of a group of layers.
+    """Pages of a group of layers."""
 
-    Attributes:
-        start: bytes of whole pages before the group.
-        page_bytes: bytes of a whole page.
-        page_tokens: tokens of a whole page.
-    """
-
-    start: int
-    page_bytes: int
-    page_tokens: int
+    start: int  # bytes of whole pages before the group
+    page_bytes: int  # bytes of a whole page
+    page_tokens: int  # tokens of a whole page
 
 
 class Team(Tier):
