@@ -42,8 +42,6 @@ class Core:
     """A model opened on a machine.
 
     Attributes:
-        options: options of the engine.
-        machine: the device and the tiers.
         opened: the model's modules on the meta device, and the locations of its weights.
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.

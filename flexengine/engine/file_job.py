@@ -54,9 +54,6 @@ class RowRunner(Protocol):
 class FileJob:
     """Runs the rows of a job that have no result yet.
 
-    Attributes:
-        ran: whether rows were run.
-
     Args:
         store: an open job. Its messages, and those of this class, go to the listener of the caller's context.
     """

@@ -90,12 +90,8 @@ class Generation:
     """Generates the results of the rows in `feed`.
 
     Attributes:
-        resources: resources of the job.
-        arrangement: requests, and rows with an error, that are not started.
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
-        progress: updated after every sweep.
-        reports: told about every sweep.
         step_by_step: whether given continuations are computed one token after the other, like generated ones, because
             the cache is lossy.
     """

@@ -31,7 +31,6 @@ from flexengine.engine.sweep_reports import JobRows, SweepReports, best_read_rat
 from flexengine.errors import WorkerLost
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
-from flexengine.plan.brief import plan_line
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -82,6 +81,8 @@ class Job:
         state = JobState(self._fitting(requests, plan), Progress(most=tokens))
         if plan.layout is not None:
             if listener() is not None:
+                from flexengine.plan.brief import plan_line  # its text is for listeners alone
+
                 cost, kept = self.planner.cost(plan.workload), self.core.resident == plan.layout.policy
                 message(plan_line(cost, cost.predict(plan.layout, 0.0 if kept else 1.0)), logging.DEBUG)
             yield from self._run(plan.workload, plan.layout, state)

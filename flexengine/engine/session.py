@@ -31,11 +31,7 @@ class Session:
     """A model opened on a machine, and the job that runs on it.
 
     Attributes:
-        options: the options that were given.
         on_sweep: see EngineOptions; may be changed between jobs.
-        core: the opened model and machine.
-        planner: chooses the policy of each job.
-        calibrator: measures importances, if weights are calibrated.
         reader: encodes prompts.
         load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
         listener: receives reports of progress, and messages; None for the logger.

@@ -88,14 +88,7 @@ class Stage(ABC):
 
 
 class LocalStage(Stage):
-    """The resources that `Core.stage` allocates for a range of layers under one layout.
-
-    Attributes:
-        worker: performs tasks on tensors.
-        program: the tasks of a sweep.
-        executor: runs tasks on lanes.
-        watch: compares sweeps with their prediction.
-    """
+    """The resources that `Core.stage` allocates for a range of layers under one layout."""
 
     def __init__(self, worker: Worker, program: Program, executor: Executor, watch: SweepMonitor) -> None:
         self.worker, self.program, self.executor, self.watch = worker, program, executor, watch

@@ -16,10 +16,10 @@ class Piece:
     start: int  # position of the first token
     count: int  # number of tokens
     final: bool  # whether the sequence's prompt ends, or its last sampled token is computed, with this piece
-    # number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if there is none
+    # Number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if there is none
     source: int | None = None
     scored: int = 0  # number of its tokens that predict a given token
-    # whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not depend on
+    # Whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not depend on
     # where the prompt is cut
     prompt: bool = False
 
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     pieces: tuple[Piece, ...]  # tokens to compute, of sequences with KV cache on one tier
     cache_home: str  # tier of the KV cache
     hidden_home: str  # tier of the hidden states between layers; those of a delegated gpu_batch stay on the device
-    # place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
+    # Place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
     attention: str = "device"
     queries_first: bool = False  # whether queries are sent there before keys and values are computed
 

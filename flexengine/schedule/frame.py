@@ -42,12 +42,10 @@ class Ring:
     Args:
         kind: "c" for KV pages, "h" for hidden states.
         count: number of buffers.
-
-    Attributes:
-        buffers, stages: by number, the names of the buffers and of their host staging.
     """
 
     def __init__(self, kind: str, count: int) -> None:
+        # By number: the names of the buffers, and of their host staging.
         self.buffers: list[Hashable] = [(f"{kind}buf", number) for number in range(count)]
         self.stages: list[Hashable] = [(f"{kind}stage", number) for number in range(count)]
         self._numbers = cycle(range(count))
@@ -69,28 +67,24 @@ def slot_stage(slot: int, home: str) -> Hashable:
 
 @dataclass
 class ProgramFrame:
-    """A model as its programs see it, and the gpu_batches of the present sweep.
+    """A model as its programs see it, and the gpu_batches of the present sweep."""
 
-    Attributes:
-        caches, hiddens: buffers for KV pages and hidden states.
-    """
-
-    # by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident
+    # By unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident
     streamed: Sequence[tuple[str, ...]]
     layers: int  # number of units that are layers
     slots: int  # number of weight slots
     routes: Routes  # lanes of the machine
-    # units with resident weights that are not read yet, rising; one entry per read. The first sweep reads them.
+    # Units with resident weights that are not read yet, rising; one entry per read. The first sweep reads them.
     arriving: Sequence[int] = ()
     demand: Demand = Demand()  # weights that are loaded by rows
     ports: Collection[str] = ()  # names of ports (schedule.ports), if the program is a stage of a pipeline
-    # returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their weights,
+    # Returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their weights,
     # KV and hidden states are on the device.
     joined: Callable[[int, int], int] = lambda layer, batch: 1
     batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
-    # functions that return resources which the first layer of a gpu_batch also reads; guests add theirs
+    # Functions that return resources which the first layer of a gpu_batch also reads; guests add theirs
     entering: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
-    # functions that return resources which the last layer of a gpu_batch also writes; guests add theirs
+    # Functions that return resources which the last layer of a gpu_batch also writes; guests add theirs
     leaving: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from flexengine.places import HOST, TIERS, lane_of, place_of, workers_of
 class Routes:
     """Lanes between each place and the device."""
 
-    # by place, the lanes from the place to the device. Two lanes mean that data passes through host staging.
+    # By place, the lanes from the place to the device. Two lanes mean that data passes through host staging.
     load: dict[str, tuple[str, ...]]
     store: dict[str, tuple[str, ...]]  # by place, the lanes from the device to the place
     attend: dict[str, tuple[str, ...]]  # by place that computes attention, the lanes of SEND, ATTEND and FETCH

@@ -29,7 +29,7 @@ class Sequence:
     max_tokens: int  # most tokens to generate
     stem: Stem | None = None  # the longest prefix that it shares; None if it shares none
     scored: int = 0  # last tokens of the prompt, which predict given tokens; 0 if nothing is scored
-    # whether scored tokens, except the first, are computed one after the other, like sampled tokens. So they read the
+    # Whether scored tokens, except the first, are computed one after the other, like sampled tokens. So they read the
     # stored KV of all earlier tokens.
     by_step: bool = False
     cached: int = 0  # tokens whose KV is stored

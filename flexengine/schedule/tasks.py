@@ -78,7 +78,7 @@ class Copy(Task):
 
     home: str = ""  # tier that the data comes from or goes to
     hop: int = 0  # number of the leg; disk -> host staging -> device has legs 0 and 1
-    # number of the weight slot, cache buffer or hidden buffer; None for rows of the embedding
+    # Number of the weight slot, cache buffer or hidden buffer; None for rows of the embedding
     buffer: int | None = None
     by_rows: bool = False  # for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts
 

@@ -21,14 +21,12 @@ class Experts:
     """Experts of one job that are loaded by rows.
 
     `loaded` is called when a slot is filled, `lacking` at a pause of the device lane, `load` in the lanes of the tiers.
-
-    Attributes:
-        names: by layer, the experts' matrices off the device.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights, skeleton = weights, weights.skeleton
         streamed = weights.units[: len(skeleton.layers)]
+        # By layer, the experts' matrices off the device.
         self.names = [tuple(n for n in unit if n in skeleton.experts) for unit in streamed]
         self._loaded: dict[tuple[int, int], set[int]] = {}  # by layer and slot, if the slot is filled by rows
         for j, names in enumerate(self.names):

@@ -62,7 +62,6 @@ class OnDemand:
     """What a job reads on demand, with its memory.
 
     Attributes:
-        reads: the reads.
         sources: by name in SOURCES, what is read, if the model has it.
 
     Raises:

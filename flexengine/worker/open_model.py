@@ -53,13 +53,13 @@ class OpenModel:
     cpu: bool  # whether the compute device is a CPU
     held: dict[str, torch.dtype] = field(init=False)  # by name, the dtype of each parameter on the device
     facts: ModelFacts = field(init=False)  # sizes of the model, for the planner
-    # returns the importances of columns for encoding; None if all columns are equal
+    # Returns the importances of columns for encoding; None if all columns are equal
     importances: Callable[[], "Importances | None"] = lambda: None
-    # returns the threshold of each layer for sparsified activations
+    # Returns the threshold of each layer for sparsified activations
     thresholds: Callable[[], Sequence[float]] = _no_thresholds
     verifier: "Verifier | None" = None  # compares encoded weights with their checksums; None for no check
     lossy: Lossy = EXACT  # the current lossy switches
-    # by name, the location of each parameter in its format; None before `prepare_weights`
+    # By name, the location of each parameter in its format; None before `prepare_weights`
     origins: dict[str, Origin] | None = None
     _flash: Any = None
 

@@ -44,11 +44,7 @@ class DiskCopy(NamedTuple):
 
 
 class ResidentReads:
-    """Pending reads of the checkpoint, by unit (layer or head chunk) and batch.
-
-    Attributes:
-        loaded_bytes: bytes read so far.
-    """
+    """Pending reads of the checkpoint, by unit (layer or head chunk) and batch."""
 
     def __init__(self, machine: Machine, regions: Regions, layout: Layout) -> None:
         """Take the memory that weights pass through on their way to a GPU or to a further disk."""

@@ -19,7 +19,7 @@ class RowSequence(Sequence):
     prompt: tuple[int, ...] = ()  # token ids
     sampling: SamplingParams = field(default_factory=SamplingParams)  # sampling parameters
     stops: Stops | None = None  # checks whether the sequence ends; None in a process that ends no sequences
-    # tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
+    # Tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
     targets: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)  # tokens generated so far, or the scored targets
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # one entry per token of `token_ids`, if requested

@@ -44,9 +44,6 @@ class BufferedAttender(Attender):
 
     Args:
         place: place that computes attention.
-
-    Attributes:
-        regions: memory of the attender.
     """
 
     def __init__(

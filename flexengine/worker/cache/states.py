@@ -66,15 +66,11 @@ class Pages:
 
 
 class SequenceRecords(SequenceState):
-    """A record of fixed size for each sequence: a page that never fills. A sequence has the record of its source.
-
-    Attributes:
-        number: by sequence id, the number of its record.
-    """
+    """A record of fixed size for each sequence: a page that never fills. A sequence has the record of its source."""
 
     def __init__(self, tier: str, count: int) -> None:
         self._free = Pages(tier, count)
-        self.number: dict[int, int] = {}
+        self.number: dict[int, int] = {}  # by sequence id: number of its record
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
         if sequence.id not in self.number:

@@ -39,14 +39,14 @@ class Tables:
     lengths: Tensor  # int32 [decode], tokens cached after the sweep
     pages: Tensor  # int32 [new tokens], page of every new token that is written; pieces with one token first
     offsets: Tensor  # int32 [new tokens], offset of these tokens in their pages
-    # int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are not
+    # Int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are not
     # written.
     kept: Tensor | None
     prompts: list[PromptPieces]  # pieces of more than one token
     load: Runs  # pages to load before compute
     keys: Runs  # pages to load without values before compute
     store: Runs  # pages to store after compute
-    # pages that are loaded without values; None if there are none. Chosen values are loaded later.
+    # Pages that are loaded without values; None if there are none. Chosen values are loaded later.
     closed: Closed | None = None
     rows: tuple[TokenRows, ...] = ()  # rows to store in place of whole pages, for decode steps with pages in RAM
     # (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer, page `from`
