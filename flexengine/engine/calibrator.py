@@ -4,15 +4,14 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexengine.activity import Activity, Listener, activity
 from flexengine.config import Result
 from flexengine.engine.core import Core
-from flexengine.engine.planner import Planner
 from flexengine.engine.sweep_reports import GENERATING
 from flexengine.errors import InvalidInput
-from flexengine.lossy import PREDICTORS, Lossy
+from flexengine.lossy import PREDICTORS
 
 if TYPE_CHECKING:
     from flexengine.model.importance import Importances
@@ -22,6 +21,7 @@ CHECK, CALIBRATION = "flexengine.guests.calibration:check", "flexengine.guests.c
 BITS = "flexengine.guests.bits:Bits"  # chooses the formats of layers, for weights that are `mixed`
 Ids = Sequence[int]
 Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
+OpenExact = Callable[[Listener], Any]  # opens an `Engine` with the checkpoint's own weights
 T = TypeVar("T")
 
 
@@ -29,13 +29,8 @@ class Calibrator:
     """What the exact model measures of an engine's model, once for a text: the importances of weights, and the
     magnitudes of activations."""
 
-    def __init__(self, core: Core, exact_engine: Callable[[Listener], "ExactEngine"]) -> None:
-        """Check that the text can be read. Raise InvalidInput if it cannot.
-
-        Args:
-            exact_engine: return an engine for the same model with the checkpoint's own weights, which reports to a
-                listener.
-        """
+    def __init__(self, core: Core, exact_engine: OpenExact) -> None:
+        """Check that the text can be read. Raise InvalidInput if it cannot."""
         self.core, self.exact_engine = core, exact_engine
         self._texts: dict[str, Any] = {}  # by name
         self._importances: dict[str, Importances] = {}  # by digest of the text
@@ -112,19 +107,3 @@ class Calibrator:
             with self.exact_engine(follow) as engine:
                 engine.planner.prefill_tokens = text.prefill_tokens
                 return measure(engine.core, engine.score)
-
-
-class ExactEngine(Protocol):
-    """The part of `Engine` that measurements with the exact model use."""
-
-    core: Core
-    planner: Planner
-
-    def use(self, lossy: Lossy) -> None: ...
-
-    def __enter__(self) -> "ExactEngine": ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-    @property
-    def score(self) -> Score: ...

@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Self
 
-from flexengine.activity import Listener, reported, reporting
+from flexengine.activity import reported, reporting
 from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
-from flexengine.engine.calibrator import BITS, Calibrator, ExactEngine
+from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import Core
 from flexengine.engine.guests import guest
 from flexengine.engine.job import Job
@@ -37,7 +37,7 @@ class Session:
         listener: receives reports of progress, and messages; None for the logger.
     """
 
-    def __init__(self, options: EngineOptions, exact_engine: Callable[[Listener], ExactEngine]) -> None:
+    def __init__(self, options: EngineOptions, exact_engine: OpenExact) -> None:
         """Open the model. Raise as `Engine`. exact_engine: return an engine for the same model with the checkpoint's
         own weights."""
         self.options = options

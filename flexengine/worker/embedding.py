@@ -33,7 +33,7 @@ class Lookup:
     """Rows of the embedding that a gpu_batch needs."""
 
     row_of: Tensor  # int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns
-    # Int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table
+    # int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table
     ids: Tensor | None = None
     reads: tuple[RowRead, ...] = ()  # reads from a table off the device
     target: Tensor | None = None  # [rows, width], in pinned memory: target of the reads; None for new memory

@@ -39,7 +39,7 @@ class Tables:
     lengths: Tensor  # int32 [decode], tokens cached after the sweep
     pages: Tensor  # int32 [new tokens], page of every new token that is written; pieces with one token first
     offsets: Tensor  # int32 [new tokens], offset of these tokens in their pages
-    # Int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are not
+    # int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are not
     # written.
     kept: Tensor | None
     prompts: list[PromptPieces]  # pieces of more than one token
