@@ -47,14 +47,12 @@ class Arrangement:
     Attributes:
         shares: whether sequences share common prefixes.
         feed: requests, and rows with an error. Rows that are not read yet remain in the iterator.
-        bad: rows with an error that are read.
-        ready: requests that are read, in the order in which they enter.
     """
 
     def __init__(self, feed: Iterator[Request | Row], shares: bool) -> None:
         self.feed, self.shares = feed, shares
-        self.bad: deque[Row] = deque()
-        self.ready: deque[Arranged] = deque()
+        self.bad: deque[Row] = deque()  # rows with an error that are read
+        self.ready: deque[Arranged] = deque()  # requests that are read, in the order in which they enter
         self.ended = False
 
     def read(self) -> None:

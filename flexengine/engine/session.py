@@ -31,17 +31,15 @@ class Session:
     """A model opened on a machine, and the job that runs on it.
 
     Attributes:
-        on_sweep: see EngineOptions; may be changed between jobs.
         reader: encodes prompts.
         load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
-        listener: receives reports of progress, and messages; None for the logger.
     """
 
     def __init__(self, options: EngineOptions, exact_engine: OpenExact) -> None:
         """Open the model. Raise as `Engine`. exact_engine: return an engine for the same model with the checkpoint's
         own weights."""
         self.options = options
-        self.listener = listener_of(options.progress)
+        self.listener = listener_of(options.progress)  # receives reports of progress, and messages; None for the logger
         with reporting(self.listener):
             self.core = core = _core(options)
         basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
@@ -64,7 +62,7 @@ class Session:
             self._bits = resolve_name(BITS)(core, self.calibrator)
         if options.group is not None:
             guest("check of stages")(core, options, options.group)
-        self.on_sweep = options.on_sweep
+        self.on_sweep = options.on_sweep  # see EngineOptions; may be changed between jobs
         self.load_first = False
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None

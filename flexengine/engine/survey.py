@@ -130,12 +130,7 @@ class Tally:
 
 
 class PromptReader:
-    """Converts prompts to requests for one model.
-
-    Attributes:
-        shares: whether sequences share common prefixes.
-        unscored: why this model cannot score; None if it can.
-    """
+    """Converts prompts to requests for one model."""
 
     def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
         """Convert prompts with this tokenizer.
@@ -146,8 +141,8 @@ class PromptReader:
             vocabulary: number of tokens that the model has.
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
-        self.shares = False
-        self.unscored: str | None = None
+        self.shares = False  # whether sequences share common prefixes
+        self.unscored: str | None = None  # why this model cannot score; None if it can
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would

@@ -61,9 +61,6 @@ class DemandReads:
 class OnDemand:
     """What a job reads on demand, with its memory.
 
-    Attributes:
-        sources: by name in SOURCES, what is read, if the model has it.
-
     Raises:
         OutOfMemory: a tier has less memory than the layout books.
     """
@@ -71,7 +68,7 @@ class OnDemand:
     def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, notes: Sequence[Note] = ()) -> None:
         """Allocate the memory. notes: see `DemandReads`."""
         self.reads = DemandReads(machine.disk, notes)
-        self.sources: dict[str, Any] = {}
+        self.sources: dict[str, Any] = {}  # by name in SOURCES, what is read, if the model has it
         with ExitStack() as undo:
             for name, source in SOURCES.items():
                 if getattr(opened.flash, name):

@@ -57,10 +57,6 @@ class Worker:
     Args:
         attenders: by place, for each place to which the policy delegates attention.
         on_demand: neurons and experts that are read when tokens use them; None if there are none.
-
-    Attributes:
-        sampled: by sequence id, the token sampled in the sweep.
-        scored: by sequence id, the targets scored in the sweep.
     """
 
     def __init__(
@@ -72,8 +68,8 @@ class Worker:
         self.layers = len(skeleton.layers)
         if cache.layout.policy.queries_first:
             resolve_name("flexengine.model.queries:use_queries_first")(skeleton.model)
-        self.sampled: dict[int, Sampled] = {}
-        self.scored: dict[int, list[Sampled]] = {}
+        self.sampled: dict[int, Sampled] = {}  # by sequence id, the token sampled in the sweep
+        self.scored: dict[int, list[Sampled]] = {}  # by sequence id, the targets scored in the sweep
         self._states: list[BatchState] = []
         self._members: Mapping[int, RowSequence] = {}
         self._stems: Mapping[int, Sequence[int]] = {}

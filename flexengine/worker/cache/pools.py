@@ -38,11 +38,8 @@ class Pools(SequenceState):
     A tier's pools are one region, ordered by group, then by layer. A layer in no group has no pages.
 
     Attributes:
-        held: by sequence id, the page ids in each pool of the sequence's tier.
         shared: by sequence id; only for sequences with pages that the next sweep copies on write.
         dtype: dtype of page elements; uint8 for encoded pages.
-        group: by layer, the number of its group.
-        teams: by tier, the attention workers that hold slices of its pages.
     """
 
     def __init__(
@@ -51,13 +48,13 @@ class Pools(SequenceState):
         self.model, self.layout, self.machine, self.dtype, self.bits = model, layout, machine, dtype, bits
         numbered = enumerate(layout.groups)
         self._places = {layer: (g, i) for g, group in numbered for i, layer in enumerate(group.layers)}
-        self.group = {layer: g for layer, (g, _) in self._places.items()}
+        self.group = {layer: g for layer, (g, _) in self._places.items()}  # by layer, the number of its group
         self.ids = {tier: [Pages(tier, pool.pages) for pool in pools] for tier, pools in layout.pools.items()}
-        self.held: dict[int, list[list[int]]] = {}
+        self.held: dict[int, list[list[int]]] = {}  # by sequence id, the page ids in each pool of the sequence's tier
         self.shared: dict[int, Shared] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
         self._by_tier: dict[str, Region] = {}  # by tier
-        self.teams: dict[str, Any] = {}
+        self.teams: dict[str, Any] = {}  # by tier, the attention workers that hold slices of its pages
         for tier, pools in layout.pools.items():
             each = zip(pools, layout.page_bytes[tier], layout.groups, strict=True)
             sizes = [pool.pages * page * len(group.layers) for pool, page, group in each]
