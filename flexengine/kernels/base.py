@@ -124,8 +124,8 @@ class Kernels(ABC):
             lengths: int32 [n], tokens in the cache including the new one, at least 1.
             options: see there.
             form: format of an encoded pool; None for a plain one.
-            lse: receives the log of the softmax's denominator, for merge.merge: fp32 [n, heads], contiguous. None for
-                no such result. Not possible with topk.
+            lse: receives the log of the softmax's denominator, with which results over parts of a cache are
+                merged: fp32 [n, heads], contiguous. None for no such result. Not possible with topk.
 
         Returns:
             [n, heads, head_dim], contiguous, in q's dtype. A sequence's result is bitwise the same for any other

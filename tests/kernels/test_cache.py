@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.errors import InvalidInput
+from flexengine.guests.attention_workers.tables import merge
 from flexengine.kernels import Kernels
 from flexengine.kernels.base import AttentionOptions
-from flexengine.kernels.merge import merge
 from flexengine.kernels.reference import ReferenceKernels
 from tests.helpers.builds import ONE_BUILD, attended
 from tests.helpers.held import held

@@ -9,9 +9,8 @@ from torch import Tensor
 from flexengine import kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
-from flexengine.guests.attention_workers.tables import WorkerTables, check
+from flexengine.guests.attention_workers.tables import WorkerTables, check, merge
 from flexengine.kernels.base import AttentionOptions
-from flexengine.kernels.merge import merge
 
 
 @dataclass

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
 from flexengine.guests.wire.link import Broken
-from flexengine.kernels.merge import merge
 
 if TYPE_CHECKING:
     from flexengine.worker.cache.tables import Tables
@@ -102,6 +101,25 @@ def by_tokens(tables: "Tables", page_tokens: int, window: int | None, workers: i
             )
         )
     return parts
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """Return attention over the union of disjoint sets of keys and values, which lie on different devices, from the
+    results over each set.
+
+    Args:
+        outs: [n, heads, head_dim] per set.
+        lses: fp32 [n, heads] per set, logs of the denominators, see `lse` of Kernels.decode_attention; -inf for
+            a set without keys, whose `outs` is ignored. Sinks may be part of one set's denominator only.
+
+    Returns:
+        [n, heads, head_dim] in the dtype of `outs`, summed in fp32. The log of the merged denominator is
+        torch.logsumexp of `lses`.
+    """
+    logs = torch.stack(list(lses)).float()
+    shares = torch.exp(logs - torch.logsumexp(logs, 0))[..., None]
+    parts = torch.stack([out.float() for out in outs])
+    return (parts.masked_fill(shares == 0, 0.0) * shares).sum(0).to(outs[0].dtype)
 
 
 def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
