@@ -27,57 +27,40 @@ Compute = Literal["bf16", "int8"]  # dtype that a product rounds x to before it 
 
 
 class Past(NamedTuple):
-    """The first `length` tokens of one prompt, which are already in the KV cache.
+    """The first `length` tokens of one prompt, which are already in the KV cache."""
 
-    Attributes:
-        pool: see the top of this file.
-        table: int32, at least ceil(length / page_tokens) entries. Pages before the window of every query are not read.
-        length: tokens, at least 1. Entries of the last page after these tokens are not read.
-        form: format of an encoded pool; None for a plain one.
-    """
-
-    pool: Tensor
+    pool: Tensor  # see the top of this file
+    # int32, at least ceil(length / page_tokens) entries. Pages before the window of every query are not read.
     table: Tensor
-    length: int
-    form: CacheFormat | None = None
+    length: int  # tokens, at least 1. Entries of the last page after these tokens are not read
+    form: CacheFormat | None = None  # format of an encoded pool; None for a plain one
 
 
 class AttentionOptions(NamedTuple):
-    """Numbers of attention, which are those of a layer and of a job.
+    """Numbers of attention, which are those of a layer and of a job."""
 
-    Attributes:
-        scale: factor on q . k, usually head_dim ** -0.5.
-        window: a query sees only the last `window` tokens, itself included (sliding window); None for all.
-        softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2); None for no cap.
-        sinks: [heads], a logit per head that is added to the softmax's denominator only (gpt-oss).
-        topk: share of the past positions whose V is used, from 0 to 1 (FlexGen section 5.2; systems 1.7); None for all.
-            If a query sees t positions, these are the floor(topk * (t - 1)) past positions with the largest weights,
-            the earlier of equal ones, and its own position. The weights are not rescaled. V that no query head of a kv
-            head uses is not read. Attention of prompts uses all V.
-    """
-
-    scale: float
+    scale: float  # factor on q . k, usually head_dim ** -0.5
+    # A query sees only the last `window` tokens, itself included (sliding window); None for all.
     window: int | None = None
+    # Scores become softcap * tanh(score / softcap), after the scale (Gemma 2); None for no cap.
     softcap: float | None = None
-    sinks: Tensor | None = None
+    sinks: Tensor | None = None  # [heads], a logit per head that is added to the softmax's denominator only (gpt-oss)
+    # Share of the past positions whose V is used, from 0 to 1 (FlexGen section 5.2; systems 1.7); None for all. If a
+    # query sees t positions, these are the floor(topk * (t - 1)) past positions with the largest weights, the earlier
+    # of equal ones, and its own position. The weights are not rescaled. V that no query head of a kv head uses is not
+    # read. Attention of prompts uses all V.
     topk: float | None = None
 
 
 class PromptCall(NamedTuple):
-    """B prompts of one length.
+    """B prompts of one length."""
 
-    Attributes:
-        q: [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0.
-        k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
-        out: receives the result, [B, T, heads, head_dim], contiguous, in q's dtype, apart from q, k and v.
-        past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
-    """
-
-    q: Tensor
+    q: Tensor  # [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0
+    # k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
     k: Tensor
     v: Tensor
-    out: Tensor
-    past: Past | None = None
+    out: Tensor  # receives the result, [B, T, heads, head_dim], contiguous, in q's dtype, apart from q, k and v
+    past: Past | None = None  # tokens 0 to P - 1, read from their pages; B must be 1. None if there are none
 
 
 class Kernels(ABC):

@@ -12,15 +12,12 @@ from flexengine.codec.packed import Packed
 
 
 class FormatKernels(NamedTuple):
-    """Kernels of one format on one kind of device. Arguments are checked, and the columns of x and ids contiguous.
+    """Kernels of one format on one kind of device. Arguments are checked, and the columns of x and ids contiguous."""
 
-    Attributes:
-        product: product(kernels, x [M, columns], weight, form, bias, compute) returns what `Kernels.product` does, or
-            None for an x whose dtype or number of rows it does not support; rows are then decoded in torch.
-        rows: rows(kernels, weight, form, ids) returns what `Kernels.encoded_rows` does; None decodes in torch.
-    """
-
+    # product(kernels, x [M, columns], weight, form, bias, compute) returns what `Kernels.product` does, or None for an
+    # x whose dtype or number of rows it does not support; rows are then decoded in torch.
     product: Callable[..., Tensor | None]
+    # rows(kernels, weight, form, ids) returns what `Kernels.encoded_rows` does; None decodes in torch.
     rows: Callable[..., Tensor] | None = None
 
 

@@ -9,83 +9,56 @@ from flexengine.codec.cache import CacheFormat
 
 
 class Room(NamedTuple):
-    """Sizes of a pool.
+    """Sizes of a pool."""
 
-    Attributes:
-        pages: number of pages.
-        kv_heads: key/value heads.
-        page_tokens: tokens of a page.
-        dim: elements of a head.
-    """
-
-    pages: int
-    kv_heads: int
-    page_tokens: int
-    dim: int
+    pages: int  # number of pages
+    kv_heads: int  # key/value heads
+    page_tokens: int  # tokens of a page
+    dim: int  # elements of a head
 
 
 class PromptPieces(NamedTuple):
-    """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch.
+    """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch."""
 
-    Attributes:
-        first: index of the first token in the packed batch.
-        rows: number of pieces.
-        length: tokens of a piece.
-        past: tokens cached before the piece; 0 if there are several pieces.
-        table: int32 [pages], page table of the piece; None if `past` is 0.
-    """
-
-    first: int
-    rows: int
-    length: int
-    past: int
-    table: Tensor | None
+    first: int  # index of the first token in the packed batch
+    rows: int  # number of pieces
+    length: int  # tokens of a piece
+    past: int  # tokens cached before the piece; 0 if there are several pieces
+    table: Tensor | None  # int32 [pages], page table of the piece; None if `past` is 0
 
 
 class PagedTokens(NamedTuple):
-    """The tokens of a gpu_batch in the pages of its sequences.
+    """The tokens of a gpu_batch in the pages of its sequences."""
 
-    Attributes:
-        tables, lengths: as in `Kernels.decode_attention`. These sequences' tokens are the first.
-        pages, offsets: as in `Kernels.append`, of all tokens.
-        prompts: the other tokens, in order.
-    """
-
+    # tables, lengths: as in `Kernels.decode_attention`. These sequences' tokens are the first.
     tables: Tensor
     lengths: Tensor
+    # pages, offsets: as in `Kernels.append`, of all tokens.
     pages: Tensor
     offsets: Tensor
-    prompts: Sequence[PromptPieces] = ()
+    prompts: Sequence[PromptPieces] = ()  # the other tokens, in order
 
 
 class PagedAttention(NamedTuple):
-    """Attention of a gpu_batch in one layer, over cached and new tokens.
+    """Attention of a gpu_batch in one layer, over cached and new tokens."""
 
-    Attributes:
-        heads: query heads.
-        pool, tables, lengths, window, form: as in `Kernels.decode_attention`. These sequences' tokens are the first.
-        pages, offsets: as in `Kernels.append`, of all tokens.
-        pieces: int64 [n, 5], the prompts after these tokens: first token, rows, length, cached tokens, first entry of
-            the page table. None if there are no prompts.
-        entries: int32, entries of the prompts' page tables.
-        room: sizes of the pool.
-        memory: scratch memory. Attention of prompts uses the bytes from `split` on.
-        split: bytes of the scratch memory of decode attention.
-    """
-
-    heads: int
+    heads: int  # query heads
+    # pool, tables, lengths, window, form: as in `Kernels.decode_attention`. These sequences' tokens are the first.
     pool: Tensor
     tables: Tensor
     lengths: Tensor
     window: int | None
     form: CacheFormat | None
+    # pages, offsets: as in `Kernels.append`, of all tokens.
     pages: Tensor
     offsets: Tensor
+    # int64 [n, 5], the prompts after these tokens: first token, rows, length, cached tokens, first entry of the page
+    # table. None if there are no prompts.
     pieces: Tensor | None
-    entries: Tensor
-    room: Room
-    memory: Tensor
-    split: int
+    entries: Tensor  # int32, entries of the prompts' page tables
+    room: Room  # sizes of the pool
+    memory: Tensor  # scratch memory. Attention of prompts uses the bytes from `split` on
+    split: int  # bytes of the scratch memory of decode attention
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -14,20 +14,14 @@ from flexengine.kernels.cpu import NativeKernels
 
 @dataclass(frozen=True)
 class RecordReads:
-    """Records of a file to read, each to a row of memory.
+    """Records of a file to read, each to a row of memory."""
 
-    Attributes:
-        numbers: int64 [n], rising: record i begins at byte i x bytes of a row.
-        places: int64 [n], row of each record.
-        bounds: int64 [requests + 1]: request r takes the records bounds[r] .. bounds[r + 1] - 1 of `numbers`, and what
-            lies between them, by one read.
-        rows: uint8 [room, bytes of a row], contiguous.
-    """
-
-    numbers: Tensor
-    places: Tensor
+    numbers: Tensor  # int64 [n], rising: record i begins at byte i x bytes of a row
+    places: Tensor  # int64 [n], row of each record
+    # int64 [requests + 1]: request r takes the records bounds[r] .. bounds[r + 1] - 1 of `numbers`, and what lies
+    # between them, by one read.
     bounds: Tensor
-    rows: Tensor
+    rows: Tensor  # uint8 [room, bytes of a row], contiguous
 
 
 class Readers:

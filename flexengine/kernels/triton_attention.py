@@ -30,33 +30,19 @@ EVERYTHING = 2**31 - 1  # tokens; a window that includes all tokens
 
 @dataclass(frozen=True)
 class Tiles:
-    """Compile-time constants of span_kernel, which has parameters of the same names.
+    """Compile-time constants of span_kernel, which has parameters of the same names."""
 
-    Attributes:
-        KV_HEADS: key/value heads.
-        GROUP: query heads per kv head.
-        PAGE: tokens of a page.
-        DIM: elements of a head.
-        BITS: bits of a code; 0 for a plain pool.
-        CODED: columns of a group of codes; all columns for a plain pool.
-        COLUMNS: columns of a row, a power of two.
-        ROWS: query heads of a tile.
-        TOKENS: tokens of a tile.
-        DOT: multiply by tensor cores, else by sums along a row.
-        NARROW: multiply in 16 bits.
-    """
-
-    KV_HEADS: int
-    GROUP: int
-    PAGE: int
-    DIM: int
-    BITS: int
-    CODED: int
-    COLUMNS: int
-    ROWS: int
-    TOKENS: int
-    DOT: bool
-    NARROW: bool
+    KV_HEADS: int  # key/value heads
+    GROUP: int  # query heads per kv head
+    PAGE: int  # tokens of a page
+    DIM: int  # elements of a head
+    BITS: int  # bits of a code; 0 for a plain pool
+    CODED: int  # columns of a group of codes; all columns for a plain pool
+    COLUMNS: int  # columns of a row, a power of two
+    ROWS: int  # query heads of a tile
+    TOKENS: int  # tokens of a tile
+    DOT: bool  # multiply by tensor cores, else by sums along a row
+    NARROW: bool  # multiply in 16 bits
 
     @property
     def warps(self) -> int:

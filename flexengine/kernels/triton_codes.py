@@ -30,17 +30,11 @@ WARPS, STAGES = 4, 4  # of a program of product_kernel
 
 
 class Sizes(NamedTuple):
-    """Division of a product into programs of product_kernel.
+    """Division of a product into programs of product_kernel."""
 
-    Attributes:
-        rows: rows of x per program.
-        runs: runs of groups that the columns are cut into.
-        groups: groups per run.
-    """
-
-    rows: int
-    runs: int
-    groups: int
+    rows: int  # rows of x per program
+    runs: int  # runs of groups that the columns are cut into
+    groups: int  # groups per run
 
 
 def sizes(rows: int, form: Packed) -> Sizes:

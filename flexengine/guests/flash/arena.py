@@ -18,15 +18,10 @@ _NOWHERE, _NEVER = -1, -1
 
 
 class Fetch(NamedTuple):
-    """Records to read.
+    """Records to read."""
 
-    Attributes:
-        neurons: their numbers, rising.
-        rows: row of the memory for each.
-    """
-
-    neurons: IntArray
-    rows: IntArray
+    neurons: IntArray  # their numbers, rising
+    rows: IntArray  # row of the memory for each
 
 
 class Arena:

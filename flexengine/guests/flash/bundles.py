@@ -31,17 +31,11 @@ LARGEST = torch.finfo(torch.float16).max  # that an encoded vector can hold
 
 @dataclass(frozen=True)
 class Bundle:
-    """The records of one layer in a file.
+    """The records of one layer in a file."""
 
-    Attributes:
-        path: the file.
-        form: format of the records.
-        neurons: their number.
-    """
-
-    path: Path
-    form: RecordForm
-    neurons: int
+    path: Path  # the file
+    form: RecordForm  # format of the records
+    neurons: int  # their number
 
     @property
     def nbytes(self) -> int:

@@ -47,41 +47,24 @@ FEW_TOKENS = 32
 
 @dataclass
 class Guesses:
-    """What the guesses of the layer before were worth, summed over the calls with a guess.
+    """What the guesses of the layer before were worth, summed over the calls with a guess."""
 
-    Attributes:
-        chosen: experts that the tokens of a call chose together.
-        right: those that the guess named.
-        missing: chosen experts that were not in memory.
-        found: those of `missing` that the guess named.
-        early: experts whose read began early.
-        wasted: those of them that were not chosen; the others were.
-        ahead_bytes: bytes of chosen experts that were read before the layer needed them.
-        wasted_bytes: bytes read of experts that were not chosen.
-    """
-
-    chosen: int = 0
-    right: int = 0
-    missing: int = 0
-    found: int = 0
-    early: int = 0
-    wasted: int = 0
-    ahead_bytes: int = 0
-    wasted_bytes: int = 0
+    chosen: int = 0  # experts that the tokens of a call chose together
+    right: int = 0  # those that the guess named
+    missing: int = 0  # chosen experts that were not in memory
+    found: int = 0  # those of `missing` that the guess named
+    early: int = 0  # experts whose read began early
+    wasted: int = 0  # those of them that were not chosen; the others were
+    ahead_bytes: int = 0  # bytes of chosen experts that were read before the layer needed them
+    wasted_bytes: int = 0  # bytes read of experts that were not chosen
 
 
 class ExpertRows(NamedTuple):
-    """The memory of a layer, within that of all layers whose experts have equally many bytes.
+    """The memory of a layer, within that of all layers whose experts have equally many bytes."""
 
-    Attributes:
-        memory: by name of a matrix, [rows, ...], on the device.
-        own: rows of this layer.
-        spare: rows of no layer. All layers share this list.
-    """
-
-    memory: dict[str, Tensor]
-    own: list[int]
-    spare: list[int]
+    memory: dict[str, Tensor]  # by name of a matrix, [rows, ...], on the device
+    own: list[int]  # rows of this layer
+    spare: list[int]  # rows of no layer. All layers share this list
 
 
 class ExpertBlock:

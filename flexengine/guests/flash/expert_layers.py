@@ -20,17 +20,12 @@ _ROUTERS = ("gate", "router")  # names of the module that chooses experts, besid
 
 @dataclass(frozen=True)
 class Router:
-    """The module that chooses the experts of tokens.
+    """The module that chooses the experts of tokens."""
 
-    Attributes:
-        module: returns scores [tokens, experts], or a tuple whose last item is the chosen experts [tokens, active].
-        names: of its parameters.
-        active: number of experts that a token uses.
-    """
-
+    # Returns scores [tokens, experts], or a tuple whose last item is the chosen experts [tokens, active].
     module: nn.Module
-    names: tuple[str, ...]
-    active: int
+    names: tuple[str, ...]  # of its parameters
+    active: int  # number of experts that a token uses
 
     def choose(self, hidden: Tensor) -> Tensor:
         """Return the experts of tokens [tokens, hidden]: int64 [tokens, active]."""
@@ -41,21 +36,14 @@ class Router:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The mixture of experts of one layer.
+    """The mixture of experts of one layer."""
 
-    Attributes:
-        module: holds the stacked matrices.
-        matrices: by name of a parameter of the checkpoint, its reference: shape [experts, rows, columns].
-        experts: their number.
-        active: number of experts that a token uses.
-        router: None if it is not known.
-    """
-
-    module: Any
+    module: Any  # holds the stacked matrices
+    # By name of a parameter of the checkpoint, its reference: shape [experts, rows, columns].
     matrices: dict[str, ParamRef]
-    experts: int
-    active: int
-    router: Router | None
+    experts: int  # their number
+    active: int  # number of experts that a token uses
+    router: Router | None  # None if it is not known
 
 
 def find_experts(skeleton: Skeleton) -> tuple[ExpertLayer | None, ...]:

@@ -23,21 +23,15 @@ Pair = tuple[Region, Tensor]  # source and target of a read
 
 @dataclass(eq=False)
 class ExpertRead:
-    """One expert that is read.
+    """One expert that is read."""
 
-    Attributes:
-        left: pieces that have not begun.
-        early: whether it was guessed.
-        buffer: where it is read to, for the caller: uint8, RAM on the way to a GPU, or a row of the memory.
-        done: set when all is read, or a piece failed; never if the read was stopped.
-        nbytes: bytes of the pieces that have begun.
-    """
-
-    left: deque[list[Pair]]
-    early: bool = False
+    left: deque[list[Pair]]  # pieces that have not begun
+    early: bool = False  # whether it was guessed
+    # Where it is read to, for the caller: uint8, RAM on the way to a GPU, or a row of the memory.
     buffer: Tensor | int = 0
+    # Set when all is read, or a piece failed; never if the read was stopped.
     done: Future[None] = field(default_factory=Future)
-    nbytes: int = 0
+    nbytes: int = 0  # bytes of the pieces that have begun
 
     def take(self, whole: bool) -> list[Pair]:
         """Return the next piece, or all that is left."""

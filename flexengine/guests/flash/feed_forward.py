@@ -60,26 +60,18 @@ class Sparsified(nn.Module):
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The feed-forward block of one layer.
+    """The feed-forward block of one layer."""
 
-    Attributes:
-        first, down: names of the weights, [neurons, width] and [width, neurons].
-        up: name of the weight [neurons, width]; "" if the block is not gated.
-        modules: the modules of `first`, `up` (None if not gated) and `down`.
-        neurons: their number.
-        width: the model's hidden size.
-        act: the activation function, plain or `Sparsified`.
-        owner: the module that has `act`.
-    """
-
+    # first, down: names of the weights, [neurons, width] and [width, neurons].
     first: str
-    up: str
+    up: str  # name of the weight [neurons, width]; "" if the block is not gated
     down: str
+    # The modules of `first`, `up` (None if not gated) and `down`.
     modules: tuple[FastLinear, FastLinear | None, FastLinear]
-    neurons: int
-    width: int
-    act: nn.Module
-    owner: nn.Module
+    neurons: int  # their number
+    width: int  # the model's hidden size
+    act: nn.Module  # the activation function, plain or `Sparsified`
+    owner: nn.Module  # the module that has `act`
 
     @property
     def plain(self) -> nn.Module:
@@ -194,13 +186,10 @@ def _activations(parent: nn.Module) -> list[nn.Module]:
 
 
 class RecordFirst(FastLinear):
-    """The first module of a block of records: it has the block computed, and keeps the result for the last module.
+    """The first module of a block of records: it has the block computed, and keeps the result for the last module."""
 
-    Attributes:
-        block: returns the block's output, without the bias of `down`, [..., width]. Its arguments are the block's input
-            and `Inputs.predicted`. None outside a job (trial passes): the output is zeros.
-    """
-
+    # Returns the block's output, without the bias of `down`, [..., width]. Its arguments are the block's input and
+    # `Inputs.predicted`. None outside a job (trial passes): the output is zeros.
     block: Callable[[Tensor, Tensor | None], Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:

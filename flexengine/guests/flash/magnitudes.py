@@ -27,13 +27,9 @@ _NAME = "magnitudes"
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Quantiles of the magnitudes of a model's activations.
+    """Quantiles of the magnitudes of a model's activations."""
 
-    Attributes:
-        quantiles: fp32 [layers, shares], for SHARES.
-    """
-
-    quantiles: NDArray[np.float32]
+    quantiles: NDArray[np.float32]  # fp32 [layers, shares], for SHARES
 
     def thresholds(self, share: float) -> list[float]:
         """Return, by layer, the magnitude that this share of the activations is below."""

@@ -79,22 +79,16 @@ def _files(form: RecordForm, neurons: int, files: Sequence[Path]) -> list[Bundle
 
 @dataclass(frozen=True)
 class _Points:
-    """The points to measure for one kind of block.
-
-    Attributes:
-        dtype: of activations.
-        files: what is read.
-        predictor: what names the neurons of a job; None for an oracle.
-    """
+    """The points to measure for one kind of block."""
 
     feed: FeedForward
     facts: NeuronFacts
     form: RecordForm
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations
     machine: Machine
-    files: list[Bundle]
+    files: list[Bundle]  # what is read
     reader: RecordReader
-    predictor: Predictor | None
+    predictor: Predictor | None  # what names the neurons of a job; None for an oracle
 
     def rates(self) -> dict[str, Table]:
         """Return all rates; without those for which there is too little memory."""

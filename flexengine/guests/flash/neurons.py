@@ -39,15 +39,10 @@ Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons
 
 @dataclass
 class Counts:
-    """What the blocks of a job did.
+    """What the blocks of a job did."""
 
-    Attributes:
-        used: neurons that tokens used, summed over calls; unions over the tokens of a call.
-        read: those that had to be read.
-    """
-
-    used: int = 0
-    read: int = 0
+    used: int = 0  # neurons that tokens used, summed over calls; unions over the tokens of a call
+    read: int = 0  # those that had to be read
 
 
 class NeuronBlock:

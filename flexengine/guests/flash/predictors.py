@@ -37,18 +37,12 @@ class Predictor:
 
     The scores are b (a x) + bias. A neuron is predicted active if its score is above the threshold. On a CPU the scores
     of a token are bitwise independent of the other tokens.
-
-    Attributes:
-        a: [rank, width]; None for an oracle, which computes the activations: b is the block's first matrix.
-        b: [neurons, rank]; of an oracle [neurons, width].
-        bias: [neurons], fp32 on a CPU; None for zeros.
-        threshold: the same for all neurons.
     """
 
-    a: Tensor | None
-    b: Tensor
-    bias: Tensor | None = None
-    threshold: float = 0.0
+    a: Tensor | None  # [rank, width]; None for an oracle, which computes the activations: b is the block's first matrix
+    b: Tensor  # [neurons, rank]; of an oracle [neurons, width]
+    bias: Tensor | None = None  # [neurons], fp32 on a CPU; None for zeros
+    threshold: float = 0.0  # the same for all neurons
 
     @property
     def neurons(self) -> int:
@@ -92,19 +86,12 @@ class Predictor:
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Counts of the predictions for some tokens, in neurons.
+    """Counts of the predictions for some tokens, in neurons."""
 
-    Attributes:
-        total: tokens times neurons.
-        active: of these, the active ones.
-        predicted: those predicted active.
-        missed: active, but predicted inactive.
-    """
-
-    total: int
-    active: int
-    predicted: int
-    missed: int
+    total: int  # tokens times neurons
+    active: int  # of these, the active ones
+    predicted: int  # those predicted active
+    missed: int  # active, but predicted inactive
 
     def __add__(self, other: "PredictionErrors") -> "PredictionErrors":
         return PredictionErrors(
@@ -134,35 +121,23 @@ class PredictionErrors:
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """The predictor of one layer, with what was measured on text that it was not trained on.
+    """The predictor of one layer, with what was measured on text that it was not trained on."""
 
-    Attributes:
-        predictor: on the CPU.
-        errors: misses and false alarms.
-        true, predicted: statistics of the active neurons, and of those that are predicted active.
-    """
-
-    predictor: Predictor
-    errors: PredictionErrors
+    predictor: Predictor  # on the CPU
+    errors: PredictionErrors  # misses and false alarms
+    # true, predicted: statistics of the active neurons, and of those that are predicted active.
     true: NeuronSharing
     predicted: NeuronSharing
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The predictors of a model.
+    """The predictors of a model."""
 
-    Attributes:
-        layers: by layer; None for one without a sparse feed-forward block.
-        about: settings and text.
-        directory: of the files; None before they are saved.
-        digest: of the files; "" before they are saved.
-    """
-
-    layers: tuple[LayerPredictor | None, ...]
-    about: Mapping[str, Any]
-    directory: Path | None = None
-    digest: str = ""
+    layers: tuple[LayerPredictor | None, ...]  # by layer; None for one without a sparse feed-forward block
+    about: Mapping[str, Any]  # settings and text
+    directory: Path | None = None  # of the files; None before they are saved
+    digest: str = ""  # of the files; "" before they are saved
 
     @property
     def thresholds_text(self) -> str | None:

@@ -33,15 +33,10 @@ MOST = 128 << 10  # bytes of a request; larger ones are no faster, and leave thr
 
 
 class Traffic(NamedTuple):
-    """What a read took from the file.
+    """What a read took from the file."""
 
-    Attributes:
-        bytes: bytes of all requests, with gaps between wanted records.
-        requests: their number.
-    """
-
-    bytes: int
-    requests: int
+    bytes: int  # bytes of all requests, with gaps between wanted records
+    requests: int  # their number
 
 
 def requests(numbers: np.ndarray, nbytes: int, gap: int = GAP, most: int = MOST) -> np.ndarray:

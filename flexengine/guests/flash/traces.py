@@ -31,17 +31,12 @@ ROWS, WINDOW = 8, 16  # most rows of a union, most tokens of a window
 
 @dataclass(frozen=True)
 class NeuronSharing:
-    """How much the active neurons of several tokens have in common.
+    """How much the active neurons of several tokens have in common."""
 
-    Attributes:
-        active: mean share of a token.
-        rows: mean share of the union of b independent tokens, for b = 1, 2, ...; at most the number of stretches.
-        window: s_agg(k), the mean share of the union of k successive tokens, for k = 1, 2, ...
-    """
-
-    active: float
+    active: float  # mean share of a token
+    # Mean share of the union of b independent tokens, for b = 1, 2, ...; at most the number of stretches.
     rows: tuple[float, ...]
-    window: tuple[float, ...]
+    window: tuple[float, ...]  # s_agg(k), the mean share of the union of k successive tokens, for k = 1, 2,
 
 
 def sharing(trace: Trace) -> NeuronSharing:
@@ -85,17 +80,11 @@ def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """What was recorded of one layer. The tokens may also have one dimension, instead of stretches and tokens.
+    """What was recorded of one layer. The tokens may also have one dimension, instead of stretches and tokens."""
 
-    Attributes:
-        x: fp16 [stretches, tokens, width], inputs of the block.
-        bits: uint8 [stretches, tokens, bytes], one bit per neuron.
-        neurons: their number.
-    """
-
-    x: Tensor
-    bits: Tensor
-    neurons: int
+    x: Tensor  # fp16 [stretches, tokens, width], inputs of the block
+    bits: Tensor  # uint8 [stretches, tokens, bytes], one bit per neuron
+    neurons: int  # their number
 
     def part(self, chosen: Sequence[int]) -> "RecordedLayer":
         """Return some of the stretches."""

@@ -29,18 +29,14 @@ _FLOOR = 1e-3  # least standard deviation of an input, relative to that of all i
 class Settings:
     """How predictors are trained.
 
-    Attributes:
-        misses: share of the active neurons that may be predicted inactive; each layer's threshold is chosen for it.
-        rank: of all layers; None chooses it for each layer.
-        seed: of weights and order.
-
     Raises:
         InvalidInput: a number is out of range.
     """
 
+    # Share of the active neurons that may be predicted inactive; each layer's threshold is chosen for it.
     misses: float = 0.05
-    rank: int | None = None
-    seed: int = 0
+    rank: int | None = None  # of all layers; None chooses it for each layer
+    seed: int = 0  # of weights and order
 
     def __post_init__(self) -> None:
         if not 0 < self.misses <= MAX_MISSES:

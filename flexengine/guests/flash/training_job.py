@@ -37,14 +37,10 @@ PROBE = 2  # stretches that are read first, to measure the share of active neuro
 
 @dataclass(frozen=True)
 class TrainingText:
-    """The stretches of text that the model reads.
+    """The stretches of text that the model reads."""
 
-    Attributes:
-        name: for messages.
-        rows: token ids, one tuple per stretch, all of one length. The last token of each is not computed.
-    """
-
-    name: str
+    name: str  # for messages
+    # Token ids, one tuple per stretch, all of one length. The last token of each is not computed.
     rows: tuple[tuple[int, ...], ...]
 
     @property
