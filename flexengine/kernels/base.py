@@ -69,14 +69,10 @@ class Kernels(ABC):
     All sums are in fp32, whatever the tensors' dtype. Several threads may call any methods at the same time if they
     write to different memory. Every method raises InvalidInput, with the sizes, for arguments that do not fit, and
     OutOfMemory if there is no memory for scratch data; after an error nothing was written.
-
-    Attributes:
-        name: "native", "reference" or "cuda", for reports.
-        narrow: whether `product`, `linear` and `add_weighted` accept x in bf16 and fp16.
     """
 
-    name: str
-    narrow = False
+    name: str  # "native", "reference" or "cuda", for reports
+    narrow = False  # whether `product`, `linear` and `add_weighted` accept x in bf16 and fp16
 
     @abstractmethod
     def append(

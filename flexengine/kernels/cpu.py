@@ -28,13 +28,7 @@ BLOCK = 64  # bytes of a block of plain numbers in neurons.h
 
 
 class NativeKernels(Kernels):
-    """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch.
-
-    Attributes:
-        library: the compiled code.
-        simd: vector width in bits that the library was compiled for; 0 for portable code.
-        bf16: whether the library multiplies pairs of bf16. If not, numbers are rounded to bf16 and multiplied in fp32.
-    """
+    """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch."""
 
     name = "native"
 
@@ -55,7 +49,9 @@ class NativeKernels(Kernels):
         self.decode_rows = bound("encoded_rows", takes=encoded)
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
-        self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
+        self.simd = int(library.flex_simd())  # vector width in bits that it was compiled for; 0 for portable code
+        # Whether it multiplies pairs of bf16. If not, numbers are rounded to bf16 and multiplied in fp32.
+        self.bf16 = bool(library.flex_bf16())
 
     @cached_property
     def plain(self) -> Kernels:

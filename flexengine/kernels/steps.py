@@ -33,10 +33,6 @@ class RecordedSteps:
     Every address in the structs is found again as an offset in an argument, in a result, or in one block of memory for
     the intermediate results.
 
-    Attributes:
-        results: shape and dtype of each result.
-        nbytes: size of the block.
-
     Args:
         arguments: tensors that are given to the steps.
         results: those of the tensors that the steps have allocated that are returned.
@@ -44,13 +40,13 @@ class RecordedSteps:
 
     def __init__(self, steps: "Steps", arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         self._run, self._threads, made = steps._run, steps._threads, steps._made
-        self.results = [(tuple(x.shape), x.dtype) for x in results]
+        self.results = [(tuple(x.shape), x.dtype) for x in results]  # shape and dtype of each
         own = {x.data_ptr() for x in results}
         if not own <= {x.data_ptr() for x in made}:
             raise RuntimeError("a result does not begin where a tensor of the steps begins")
         inner = [x for x in made if x.data_ptr() not in own]
         self._arrays: dict[int, tuple[Any, Any]] = {}  # by number of times: see `_repeated`
-        self.nbytes = 0
+        self.nbytes = 0  # of the block
         parts = list[tuple[int, int, int, int]]()  # address, bytes, number of the base, offset from it
         for number, x in enumerate((*arguments, *results)):
             parts.append((x.data_ptr(), _extent(x), number, 0))

@@ -25,16 +25,12 @@ class Fetch(NamedTuple):
 
 
 class Arena:
-    """Rows of one layer's memory.
-
-    Attributes:
-        room: number of rows, at least 1.
-        step: number of calls of `fetch`.
-    """
+    """Rows of one layer's memory."""
 
     def __init__(self, neurons: int, room: int) -> None:
         assert room > 0
-        self.room, self.step = room, 0
+        self.room = room  # number of rows
+        self.step = 0  # number of calls of `fetch`
         self._row_of = np.full(neurons, _NOWHERE, np.int64)
         self._neuron_at = np.full(room, _NOWHERE, np.int64)
         self._used = np.full(room, _NEVER, np.int64)  # by row: last step; _NEVER if it is free

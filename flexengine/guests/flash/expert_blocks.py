@@ -75,9 +75,6 @@ class ExpertBlock:
         rows: memory; which rows are the layer's own changes.
         pieces: by name of a matrix, the bytes of all experts in the checkpoint.
         reads: begins reads.
-
-    Attributes:
-        follow: the block of the next layer with experts, whose experts are guessed; None for no guesses.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class ExpertBlock:
     ) -> None:
         self.layer, self.rows, self.pieces, self.reads = layer, rows, pieces, reads
         self.arena = Arena(layer.experts, len(rows.own))
-        self.follow: ExpertBlock | None = None
+        self.follow: ExpertBlock | None = None  # the next layer's, whose experts are guessed; None for no guesses
         self.counts, self.guesses = Counts(), Guesses()
         self._coming: dict[int, ExpertRead] = {}
         self._named: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()  # by pass that has not come here yet
@@ -209,9 +206,6 @@ class ExpertBlock:
 class ExpertBlocks:
     """The experts of a job, with their memory.
 
-    Attributes:
-        blocks: one per layer with experts.
-
     Raises:
         OutOfMemory: a tier has less memory than the layout books.
     """
@@ -220,7 +214,7 @@ class ExpertBlocks:
 
     def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, disk: DemandReads) -> None:
         self._machine, self._opened, self._regions, self._ended = machine, opened, Regions(machine), ExitStack()
-        self.blocks: list[ExpertBlock] = []
+        self.blocks: list[ExpertBlock] = []  # one per layer with experts
         place = "device" if machine.capacity.shared else "host"
         with ExitStack() as undo:
             undo.callback(self._regions.free)

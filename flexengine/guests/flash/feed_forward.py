@@ -42,16 +42,12 @@ class Sparsified(nn.Module):
     """An activation function whose results of small magnitude become 0 (CATS, arXiv 2404.08763).
 
     Magnitudes are compared, not values as in FATReLU: SiLU falls to -0.28, and such a result matters as much as 0.28.
-
-    Attributes:
-        plain: the activation function.
-        threshold: results of a smaller magnitude become 0; 0 until the thresholds of the model are known.
     """
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
         self.plain = plain
-        self.threshold = 0.0
+        self.threshold = 0.0  # results of a smaller magnitude become 0; 0 until the thresholds are known
 
     def forward(self, input: Tensor) -> Tensor:
         found: Tensor = self.plain(input)

@@ -20,21 +20,16 @@ from flexengine.worker.open_model import OpenModel
 
 
 class FlashModel:
-    """The blocks and mixtures of an open model whose weights are no weights of their layers.
-
-    Attributes:
-        blocks: by layer, the feed-forward block whose neurons are read when they become active; () without any.
-        experts: by layer, the mixture whose experts are read when they are chosen; () unless `flash` is an oracle.
-        trained: predictors of `blocks`, and statistics; None if there are none.
-        feed_forward: the feed-forward block of each layer, with all weights or without; None for a layer whose block is
-            not known. They are searched before the first blocks are taken out.
-    """
+    """The blocks and mixtures of an open model whose weights are no weights of their layers."""
 
     def __init__(self, model: OpenModel) -> None:
         self.model, self.skeleton = model, model.skeleton
+        # By layer: the block whose neurons are read when they become active, and the mixture whose experts are read
+        # when they are chosen; () without any.
         self.blocks: tuple[FeedForward | None, ...] = ()
         self.experts: tuple[ExpertLayer | None, ...] = ()
-        self.trained: Trained | None = None
+        self.trained: Trained | None = None  # predictors of `blocks`, and statistics; None if there are none
+        # By layer, with all weights or without; None if it is not known. Searched before the first ones are taken out.
         self.feed_forward = find(self.skeleton)
         self._bundles: tuple[Bundle | None, ...] | None = None
         self._latest: dict[tuple[float, str] | None, Latest] = {}

@@ -59,9 +59,6 @@ def requests(numbers: np.ndarray, nbytes: int, gap: int = GAP, most: int = MOST)
 class RecordReader:
     """Context manager that holds the files of bundles open, and the threads that read them.
 
-    Attributes:
-        nbytes: bytes of memory that the threads use.
-
     Args:
         bundles: all that will be read.
         threads: requests in flight, at most, with the caller's.
@@ -74,7 +71,7 @@ class RecordReader:
     def __init__(self, bundles: Iterable[Bundle], threads: int = THREADS, gap: int = GAP) -> None:
         known, self._gap = list(bundles), gap
         stride = max([MOST, *(bundle.form.nbytes for bundle in known)]) + 2 * ALIGN
-        self.nbytes = threads * stride
+        self.nbytes = threads * stride  # of memory that the threads use
         self._scratch = aligned_buffer(self.nbytes).view(threads, stride)
         self._turn = threading.Lock()
         self._ended = ExitStack()
@@ -166,16 +163,13 @@ def _check(bundle: Bundle, numbers: Tensor, target: Tensor, places: Tensor) -> N
 
 
 class _BundleFile:
-    """Context manager that holds the file of a bundle open.
-
-    Attributes:
-        align: bytes that offsets, lengths and addresses of direct reads are multiples of; 1 if there are none.
-    """
+    """Context manager that holds the file of a bundle open."""
 
     def __init__(self, bundle: Bundle) -> None:
         bundle.check()
         self._bundle = bundle
         self._file = File(bundle.path, os.O_RDONLY)
+        # Offsets, lengths and addresses of direct reads are multiples of so many bytes; 1 if there are none.
         self.align = self._alignment()
         os.posix_fadvise(self._file.cached, 0, 0, os.POSIX_FADV_RANDOM)
 
