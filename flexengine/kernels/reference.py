@@ -14,6 +14,7 @@ from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.base import AttentionOptions, PromptCall
 from flexengine.kernels.onednn import linear_fp32
+from flexengine.kernels.paged import Room
 
 SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
 EXPLICIT = 21  # maximum bytes per score: the score, its query, value, sum and product in fp32, and its mask
@@ -247,6 +248,12 @@ def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
 
+def check_pages(pages: Tensor, room: Room) -> None:
+    """Raise InvalidInput if a page is not of the pool. On a GPU the check would synchronise with the host."""
+    if pages.device.type == "cpu" and ((pages < 0) | (pages >= room.pages)).any():
+        raise checks.bad_sequence(0, room)
+
+
 def _scored(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, options: AttentionOptions, form: CacheFormat | None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -317,9 +324,7 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
     if past is not None:
         room, start = checks.check_past(q, k, past), past.length
         pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
-        # On a GPU the check would synchronise with the host.
-        if q.device.type == "cpu" and ((pages < 0) | (pages >= room.pages)).any():
-            raise checks.bad_sequence(0, room)
+        check_pages(pages, room)
         first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # first position seen
         step = max(1, CACHED // (width * P))
         for page in range(first // P, len(pages), step):
