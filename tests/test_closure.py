@@ -34,7 +34,7 @@ OUTSIDE = [
     "engine.scoring",
     "worker.cache.teams",
 ]
-MOST_LINES = 26_400  # reached so far; the goal is 25,000
+MOST_LINES = 25_000
 JOB = """
 import json, sys
 from flexengine import Engine, SamplingParams
