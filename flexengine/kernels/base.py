@@ -119,9 +119,7 @@ class Kernels(ABC):
         shape; None if these kernels have no such calls.
 
         Args:
-            heads: query heads.
             pool, window, form: as in `decode_attention`.
-            tokens: of the gpu_batch.
             memory: scratch memory of an earlier result, which is used if it is large enough.
         """
         return None
@@ -173,7 +171,6 @@ class Kernels(ABC):
 
         Args:
             weight: bf16, fp16 or fp32, contiguous.
-            threads: number of threads.
         """
         return False
 
@@ -228,7 +225,6 @@ class Kernels(ABC):
             x: fp32 [..., form.columns], any strides. Kernels with `narrow` also accept bf16 and fp16: dequantized
                 weights are then rounded to x's dtype, and the fp32 sums too.
             weight: uint8 [form.nbytes], contiguous.
-            form: format of the weight.
             bias: fp32 [form.rows], or None.
             compute: None multiplies by the weight that form.dequantize returns. "bf16" rounds x to bf16 first, and the
                 dequantized weight too if the CPU multiplies pairs of bf16. "int8": see above.
@@ -243,7 +239,6 @@ class Kernels(ABC):
 
         Args:
             weight: uint8 [form.nbytes], contiguous.
-            form: format of the weight.
             ids: int64 [n], numbers of the rows. On a GPU they are not checked.
         """
         return form.dequantize_rows(weight, ids)
@@ -253,7 +248,6 @@ class Kernels(ABC):
 
         Args:
             records: uint8 [n, form.nbytes], contiguous.
-            form: format of the records.
             index: of the vector, from 0 to form.vectors - 1.
         """
         return form.vectors_of(records, index)
@@ -270,7 +264,6 @@ class Kernels(ABC):
             x: float [T, form.width], any strides.
             records: uint8 [room, form.nbytes], contiguous.
             places: int64 [n], rows of `records` in any order. On a GPU they are not checked.
-            form: format of the records.
             index: of the vector, from 0 to form.vectors - 1.
             bias: fp32 [n], or None.
 

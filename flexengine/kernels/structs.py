@@ -107,7 +107,6 @@ def decode_call(
     Args:
         q: with a stride of 1 along a row.
         pool, tables, lengths, options, form: as there; sinks are in `tensors`.
-        room: sizes of the pool.
         tensors: out, sinks, lse, chosen and memory of struct Decode.
     """
     given = {"q": q, "pool": pool, "tables": tables, "lengths": lengths, **tensors}

@@ -66,11 +66,7 @@ def tiles(room: Room, heads: int, form: CacheFormat | None, q: torch.dtype, pool
     tensor cores.
 
     Args:
-        room: sizes of the pool.
-        heads: query heads.
         form: format of an encoded pool; None for a plain one.
-        q: dtype of the queries.
-        pool: dtype of the pool.
     """
     known = q in FLOATS and (form is not None or pool in FLOATS)
     if not known or room.dim > WIDEST:

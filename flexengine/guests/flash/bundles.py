@@ -75,8 +75,6 @@ def prepare_bundles(
     continues with the first file that is missing.
 
     Args:
-        source: the model directory.
-        files: files of the checkpoint.
         stored: location of each parameter in the checkpoint.
         blocks: the feed-forward block of each layer, see feed_forward.find.
         kind: format of the vectors, from codec.records; "" for the stored dtype. Weights are never rounded to another

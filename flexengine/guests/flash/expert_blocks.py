@@ -74,7 +74,6 @@ class ExpertBlock:
         layer: the module, its matrices and its router.
         rows: memory; which rows are the layer's own changes.
         pieces: by name of a matrix, the bytes of all experts in the checkpoint.
-        reads: begins reads.
     """
 
     def __init__(

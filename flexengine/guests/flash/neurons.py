@@ -49,12 +49,9 @@ class NeuronBlock:
     """One layer's block.
 
     Args:
-        feed: the block's modules.
-        form: format of the records.
         memory: uint8 [room, form.nbytes], on the device.
         streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
         read: begins to read records in another thread.
-        read_now: reads records.
         predict: names the neurons of each token.
     """
 

@@ -175,13 +175,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def write(trained: Trained, checkpoint: str, directory: Path) -> None:
-    """Write the files of predictors. Raise OSError if that fails.
-
-    Args:
-        trained: the predictors.
-        checkpoint: its `checkpoint_key`.
-        directory: to write to.
-    """
+    """Write the files of predictors. Raise OSError if that fails. checkpoint: its `checkpoint_key`."""
     tensors = {f"{number}.{name}": tensor.contiguous() for number, layer in enumerate(trained.layers) if layer
                for name, tensor in layer.predictor.tensors.items()}  # fmt: skip
     save(tensors, directory / TENSORS)
@@ -204,7 +198,6 @@ def load(
     Args:
         directory: that `write` wrote.
         checkpoint: `checkpoint_key` of the model's files.
-        blocks: the model's feed-forward blocks.
         layers: the layers of the model that `blocks` are of.
 
     Raises:

@@ -44,7 +44,6 @@ def requests(numbers: np.ndarray, nbytes: int, gap: int = GAP, most: int = MOST)
 
     Args:
         numbers: int64, rising, at least one.
-        nbytes: bytes of a record.
         gap: bytes between two wanted records that are read too, at most.
         most: bytes of a request, at most; a single record may have more.
     """
@@ -60,7 +59,6 @@ class RecordReader:
     """Context manager that holds the files of bundles open, and the threads that read them.
 
     Args:
-        bundles: all that will be read.
         threads: requests in flight, at most, with the caller's.
         gap: see `requests`.
 

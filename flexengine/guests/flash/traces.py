@@ -108,7 +108,6 @@ class TraceRecorder:
         """Check that the disk has room.
 
         Args:
-            blocks: the blocks to record.
             stretches: token ids of each stretch, all of one length and different from each other.
             folder: directory of the unnamed files.
 

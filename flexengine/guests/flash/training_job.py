@@ -58,7 +58,6 @@ def cut(name: str, content: str, tokenizer: Any, context: int | None, tokens: in
 
     Args:
         name: of the text, for messages.
-        content: the text.
         tokenizer: None if the checkpoint has none.
         context: most tokens of a sequence; None if there is no limit.
         tokens: of all stretches together.
