@@ -15,22 +15,22 @@ from typing import Any
 from torch import Tensor
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.guests.attention_workers.attention import PageAttention, PendingQuestion
 from flexengine.guests.attention_workers.pool import WorkerPool
+from flexengine.guests.attention_workers.server import AttentionServer, PendingQuestion
 from flexengine.guests.attention_workers.workers import address_of, serve_forever
 
 
 def pool(job: dict[str, Any]) -> None:
     """Serve engines until the process is ended."""
-    attend = PageAttention._attend
+    attend = AttentionServer._attend
 
-    def slowed(self: PageAttention, asked: PendingQuestion) -> tuple[Tensor, ...]:
+    def slowed(self: AttentionServer, asked: PendingQuestion) -> tuple[Tensor, ...]:
         end = time.perf_counter() + job["seconds"]
         answer = attend(self, asked)
         time.sleep(max(0.0, end - time.perf_counter()))
         return answer
 
-    PageAttention._attend = slowed  # type: ignore[method-assign]
+    AttentionServer._attend = slowed  # type: ignore[method-assign]
     with socket.create_server(address_of(job["address"])) as server:
         serve_forever(server, WorkerPool(1 << 26), lambda text: print(text, file=sys.stderr))
 

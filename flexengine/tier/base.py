@@ -1,8 +1,10 @@
-"""The interface of all tiers. A Region is a region of bytes in a tier; `load` copies from it, `store` copies to it."""
+"""The interface of all tiers, and the account of each one's memory. A Region is a region of bytes in a tier; `load`
+copies from it, `store` copies to it."""
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flexengine.tier.ledger import Ledger
+from flexengine.errors import OutOfMemory
 
 ALIGN = 4096  # bytes; direct I/O needs buffers, offsets and lengths that are multiples of ALIGN
 
@@ -39,6 +41,58 @@ class Region:
         if start < 0 or start + nbytes > self.nbytes:
             raise ValueError(f"bytes {start}..{start + nbytes} are outside a region of {self.nbytes}")
         return Region(self.place, self.start + start, nbytes, self.dtype)
+
+
+class Ledger:
+    """Reservations in one memory. All methods are thread-safe.
+
+    Attributes:
+        name: name of the memory, for messages.
+        capacity: bytes that can be reserved; None for no limit.
+        used: bytes reserved now.
+        peak: largest `used` since the start or the last `restart_peak`, in bytes.
+        entries: bytes reserved now, by purpose.
+    """
+
+    def __init__(self, name: str, capacity: int | None = None) -> None:
+        self.name, self.capacity = name, capacity
+        self.used = self.peak = 0
+        self.entries: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Reserve nbytes for `what`. Raise OutOfMemory, without reserving, if they exceed the capacity."""
+        with self._lock:
+            if self.capacity is not None and self.used + nbytes > self.capacity:
+                raise OutOfMemory(self.name, what, nbytes, self.used, self.capacity)
+            self.entries[what] = self.entries.get(what, 0) + nbytes
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+
+    @contextmanager
+    def booked(self, nbytes: int, what: str) -> Iterator[None]:
+        """Reserve nbytes for `what`, and release them if the block, which allocates the memory, raises."""
+        self.reserve(nbytes, what)
+        try:
+            yield
+        except BaseException:
+            self.release(nbytes, what)
+            raise
+
+    def restart_peak(self) -> None:
+        """Set `peak` to `used`, so that it measures the time from now on."""
+        with self._lock:
+            self.peak = self.used
+
+    def release(self, nbytes: int, what: str) -> None:
+        """Release nbytes reserved for `what`. Raise ValueError if fewer are reserved."""
+        with self._lock:
+            if self.entries.get(what, 0) < nbytes:
+                raise ValueError(f"{self.name}: {what} releases {nbytes} of {self.entries.get(what, 0)} bytes")
+            self.entries[what] -= nbytes
+            if not self.entries[what]:
+                del self.entries[what]
+            self.used -= nbytes
 
 
 class Tier(ABC):

@@ -26,9 +26,8 @@ from flexengine.errors import InvalidInput
 from flexengine.places import MOST_DISKS, disks_of, place_names, place_of
 from flexengine.plan.capacity import Capacity
 from flexengine.schedule.routes import Routes
-from flexengine.tier.base import ALIGN, Tier
+from flexengine.tier.base import ALIGN, Ledger, Tier
 from flexengine.tier.disk import DiskTier
-from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 

@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 
 from flexengine.kernels import load as load_kernels
-from flexengine.tier.base import ALIGN, Region, Tier, aligned
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import ALIGN, Ledger, Region, Tier, aligned
 
 HUGE = 2 << 20  # bytes; regions of this size or more are mappings of their own
 REPORTED = Path("/sys/module/page_reporting/parameters/page_reporting_order")

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from flexengine.errors import OutOfMemory
-from flexengine.tier.base import ALIGN, Region, Tier
+from flexengine.tier.base import ALIGN, Ledger, Region, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.file import FasterWay
-from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 from flexengine.tier.wrap import Throttled
 

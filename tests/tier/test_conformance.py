@@ -8,10 +8,9 @@ import torch
 
 from flexengine.errors import OutOfMemory
 from flexengine.tier import cuda
-from flexengine.tier.base import ALIGN, Tier
+from flexengine.tier.base import ALIGN, Ledger, Tier
 from flexengine.tier.cuda import CudaTier, PinnedTier
 from flexengine.tier.disk import DiskTier
-from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
 from tests.helpers.listening import listening

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from bench.faults.failing import Failing, Fault
-from flexengine.tier.base import ALIGN
+from flexengine.tier.base import ALIGN, Ledger
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.disk_reads import CHUNK
 from flexengine.tier.file import File, read_fully
-from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import mapped
 from tests.helpers.tiers import OneWay, some, watch_buffers
 

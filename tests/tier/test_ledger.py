@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import Ledger
 
 # Ledger.
 

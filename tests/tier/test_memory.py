@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexengine.tier import memory
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import Ledger
 
 
 def flags(tensor: torch.Tensor) -> set[str]:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.tier.base import Region
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import Ledger, Region
 from flexengine.tier.machine import make_machine
 from flexengine.tier.memory import MemoryTier
 from flexengine.worker.rows import PageShape, rows_of, store_rows

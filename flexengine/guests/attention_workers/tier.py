@@ -10,8 +10,7 @@ from torch import Tensor
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client
 from flexengine.places import worker_names
-from flexengine.tier.base import Region, Tier, aligned
-from flexengine.tier.ledger import Ledger
+from flexengine.tier.base import Ledger, Region, Tier, aligned
 
 WAIT_SECONDS = 0.5  # between two attempts to connect to a worker that was lost
 
