@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from flexengine.measure.attention import measure_attention
-from flexengine.measure.delegation import measure_delegation
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
-from flexengine.measure.streaming import measure_streaming
+from flexengine.measure.streaming import measure_delegation, measure_streaming
 from flexengine.measure.timing import measuring, noticing
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine

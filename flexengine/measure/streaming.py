@@ -1,4 +1,9 @@
-"""Measurement of the mutual slowdown of streamed weights and compute, with some layers of the model in lanes."""
+"""Measurements of lanes that work at the same time, with layers of the model: the mutual slowdown of streamed weights
+and compute, and the device time that delegated attention costs.
+
+On a GPU these costs are short gaps between its tasks. If the device is the CPU, the lanes that send, attend and fetch
+take cores from it, and all threads of a product wait for the thread that lost its core.
+"""
 
 import time
 from collections.abc import Sequence
@@ -7,20 +12,24 @@ from statistics import median
 
 import torch
 
+from flexengine import kernels
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
-from flexengine.measure.links import disk_of
-from flexengine.measure.model import PassTrial
-from flexengine.measure.timing import measuring, unnoticed
+from flexengine.kernels.base import AttentionOptions
+from flexengine.measure.links import WHAT, disk_of
+from flexengine.measure.model import PassTrial, random_weights
+from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor, causes_raised
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
-from flexengine.schedule.tasks import Compute, Copy, Task
+from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
+from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # maximum bytes of the checkpoint that a pass streams
@@ -30,6 +39,10 @@ TOKENS = 64  # tokens of a gpu_batch, as in a decoding one
 LESS, MORE = 0.6, 1.4  # ratios of compute time per layer, for all gpu_batches of a pass, to read time per layer
 MAX_BATCHES = 32  # maximum gpu_batches of a pass
 TELLING = 0.1  # minimum ratio of the shorter lanes' time to the longest lane's, below which a result is too inexact
+MAX_LAYERS = 8  # maximum layers of a pass
+SEQUENCES, PAGES = 8, 4  # sequences, each with one token to compute; cached pages of each sequence
+BOTH = 2  # gpu_batches: the device computes one gpu_batch while the host computes attention of the other
+DELEGATION_TURNS, DELEGATION_SECONDS = 4, 0.15  # turns with and without delegation; seconds of each
 
 
 @dataclass(frozen=True)
@@ -148,3 +161,85 @@ def _passes(weights: Weights, trials: Sequence[PassTrial], depth: int, slots: in
         lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.times.busy.items()}
         seconds = (time.perf_counter() - began) / layers
         return Streamed(seconds, lanes["device"], lanes["disk_read"], lanes.get("h2d", 0.0))
+
+
+@torch.no_grad()
+def measure_delegation(opened: OpenModel, machine: Machine) -> float | None:
+    """Return the extra seconds of a layer of a gpu_batch with delegated attention, without the attention itself.
+
+    None if host and device are one memory, or no layer fits in memory. Takes about two seconds. Afterwards the modules
+    have their previous parameters.
+    """
+    if machine.capacity.shared:
+        return None
+    names = [opened.facts.signature(j) for j in range(len(opened.facts.layers))]
+    with (
+        unnoticed(machine),
+        measuring("attention of the CPU beside the device", "model", "2 s"),
+        random_weights(opened.skeleton, names, opened.held, machine) as bound,
+    ):
+        if not bound:
+            return None
+        depth = min(bound, MAX_LAYERS)
+        try:
+            with Regions(machine) as regions:
+                cells = [_Cell(opened, machine, regions, depth) for _ in range(BOTH)]
+                run = Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes)
+                with causes_raised(), run as executor:
+                    turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
+                             for _ in range(DELEGATION_TURNS)]  # fmt: skip
+                    executor.abandon("device", lambda: PassTrial.end_all(cell.trial for cell in cells))
+        except OutOfMemory:
+            return None
+    return max(0.0, median(delegated - whole for delegated, whole in turns))
+
+
+def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) -> float:
+    program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
+    home = "host" if delegated else "device"
+    batches = [Batch((Piece(k, 1, 1, True),), home, "device", home) for k in range(BOTH)]
+    seconds = seconds_per_call(lambda number: executor.run(program.sweep(number, batches, True)), DELEGATION_SECONDS)
+    return seconds / (depth * BOTH)
+
+
+class _Cell:
+    """A gpu_batch of single tokens: its forward passes, its buffers on device and host, and its KV cache."""
+
+    def __init__(self, opened: OpenModel, machine: Machine, regions: Regions, depth: int) -> None:
+        self.depth, facts, dtype = depth, opened.facts, opened.dtype
+        self.machine, self.kernels, self.options = machine, kernels.load(), AttentionOptions(facts.head_dim**-0.5)
+        self.trial, self.answer = PassTrial(opened.skeleton, machine, SEQUENCES), torch.empty(0)
+        shape = (SEQUENCES * PAGES, 2, facts.kv_heads, PAGE_TOKENS, facts.head_dim)
+        pool = machine.host.view(regions.take("host", torch.Size(shape).numel() * dtype.itemsize, WHAT, dtype))
+        self.pool = fill(pool).view(shape)
+        self.tables = torch.arange(SEQUENCES * PAGES, dtype=torch.int32).view(SEQUENCES, PAGES)
+        self.lengths = torch.full((SEQUENCES,), PAGES * PAGE_TOKENS, dtype=torch.int32)
+        self.heads = (SEQUENCES, facts.heads, facts.head_dim)
+        size = torch.Size(self.heads).numel() * dtype.itemsize
+        self.device_buffer, self.host_buffer = (regions.take(tier, size, WHAT, dtype) for tier in ("device", "host"))
+        fill(machine.host.view(self.host_buffer))
+
+    def perform(self, task: Task) -> None:
+        """Run a task of this gpu_batch."""
+        machine, trial = self.machine, self.trial
+        if task.op is Op.SEND:
+            machine.host.store(machine.device.view(self.device_buffer), self.host_buffer)
+        elif task.op is Op.FETCH:
+            machine.host.load(self.host_buffer, machine.device.view(self.device_buffer))
+        elif task.op is Op.ATTEND:
+            queries = machine.host.view(self.host_buffer)
+            out = self.kernels.decode_attention(
+                queries.view(self.heads), self.pool, self.tables, self.lengths, self.options
+            )
+            queries.copy_(out.view(-1))
+        elif task.op is Op.FINISH:
+            trial.resume(self.answer)
+        elif task.cell.layer < self.depth:
+            if task.cell.layer == 0:
+                trial.begin()
+            if task.op is not Op.PROJECT:
+                trial.layer()
+                return
+            attend, buffer = trial.attention(), machine.device.view(self.device_buffer)
+            buffer.copy_(attend.q.reshape(-1)[: len(buffer)])
+            self.answer = trial.answer(attend)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.measure import attention, delegation, kernels, links, model, overhead, streaming
+from flexengine.measure import attention, kernels, links, model, overhead, streaming
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 
@@ -25,7 +25,7 @@ def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 0.005)
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
     monkeypatch.setattr(streaming, "PASSES_SECONDS", 0.01)
-    monkeypatch.setattr(delegation, "SECONDS", 0.01)
+    monkeypatch.setattr(streaming, "DELEGATION_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
     monkeypatch.setattr(kernels, "TURNS", 1)
     for name in ("COPIED", "SPILLED", "WRITTEN"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.measure import delegation, links, streaming, timing
+from flexengine.measure import links, streaming, timing
 from flexengine.schedule.tasks import Op
 from flexengine.tier.machine import Machine
 from tests.helpers.listening import listening
@@ -40,15 +40,15 @@ def test_delegation(families: Any, tmp_path: Path, family: str) -> None:
     known = families(family)
     with Engine(known.directory, policy=Policy(), device="sim", device_mem="50M", offload_dir=tmp_path) as engine:
         booked, done = books(engine.core.machine), Counter[Op]()
-        perform = delegation._Cell.perform
+        perform = streaming._Cell.perform
 
         def counted(cell: Any, task: Any) -> None:
             done[task.op] += 1
             perform(cell, task)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(delegation._Cell, "perform", counted)
-            found = delegation.measure_delegation(engine.core.opened, engine.core.machine)
+            patch.setattr(streaming._Cell, "perform", counted)
+            found = streaming.measure_delegation(engine.core.opened, engine.core.machine)
         assert found is not None
         assert 0 <= found < 1
         halves = {done[op] for op in (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)}
@@ -62,9 +62,9 @@ def test_delegation(families: Any, tmp_path: Path, family: str) -> None:
 def test_no_delegation_in_one_memory_or_without_room(families: Any, tmp_path: Path) -> None:
     known = families("llama")
     with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
-        assert delegation.measure_delegation(engine.core.opened, engine.core.machine) is None
+        assert streaming.measure_delegation(engine.core.opened, engine.core.machine) is None
     with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
-        assert delegation.measure_delegation(engine.core.opened, engine.core.machine) is None
+        assert streaming.measure_delegation(engine.core.opened, engine.core.machine) is None
         assert engine.core.machine.device.ledger.used == 0
 
 
