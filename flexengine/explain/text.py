@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flexengine.errors import FlexError, OutOfMemory
 from flexengine.explain.links import price_words, worker_words
 from flexengine.explain.stagger import sharing_words
@@ -187,9 +189,11 @@ def neuron_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     blocks = [block for block in model.blocks if block is not None]
     if not blocks:
         return []
-    policy, total = prediction.policy, sum(block.neurons * block.read_bytes for block in blocks)
-    rows = max(1.0, min(policy.gpu_batch_size, prediction.alive))
-    used, read = neurons.used(model, rows), neurons.reads(model, policy, rows)
+    policy, nbytes = prediction.policy, [block.neurons * block.read_bytes for block in blocks]
+    rows, total = max(1.0, min(policy.gpu_batch_size, prediction.alive)), sum(nbytes)
+    shares = [float(neurons.Use(block).used(np.asarray([rows]))[0]) for block in blocks]
+    used = sum(share * n for share, n in zip(shares, nbytes, strict=True)) / total
+    read = neurons.reads(model, policy, rows)
     what = "experts" if all(block.experts for block in blocks) else "neurons"
     guessed = "" if all(block.experts or len(block.reuse) > 1 for block in blocks) else " (assumed)"
     return [

@@ -54,9 +54,6 @@ class Cost:
     """Seconds of policies for one model, machine and workload. Results that several policies share are cached.
 
     Args:
-        model: sizes of the model.
-        hardware: rates of the machine.
-        workload: sizes of the rows.
         overlap: whether lanes work at the same time if a policy has two slots; else one task runs at a time.
     """
 

@@ -56,13 +56,8 @@ def with_experts(demand: Demand, model: ModelFacts, homes: Mapping[str, str]) ->
 
 
 def book(layout: Layout, model: ModelFacts, tokens: int) -> None:
-    """Book the device bytes that forward passes hold while their experts are loaded.
-
-    Each token holds its hidden states, and scores, shares and ids of its experts.
-
-    Args:
-        tokens: most tokens of a sweep.
-    """
+    """Book the device bytes that forward passes hold while their experts are loaded: of each token its hidden states,
+    and scores, shares and ids of its experts. tokens: most of a sweep."""
     if all(layout.homes[t.name] == "device" for t in model.experts):
         return
     experts = max(t.experts for t in model.experts)
@@ -71,11 +66,7 @@ def book(layout: Layout, model: ModelFacts, tokens: int) -> None:
 
 
 def unused(model: ModelFacts, tokens: Array) -> Array:
-    """Return the expected bytes of experts that a sweep does not load, if all experts are off the device.
-
-    Args:
-        tokens: tokens of each sweep.
-    """
+    """Return, by tokens of a sweep, the expected bytes of experts that it does not load, if all are off the device."""
     total = sum(t.stored_bytes for t in model.experts)
     unchosen = 1 - share(model.active, _fewest_experts(model), tokens)
     return np.where(tokens <= most_tokens(model), total * unchosen, 0.0)

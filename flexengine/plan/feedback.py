@@ -71,11 +71,7 @@ class SweepMonitor:
         self._unpriced: list[tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = []
 
     def expect_loading(self, missing: float = 1.0) -> None:
-        """Add the predicted seconds of reading resident weights in the first sweep.
-
-        Args:
-            missing: share of their bytes that is not loaded yet.
-        """
+        """Add the predicted seconds of reading the missing share of the resident weights in the first sweep."""
         seconds = missing * reading(self.cost.hardware, self.layout)
         self.predicted += self.cost.predict(self.layout, missing).load_seconds
         self.expected[LOADING] = seconds
@@ -83,10 +79,9 @@ class SweepMonitor:
             self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * seconds
 
     def note(self, batches: Sequence[Batch], seconds: float, busy: Mapping[str, float]) -> None:
-        """Add a finished sweep.
+        """Add a finished sweep of these gpu_batches.
 
         Args:
-            batches: its gpu_batches.
             seconds: measured seconds of the sweep.
             busy: by lane, seconds of work since the job began.
         """

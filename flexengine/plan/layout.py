@@ -290,11 +290,8 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 
 
 def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:
-    """Set the number of pages of a tier's pools. Return the bytes of the longest sequence's pages there.
-
-    Args:
-        count: most sequences with KV cache there.
-    """
+    """Set the number of pages of a tier's pools, which hold KV cache of at most `count` sequences. Return the bytes of
+    the longest sequence's pages there."""
     pools, longest, room = layout.pools[tier], workload.longest, left_bytes(layout, tier, capacity)
     team = layout.policy.team(tier, layout.places) or (tier,)
     if len(team) > 1:

@@ -161,11 +161,8 @@ def _curve(block: NeuronFacts) -> Array:
 
 
 def _decoding(block: NeuronFacts, room: float, hardware: Hardware, policy: Policy, sweeps: Profile) -> Array:
-    """Return the seconds by sweep of one layer's block for decoding sequences.
-
-    Args:
-        room: share of the block's neurons that memory has room for.
-    """
+    """Return the seconds by sweep of one layer's block, of whose neurons the share `room` has room in memory, for
+    decoding sequences."""
     rates, use, nbytes = rates_of(hardware, block), Use(block), float(block.neurons * block.record)
     batches = np.ceil(sweeps.decoding / policy.gpu_batch_size - 1e-9)
     rows = np.where(batches > 0, sweeps.decoding / np.maximum(batches, 1), 0.0)
@@ -216,12 +213,6 @@ def rates_of(hardware: Hardware, block: NeuronFacts) -> dict[str, Table]:
         "all_read": tuple((rows, min(many, smaller * rate)) for rows, rate in computing),
     }
     return {**assumed, **hardware.blocks.get(block.signature, {})}
-
-
-def used(model: ModelFacts, rows: float) -> float:
-    """Return the share of all neurons, by their bytes, that a gpu_batch of decoding sequences uses."""
-    nbytes = {block: layers * block.neurons * block.read_bytes for block, layers in _grouped(model.blocks).items()}
-    return sum(float(Use(b).used(np.asarray([rows]))[0]) * n for b, n in nbytes.items()) / max(1, sum(nbytes.values()))
 
 
 def reads(model: ModelFacts, policy: Policy, rows: float) -> float:

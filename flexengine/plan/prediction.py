@@ -67,11 +67,7 @@ class Prediction:
 
 
 def busiest(lanes: Mapping[str, float]) -> str:
-    """Return the lane with the most seconds of work. Lanes of one link count together.
-
-    Args:
-        lanes: seconds of work by lane.
-    """
+    """Return the lane with the most seconds of work, of seconds by lane. Lanes of one link count together."""
     links: dict[str, float] = {}
     for lane, seconds in lanes.items():
         link = lane_of(lane).link
