@@ -1,6 +1,9 @@
-"""All errors that flexengine raises on purpose. Messages name the value, the limit and the remedy."""
+"""All errors that flexengine raises on purpose, and how their messages show values: a message names the value, the
+limit and the remedy."""
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexengine.places import place_of
@@ -140,3 +143,58 @@ class RanOut(OutOfMemory):
         super().__init__(tier, what, needed)
         self.args = (message,)
         self.results: list[Any] = []
+
+
+_WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)
+_JSON_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, "true or false"), (str, "a string"), ((int, float), "a number"), ((list, tuple), "an array"),
+    (Mapping, "an object"),
+)  # fmt: skip
+
+
+def json_kind(value: object) -> str:
+    """Return the kind of a value in JSON's words, such as "an array", or the name of its type if JSON has no such
+    kind."""
+    if value is None:
+        return "null"
+    return next((name for kind, name in _JSON_KINDS if isinstance(value, kind)), type(value).__name__)
+
+
+def shown(value: object) -> str:
+    """Return the value as text for a message, at most about 80 characters.
+
+    null, true, false, arrays and objects are written as in JSON. Values that Python refuses to print, such as numbers
+    of thousands of digits, are named by their kind.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, _WRITTEN_AS_JSON) else repr(value)
+    except TypeError:  # an array that holds other values than JSON's
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"{json_kind(value)} too long to print"
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair cannot be printed
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def meant(word: str, known: Sequence[str]) -> str | None:
+    """Return the known name that the user probably meant by a word: the word itself, the one name that begins with it,
+    or the most similar one. Return None if there is none, or if several names begin with the word."""
+    begins = [word] if word in known else [name for name in known if word and name.startswith(word)]
+    if not begins:
+        import difflib
+
+        begins = difflib.get_close_matches(word, known, 1)
+    return begins[0] if len(begins) == 1 else None
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Return why `json.loads` refused a text.
+
+    Args:
+        error: the error of `json.loads`.
+    """
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if "integer string conversion" in str(error):  # Python's own message advises to change an interpreter setting
+        return f"a whole number has over {sys.get_int_max_str_digits():,} digits"
+    return str(error)

@@ -1,13 +1,15 @@
 """Lossy switches: they save time and memory, and results then differ from those of the checkpoint's own numbers."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
-from flexengine.config import parse_size, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import parse_size
+from flexengine.errors import InvalidInput, shown
+from flexengine.records import Limit, check, refuse
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # their scales are fitted to importances, so calibration changes the result
@@ -18,6 +20,23 @@ ORACLE, PREDICTORS = FLASH = ("oracle", "predictors")
 RECORDED = ("int8", "int4")  # of WEIGHTS, those that records of neurons can have
 BUNDLED = "bundled"  # name of the calibration text that comes with the package
 Formats = Sequence[str | None]  # by layer, a name in WEIGHTS, or None for the checkpoint's own numbers
+
+
+_Share = Annotated[float | None, Limit(math.ulp(0.0), math.nextafter(1, 0)),
+                   "a share above 0 and below 1, or left out to be exact"]  # fmt: skip
+
+
+def _weights(name: str, value: Any) -> str | Formats | None:
+    if isinstance(value, list | tuple):
+        wrong = [(layer, each) for layer, each in enumerate(value) if each not in (*WEIGHTS, None)]
+        if wrong:
+            raise InvalidInput(f"{name} is {shown(wrong[0][1])} for layer {wrong[0][0]}; it must be one of"
+                               f" {', '.join(WEIGHTS)}, or None (null in JSON) to be exact")  # fmt: skip
+        return tuple(value)
+    if value not in (*WEIGHTS, MIXED) and not (isinstance(value, str) and value.endswith(".json")):
+        refuse(name, value, f"one of {', '.join(WEIGHTS)}, {MIXED} (with a budget), or the name of a .json file with a"
+               " format per layer; or left out to be exact")  # fmt: skip
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -46,14 +65,14 @@ class Lossy:
             that records cannot have.
     """
 
-    weights: str | Formats | None = None
-    compute: str | None = None
-    cache: str | None = None
-    sparse_attention: float | None = None
-    calibrate: str | None = None
-    budget: int | str | None = None
-    flash: str | None = None
-    sparsify: float | None = None
+    weights: Annotated[str | Formats | None, _weights] = None
+    compute: Annotated[str | None, COMPUTE, ", or left out to be exact"] = None
+    cache: Annotated[str | None, CACHE, ", or left out to be exact"] = None
+    sparse_attention: _Share = None
+    calibrate: Annotated[str | None, Limit(1), f"the name of a text file, or {BUNDLED!r}"] = None
+    budget: Annotated[int | str | None, "a number of bytes, or one with a unit, such as 6G"] = None
+    flash: Annotated[str | None, FLASH, ", or left out to be exact"] = None
+    sparsify: _Share = None
 
     @property
     def alters_cache(self) -> bool:
@@ -61,36 +80,12 @@ class Lossy:
         return self.cache is not None or self.sparse_attention is not None
 
     def __post_init__(self) -> None:
-        if isinstance(self.weights, list):  # as JSON has it
-            object.__setattr__(self, "weights", tuple(self.weights))
-        self._check_weights()
-        for name, known in (("compute", COMPUTE), ("cache", CACHE), ("flash", FLASH)):
-            if (value := getattr(self, name)) is not None and value not in known:
-                raise InvalidInput(
-                    f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
-                )
-        for name in ("sparse_attention", "sparsify"):
-            share = getattr(self, name)
-            number = isinstance(share, int | float) and not isinstance(share, bool)
-            if share is not None and not (number and 0 < share < 1):
-                raise InvalidInput(f"{name} is {share!r}; it must be a share above 0 and below 1, or left out to be"
-                                   " exact")  # fmt: skip
+        check(self)
         self._check_budget()
         self._check_calibrate()
         if self.flash is not None and self.weights not in (None, *RECORDED):
             raise InvalidInput(f"flash is {self.flash!r} with weights {weights_text(self.weights)}; neurons are read in"
                                f" {' or '.join(RECORDED)}: choose one of these, or leave weights out")  # fmt: skip
-
-    def _check_weights(self) -> None:
-        weights = self.weights
-        if isinstance(weights, tuple):
-            if wrong := [(j, each) for j, each in enumerate(weights) if each not in (*WEIGHTS, None)]:
-                raise InvalidInput(f"weights is {shown(wrong[0][1])} for layer {wrong[0][0]}; it must be one of"
-                                   f" {', '.join(WEIGHTS)}, or None (null in JSON) to be exact")  # fmt: skip
-        elif weights not in (*WEIGHTS, MIXED, None) and not self.file:
-            raise InvalidInput(f"weights is {shown(weights)}; it must be one of {', '.join(WEIGHTS)}, {MIXED} (with a"
-                               " budget), or the name of a .json file with a format per layer; or left out to be"
-                               " exact")  # fmt: skip
 
     def _check_budget(self) -> None:
         if self.weights != MIXED:
@@ -110,8 +105,6 @@ class Lossy:
         text = self.calibrate
         if text is None:
             return
-        if not isinstance(text, str) or not text:
-            raise InvalidInput(f"calibrate is {text!r}; it must be the name of a text file, or {BUNDLED!r}")
         if self.decided and not self.fitted and self.sparsify is None:
             coded = self.coded
             why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"

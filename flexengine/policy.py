@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from flexengine.config import from_fields, read_object, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, WORKERS, place_names, place_of, workers_in_memory
+from flexengine.records import Limit, check, load
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 REQUESTS, HEADS, TOKENS = PARTITIONS = ("requests", "heads", "tokens")
@@ -29,21 +29,25 @@ def _split(name: str, value: Sequence[float] | Mapping[str, float]) -> Split:
     """
     if isinstance(value, Mapping):
         if unknown := [place for place in value if place not in PLACES]:
-            raise InvalidInput(f"policy {name} has a share on {shown(unknown[0])}; it may have shares on"
+            raise InvalidInput(f"{name} has a share on {shown(unknown[0])}; it may have shares on"
                                f" {', '.join(PLACES)}")  # fmt: skip
         value = [value.get(place, 0.0) for place in PLACES]
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     numeric = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
     if not (numeric and len(TIERS) <= len(numbers) <= len(PLACES)):
-        raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
+        raise InvalidInput(f"{name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
                            f" more for each further offload directory, {MOST_DISKS - 1} at most; or fractions by name,"
                            ' such as {"host": 0.5, "workers": 0.5}')  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
         total = f", not {sum(numbers)}" if all(0 <= x <= MAX_NUMBER for x in numbers) else ""
-        raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
+        raise InvalidInput(f"{name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
     while len(numbers) > len(TIERS) and not numbers[-1]:
         numbers.pop()
     return tuple(map(float, numbers))
+
+
+_Count = Annotated[int, Limit(1, MAX_NUMBER)]
+_CheckedSplit = Annotated[Split, _split]
 
 
 def places_of(split: Split) -> tuple[str, ...]:
@@ -102,31 +106,25 @@ class Policy:
         >>> Policy.load("policy.json")
     """
 
-    gpu_batch_size: int = 16
-    num_gpu_batches: int = 4
-    weights: Split = (1.0, 0.0, 0.0)
-    cache: Split = (1.0, 0.0, 0.0)
-    activations: Split = (1.0, 0.0, 0.0)
-    slots: int = 2
-    schedule: str = "continuous"
-    prefill_tokens: int = 2048
+    gpu_batch_size: _Count = 16
+    num_gpu_batches: _Count = 4
+    weights: _CheckedSplit = (1.0, 0.0, 0.0)
+    cache: _CheckedSplit = (1.0, 0.0, 0.0)
+    activations: _CheckedSplit = (1.0, 0.0, 0.0)
+    slots: Annotated[int, Limit(1, MOST_SLOTS)] = 2
+    schedule: Annotated[str, SCHEDULES] = "continuous"
+    prefill_tokens: _Count = 2048
     delegate: bool = False
-    partition: str = REQUESTS
+    partition: Annotated[str, PARTITIONS] = REQUESTS
     queries_first: bool = False
-    neurons: float = 0.0
+    neurons: Annotated[float, Limit(0, 1), "a share from 0 to 1"] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
-            value, most = getattr(self, name), MOST_SLOTS if name == "slots" else MAX_NUMBER
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise InvalidInput(f"policy {name} is {shown(value)}; it must be a whole number of at least 1 and"
-                                   f" at most {most:,}")  # fmt: skip
+        check(self, "policy ")
         if self.block_size > MOST_SEQUENCES:
             shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
             raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences;"
                                f" a block must have at most {MOST_SEQUENCES:,}")  # fmt: skip
-        for name in ("weights", "cache", "activations"):
-            object.__setattr__(self, name, _split(name, getattr(self, name)))
         for name in ("weights", "activations"):
             if shares(getattr(self, name)).get(WORKERS):
                 raise InvalidInput(f"policy {name} has a share on {WORKERS}, which hold KV cache only; give that share"
@@ -135,20 +133,9 @@ class Policy:
             raise InvalidInput(f"policy cache has a share on {WORKERS}, with activations {list(self.activations)};"
                                " hidden states must stay on the device while workers attend; set activations to"
                                " [1, 0, 0]")  # fmt: skip
-        if self.schedule not in SCHEDULES:
-            raise InvalidInput(f"policy schedule is {shown(self.schedule)}; it must be one of {', '.join(SCHEDULES)}")
-        if self.partition not in PARTITIONS:
-            raise InvalidInput(f"policy partition is {shown(self.partition)}; it must be one of"
-                               f" {', '.join(PARTITIONS)}")  # fmt: skip
         if self.partition != REQUESTS and not self.works:
             raise InvalidInput(f"policy partition is {self.partition}, but cache has no share on {WORKERS}; give it"
                                " one, or leave out partition")  # fmt: skip
-        for name in ("delegate", "queries_first"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(f"policy {name} is {shown(getattr(self, name))}; it must be true or false")
-        share = self.neurons
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise InvalidInput(f"policy neurons is {shown(share)}; it must be a share from 0 to 1")
         if self.queries_first and not self.works:
             raise InvalidInput(f"policy queries_first is true, but cache has no share on {WORKERS}; give it one, or set"
                                " queries_first to false")  # fmt: skip
@@ -215,9 +202,7 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> "Policy":
         """Read a policy file. Raise InvalidInput, with the file's name and the fault, if the file has no policy."""
-        policy = from_fields(Policy, read_object(path, "policy file"), f"policy file {path}")
-        assert isinstance(policy, Policy)
-        return policy
+        return load(Policy, path, "policy file")
 
 
 def _readable(split: Split) -> list[float] | dict[str, float]:

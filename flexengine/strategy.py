@@ -2,19 +2,27 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
 from flexengine.policy import MOST_SEQUENCES, Policy
+from flexengine.records import Limit, check, load, printable, read, refuse
 
 FORMATS = (None, "int8", "int4", "int3")  # of a layer's matrices, from exact to coarse; None: the checkpoint's numbers
 BITS = {None: 16, "int8": 8, "int4": 4, "int3": 3}
 MOST_LAYERS = 10_000
+_Count = Annotated[int, Limit(1, MOST_SEQUENCES)]
 _REMEDY = "make a strategy with flexengine plan --cluster --save"
+
+
+def _layers(name: str, value: Any) -> tuple[int, int]:
+    first, end = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    if not (type(first) is int and type(end) is int and 0 <= first < end <= MOST_LAYERS):
+        refuse(name, value, f"[first, end] with 0 <= first < end <= {MOST_LAYERS:,}")
+    return first, end
 
 
 @dataclass(frozen=True)
@@ -31,34 +39,16 @@ class StagePlan:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
     """
 
-    device: str
-    layers: tuple[int, int]
-    weights: tuple[str | None, ...]
+    device: Annotated[str, printable]
+    layers: Annotated[tuple[int, int], _layers]
+    weights: tuple[Annotated[str | None, FORMATS[1:], ", or null (exact)"], ...]
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.device, str) and self.device and self.device.isprintable()):
-            raise InvalidInput(f"strategy device is {shown(self.device)}; it must be the name of a device")
-        layers = self.layers
-        pair = isinstance(layers, (list, tuple)) and len(layers) == 2
-        whole = pair and not any(isinstance(x, bool) or not isinstance(x, int) for x in layers)
-        if not whole or not 0 <= layers[0] < layers[1] <= MOST_LAYERS:
-            raise InvalidInput(f"strategy layers of {self.device} are {shown(layers)}; they must be [first, end] with 0"
-                               f" <= first < end <= {MOST_LAYERS:,}")  # fmt: skip
-        object.__setattr__(self, "layers", tuple(layers))
-        if not isinstance(self.weights, (list, tuple)):
-            raise InvalidInput(f"strategy weights of {self.device} are {shown(self.weights)}; they must be a list with"
-                               " one format per layer")  # fmt: skip
-        if wrong := [name for name in self.weights if name is not None and name not in FORMATS[1:]]:
-            raise InvalidInput(f"strategy weights of {self.device} hold {shown(wrong[0])}; a format must be null"
-                               f" (exact), {', '.join(map(str, FORMATS[1:]))}")  # fmt: skip
+        check(self)
         if len(self.weights) != self.count:
-            raise InvalidInput(f"strategy weights of {self.device} hold {len(self.weights)} formats, but its layers"
-                               f" {list(self.layers)} are {self.count}; give one format per layer")  # fmt: skip
-        object.__setattr__(self, "weights", tuple(self.weights))
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise InvalidInput(f"strategy policy of {self.device} is {shown(self.policy)}; it must be an object of"
-                               " policy fields, or null")  # fmt: skip
+            raise InvalidInput(f"weights hold {len(self.weights)} formats, but layers {list(self.layers)} are"
+                               f" {self.count}; give one format per layer")  # fmt: skip
 
     @property
     def count(self) -> int:
@@ -87,29 +77,18 @@ class Strategy:
         InvalidInput: a value is not allowed, or the stages do not hold each layer once, in order.
     """
 
-    model: str
-    num_layers: int
-    stages: tuple[StagePlan, ...]
-    prefill_batch: int
-    decode_batch: int
-    cohorts: int
+    model: Annotated[str, printable]
+    num_layers: Annotated[int, Limit(1, MOST_LAYERS)]
+    stages: Annotated[tuple[StagePlan, ...], Limit(1), "a list of at least one stage"]
+    prefill_batch: _Count
+    decode_batch: _Count
+    cohorts: _Count
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.model, str) and self.model and self.model.isprintable()):
-            raise InvalidInput(f"strategy model is {shown(self.model)}; it must be the text that names a model's shape")
-        limits = {"num_layers": MOST_LAYERS, "prefill_batch": MOST_SEQUENCES, "decode_batch": MOST_SEQUENCES,
-                  "cohorts": MOST_SEQUENCES}  # fmt: skip
-        for name, most in limits.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise InvalidInput(f"strategy {name} is {shown(value)}; it must be a whole number of at least 1 and at"
-                                   f" most {most:,}")  # fmt: skip
+        check(self, "strategy ")
         if self.prefill_batch > self.decode_batch:
             raise InvalidInput(f"strategy prefill_batch is {self.prefill_batch} and decode_batch {self.decode_batch};"
                                " a cohort is prefilled in parts, so prefill_batch must not be larger")  # fmt: skip
-        if not isinstance(self.stages, (list, tuple)) or not self.stages:
-            raise InvalidInput(f"strategy stages are {shown(self.stages)}; they must be a list of at least one stage")
-        object.__setattr__(self, "stages", tuple(self.stages))
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -182,37 +161,9 @@ class Strategy:
     @staticmethod
     def from_json(values: dict[str, Any], what: str) -> "Strategy":
         """Return the strategy with these fields. Raise InvalidInput that names `what` and the wrong field."""
-        given = dict(values)
-        stages = given.get("stages")
-        if isinstance(stages, list):
-            given["stages"] = tuple(_stage(stage, f"{what}, stage {k + 1}") for k, stage in enumerate(stages))
-        strategy = _made(Strategy, given, what)
-        assert isinstance(strategy, Strategy)
-        return strategy
+        return read(Strategy, values, what)
 
     @staticmethod
     def load(path: str | Path) -> "Strategy":
         """Read a strategy file. Raise InvalidInput, with the file's name and the fault, if it has no strategy."""
-        return Strategy.from_json(read_object(path, "strategy file"), f"strategy file {path}")
-
-
-def _stage(values: object, what: str) -> StagePlan:
-    if not isinstance(values, dict):
-        raise InvalidInput(f"{what} is {shown(values)}; it must be an object of fields")
-    given = dict(values)
-    if isinstance(given.get("policy"), dict):
-        given["policy"] = _made(Policy, given["policy"], f"{what}, policy")
-    stage = _made(StagePlan, given, what)
-    assert isinstance(stage, StagePlan)
-    return stage
-
-
-def _made(kind: type, values: dict[str, Any], what: str) -> Any:
-    """Return a dataclass of these fields. Raise InvalidInput that names `what` if one is missing, unknown or wrong."""
-    if missing := sorted({f.name for f in fields(kind) if f.default is MISSING} - set(values)):
-        raise InvalidInput(f"{what} lacks fields {missing}; {_REMEDY}")
-    try:
-        return from_fields(kind, values, what)
-    except InvalidInput as error:
-        text = str(error)
-        raise InvalidInput(text if text.startswith(what) else f"{what}: {text}") from error
+        return load(Strategy, path, "strategy file")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flexengine.config import Completion, Result, SamplingParams, meant
-from flexengine.errors import InvalidInput
+from flexengine.config import Completion, Result, SamplingParams
+from flexengine.errors import InvalidInput, meant
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**5000  # Python refuses to print the last
 
@@ -83,21 +83,21 @@ def test_equal_parameters_are_one_key() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be a positive number"),
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be at least -2 and at most 2"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be at least -2 and at most 2"),
-        ({"stop": ""}, "stop holds ''; it must hold strings of at least one character"),
-        ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop": ["a", 3]}, "stop holds 3; it must hold strings"),
-        ({"stop": ["a", None]}, "stop holds null"),
+        ({"stop": ""}, "stop[0] is ''; it must be a string of at least one character"),
+        ({"stop": ["a", ""]}, "stop[1] is ''"),
+        ({"stop": ["a", 3]}, "stop[1] is 3; it must be a string"),
+        ({"stop": ["a", None]}, "stop[1] is null"),
         ({"stop": ["\ud800"]}, "half a surrogate pair"),
-        ({"stop": 3}, "stop is 3; it must be a string or a list of strings"),
-        ({"stop": {"a": 1}}, 'stop is {"a": 1}; it must be a string or a list of strings'),
+        ({"stop": 3}, "stop is 3; it must be a string or a list of at most 16 strings"),
+        ({"stop": {"a": 1}}, 'stop is {"a": 1}; it must be a string or a list of at most 16 strings'),
         ({"stop": None}, "stop is null"),
         ({"stop": b"a"}, "stop is b'a'"),
-        ({"stop": ["x"] * 17}, "stop holds 17 strings; it must hold at most 16"),
+        ({"stop": ["x"] * 17}, "...; it must be a string or a list of at most 16 strings"),
         ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a list of token ids"),
         ({"stop_token_ids": "12"}, "stop_token_ids is '12'"),
-        ({"stop_token_ids": [1, -1]}, "stop_token_ids is -1; it must be a whole number from 0"),
-        ({"stop_token_ids": [True]}, "stop_token_ids is true"),
-        ({"stop_token_ids": [1.0]}, "stop_token_ids is 1.0"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids[1] is -1; it must be a whole number of at least 0"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0] is true"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids[0] is 1.0"),
         ({"ignore_eos": None}, "ignore_eos is null; it must be true or false"),
     ],
 )

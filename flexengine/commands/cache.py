@@ -15,8 +15,8 @@ from flexengine.commands.exit_codes import DONE, SOME_FAILED, program
 from flexengine.commands.messages import ago, say, table
 from flexengine.commands.options import add_options
 from flexengine.commands.parser import Parser
-from flexengine.config import cache_root, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import cache_root
+from flexengine.errors import InvalidInput, shown
 from flexengine.plan.formatting import count, plain, size
 
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds

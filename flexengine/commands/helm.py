@@ -10,8 +10,7 @@ from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import LOSSY, MACHINE, MODEL, OptionTable, add_options, allowed, lossy_of, named
 from flexengine.commands.parser import Parser, refuse_given
-from flexengine.config import shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.interrupt import Interrupts
 from flexengine.job.overwrite import check_not_overwritten
 from flexengine.job.results import check_output

@@ -15,8 +15,7 @@ from flexengine.commands.habits import correct
 from flexengine.commands.main import COMMANDS
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
 from flexengine.commands.options import OptionTable, add_options
-from flexengine.config import meant
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, meant
 
 _GENERAL = """
 -q, --quiet         print no messages but errors

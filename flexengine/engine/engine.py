@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 from flexengine.activity import Listener
-from flexengine.config import Result, SamplingParams, shown
-from flexengine.engine.options import EngineOptions, check, takes
+from flexengine.config import Result, SamplingParams
+from flexengine.engine.options import EngineOptions, takes
 from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
+from flexengine.records import check_argument
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
@@ -131,7 +132,7 @@ class Engine(Session):
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
-        check("tools", tools, list | None, "a list of tools (JSON schemas), or None")
+        check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
             one: Row = {"messages": _as_list(messages), **shared}

@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from flexengine.activity import activity, message, reporting
-from flexengine.config import Result, SamplingParams, shown
+from flexengine.config import Result, SamplingParams
 from flexengine.engine.agreement import PREFILL_TOKENS, engine_part, manifest, settings_of, switches_part, take_over
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.engine.sweep_reports import JobRows
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import OutOfMemory
 from flexengine.job.inputs import InputRows
 from flexengine.job.overwrite import check_not_overwritten
 from flexengine.job.results import check_output, files_beside
@@ -27,6 +27,7 @@ from flexengine.job.same_job import Manifest
 from flexengine.job.source import FORMATS
 from flexengine.job.streams import STDIN
 from flexengine.plan.min_memory import SHORTEST
+from flexengine.records import Limit, check_argument
 
 if TYPE_CHECKING:
     from flexengine.engine.session import Session  # imports torch, which a job that is finished does not need
@@ -185,33 +186,32 @@ class EngineRunner:
             planner.policy, planner.prefill_tokens = before
 
 
+_ARGUMENTS = {
+    "input": Annotated[str | Path, "the name of a file"],
+    "output": Annotated[str | Path, "the name of a file"],
+    "params": Annotated[SamplingParams, "SamplingParams, or None"],
+    "prompt_column": Annotated[str | None, Limit(1), "the name of a column, or None"],
+    "limit": Annotated[int | None, Limit(1), ", or None"],
+    "input_format": Annotated[str | None, FORMATS],
+    **dict.fromkeys(("chat", "score", "restart", "retry_errors"), bool),
+}
+
+
 def run_job(
     engine: "Session", input: str | Path, output: str | Path, params: SamplingParams, **arguments: Any
 ) -> Summary:
     """Run the rows of a file on an engine; see `Engine.run_job`, which has the further arguments."""
-    from flexengine.engine.options import check  # imports torch
-
-    check("input", input, str | Path, "the name of a file")
-    check("output", output, str | Path, "the name of a file")
-    check("params", params, SamplingParams, "SamplingParams, or None")
-    check("prompt_column", arguments["prompt_column"], str | None, "the name of a column, or None")
-    limit, form = arguments["limit"], arguments["input_format"]
-    if form not in (*FORMATS, None):
-        raise InvalidInput(f"input_format is {shown(form)}; it must be one of {', '.join(FORMATS)}")
-    check("limit", limit, int | None, "a whole number of at least 1, or None")
-    if limit is not None and limit < 1:
-        raise InvalidInput(f"limit is {limit}; it must be at least 1")
-    switches = ("chat", "score", "restart", "retry_errors")
-    for name in switches:
-        check(name, arguments[name], bool, "True or False")
-    chat, score, restart, retry_errors = (arguments[name] for name in switches)
+    given = {"input": input, "output": output, "params": params, **arguments}
+    for name, kind in _ARGUMENTS.items():
+        check_argument(name, given[name], kind)
+    column, limit, form, chat, score, restart, retry_errors = (given[name] for name in list(_ARGUMENTS)[3:])
     input = STDIN if input == "-" else input
     check_output(output, input)
     written = {"trace": engine.options.trace, "output": output, **files_beside(output, "output")}
     check_not_overwritten({"input": input}, written)
     with (
         reporting(engine.listener),
-        InputRows(input, arguments["prompt_column"], limit, form, chat, score) as rows,
+        InputRows(input, column, limit, form, chat, score) as rows,
         open_job(rows, output, restart, retry_errors) as store,
     ):
         summary: Summary = FileJob(EngineRunner(engine, params), store).run()

@@ -6,17 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 from flexengine.activity import Listener
-from flexengine.config import cache_root, parse_size, shown
+from flexengine.config import cache_root, parse_size
 from flexengine.engine.guests import ProcessGroup, guest
 from flexengine.engine.state import Progress
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.config import named_dtype
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
+from flexengine.records import Limit, check, check_argument, refuse
 from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
 
@@ -24,6 +25,45 @@ if TYPE_CHECKING:
     from flexengine.strategy import Strategy
 
 P = ParamSpec("P")
+_MODEL = "a directory, a .gguf file, a hub id, or None for the demo model"
+_Engines = Annotated[int | None, Limit(1), "a number of engines of at least 1, or None"]
+
+
+def _size(name: str, value: Any) -> str | int:
+    parse_size(value, f"--{name.replace('_', '-')}")
+    return value  # type: ignore[no-any-return]
+
+
+_Size = Annotated[str | int | None, _size]
+
+
+def _directories(name: str, value: Any) -> Any:
+    given = [value] if isinstance(value, str | Path) else value
+    named = isinstance(given, Sequence) and len(given) > 0 and all(isinstance(d, str | Path) and d != "" for d in given)
+    if not named:
+        refuse(name, value, "the name of a directory, or a list of at least one name; leave it out for the default")
+    return value
+
+
+def _workers(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | Sequence) or value == "":
+        refuse(name, value, "a number of processes, or a list of addresses HOST:PORT")
+    return value
+
+
+def _allow(name: str, value: Any) -> Any:
+    """Return names that the planner may choose from. Raise InvalidInput if they are none."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        example = value if isinstance(value, str) else "int8-weights"
+        refuse(name, value, f"a list of names, such as [{example!r}]")
+    choices(value)
+    return value
+
+
+def _progress(name: str, value: Any) -> Any:
+    if not (isinstance(value, bool) or callable(value)):
+        raise InvalidInput(f"{name} is {type(value).__name__}; it must be True, False, None or a function")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +83,18 @@ class MachineOptions:
         worker_mem: bytes for KV cache of each worker that is started, in the same form as device_mem.
     """
 
-    device: str = "auto"
-    device_mem: str | int | None = None
-    host_mem: str | int | None = None
-    offload_dir: str | Path | Sequence[str | Path] | None = None
-    links: Links | None = None
-    attention_workers: int | Sequence[str] = 0
-    worker_mem: str | int | None = None
+    device: Annotated[str, KINDS] = "auto"
+    device_mem: _Size = None
+    host_mem: _Size = None
+    offload_dir: Annotated[str | Path | Sequence[str | Path] | None, _directories] = None
+    links: Annotated[Links | None, "a Links, such as Links(h2d=12e9), or None"] = None
+    attention_workers: Annotated[int | Sequence[str], _workers] = 0
+    worker_mem: _Size = None
 
     def __post_init__(self) -> None:
-        if self.device not in KINDS:
-            raise InvalidInput(f"device is {shown(self.device)}; it must be one of {', '.join(KINDS)}")
-        _ = self._bytes  # raises InvalidInput if one is no size
-        names = [self.offload_dir] if isinstance(self.offload_dir, str | Path) else self.offload_dir
-        valid = isinstance(names, Sequence) and names and all(isinstance(d, str | Path) and d != "" for d in names)
-        if names is not None and not valid:
-            raise InvalidInput(f"offload_dir is {shown(self.offload_dir)}; it must be the name of a directory, or a"
-                               " list of at least one name; leave it out for the default")  # fmt: skip
-        check("links", self.links, Links | None, "a Links, such as Links(h2d=12e9), or None")
-        given = self.attention_workers
-        check("attention_workers", given, int | Sequence, "a number of processes, or a list of addresses HOST:PORT")
-        if given or self.worker_mem is not None:
-            guest("check of attention workers")(given, self.worker_mem)
+        check(self)
+        if self.attention_workers or self.worker_mem is not None:
+            guest("check of attention workers")(self.attention_workers, self.worker_mem)
 
     @property
     def _bytes(self) -> tuple[int | None, int | None]:
@@ -144,68 +174,48 @@ class EngineOptions(MachineOptions):
         InvalidInput: a value has the wrong type or is not allowed, or two options exclude each other.
     """
 
-    model: str | Path | None = field(default=None, kw_only=False)
-    policy: Policy | None = None
-    dtype: str | None = None
+    model: Annotated[str | Path | None, _MODEL] = field(default=None, kw_only=False)
+    policy: Annotated[Policy | None, "a Policy, such as Policy(**fields) or Policy.load(FILE), or None"] = None
+    dtype: Annotated[str | None, Limit(1), "one of auto, float32, bfloat16, float16"] = None
     overlap: bool = True
-    trace: str | Path | None = None
-    on_sweep: Callable[[Progress], None] | None = None
+    trace: Annotated[str | Path | None, "the name of a file, or None"] = None
+    on_sweep: Annotated[Callable[[Progress], None] | None, "a function that takes a Progress, or None"] = None
     trust_remote_code: bool = False
     allow_symlinks: bool = False
-    hardware: Hardware | None = None
-    lossy: Lossy = EXACT
-    allow: Sequence[str] = ()
+    hardware: Annotated[Hardware | None, "a Hardware, such as Hardware.load(FILE), or None"] = None
+    lossy: Annotated[Lossy, "a Lossy, such as Lossy(weights='int4')"] = EXACT
+    allow: Annotated[Sequence[str], _allow] = ()
     prefix_sharing: bool = True
     verify: bool = False
     strategy: "Strategy | None" = None
-    group: ProcessGroup | None = None
-    sharing: int | None = None
-    worker_sharing: int | None = None
-    progress: bool | Listener | None = None
+    group: Annotated[ProcessGroup | None, "a Group of flexengine.guests.stages, or None"] = None
+    sharing: _Engines = None
+    worker_sharing: _Engines = None
+    progress: Annotated[bool | Listener | None, _progress] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("model", self.model, str | Path | None, "a directory, a .gguf file, a hub id, or None for the demo model")
-        check("policy", self.policy, Policy | None, "a Policy, such as Policy(**fields) or Policy.load(FILE), or None")
-        check("dtype", self.dtype, str | None, "one of auto, float32, bfloat16, float16")
-        for name in ("overlap", "trust_remote_code", "allow_symlinks", "prefix_sharing", "verify"):
-            check(name, getattr(self, name), bool, "True or False")
-        check("trace", self.trace, str | Path | None, "the name of a file, or None")
-        check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")
-        check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
         if self.strategy is not None:
             self._check_strategy()
         if self.attention_workers and self.policy is not None and not self.policy.works:
             raise InvalidInput(f"--attention-workers is {self.attention_workers}, but the policy gives them no share of"
                                ' the KV cache; add one, such as "cache": {"workers": 1}, or leave out the workers or'
                                " the policy")  # fmt: skip
-        check("group", self.group, ProcessGroup | None, "a Group of flexengine.guests.stages, or None")
         group, given = self.group, self.attention_workers
         if group is not None and isinstance(given, int) and given and group.local_size < group.size:
             raise InvalidInput(f"--attention-workers is {given}, but the stages are on several machines; start workers"
                                " with flexengine serve-attention, and give their addresses")  # fmt: skip
-        for name in ("sharing", "worker_sharing"):
-            check(name, value := getattr(self, name), int | None, "a number of engines of at least 1, or None")
-            if value is not None and value < 1:
-                raise InvalidInput(f"{name} is {value}; it must be at least 1, or None")
-        check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
-        allow: object = self.allow
-        if isinstance(allow, str) or not isinstance(allow, Sequence) or not all(isinstance(n, str) for n in allow):
-            name = allow if isinstance(allow, str) else "int8-weights"
-            raise InvalidInput(f"allow is {shown(allow)}; it must be a list of names, such as [{name!r}]")
-        choices(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
             raise InvalidInput("allow cannot be combined with lossy or policy, which fix what the planner would choose;"
                                " remove one of them")  # fmt: skip
-        if not (isinstance(self.progress, bool | None) or callable(self.progress)):
-            kind = type(self.progress).__name__
-            raise InvalidInput(f"progress is {kind}; it must be True, False, None or a function")
         named_dtype(self.dtype)
 
     def _check_strategy(self) -> None:
         from flexengine.strategy import Strategy  # not without stages
 
-        check("strategy", self.strategy, Strategy, "a Strategy, such as Strategy.load(FILE), or None")
+        check_argument(
+            "strategy", self.strategy, Annotated[Strategy, "a Strategy, such as Strategy.load(FILE), or None"]
+        )
         assert self.strategy is not None
         if self.attention_workers:
             raise InvalidInput("--attention-workers cannot be combined with --strategy, whose stages keep the KV cache;"
@@ -261,15 +271,3 @@ def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callab
         return checked
 
     return dressed
-
-
-def check(name: str, value: object, kind: Any, allowed: str) -> None:
-    """Raise InvalidInput if the value of an argument is empty text, has a null character, or is not of a type.
-
-    Args:
-        kind: a type, or a union of types. True and False are not of type int.
-        allowed: the allowed values as text, for the message.
-    """
-    broken = value == "" or (isinstance(value, str | Path) and "\0" in str(value))
-    if broken or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be {allowed}")

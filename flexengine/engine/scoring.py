@@ -12,8 +12,8 @@ as text or token ids. Other rows generate.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexengine.config import SamplingParams, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.prompts import Request, Target, check_text, checked_ids
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.model.tokenizer import opening, token_ids

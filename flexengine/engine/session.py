@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from flexengine.activity import reported, reporting
 from flexengine.activity.terminal import listener_of
-from flexengine.config import Result, SamplingParams, shown
+from flexengine.config import Result, SamplingParams
 from flexengine.engine import fingerprint
 from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import Core
@@ -19,7 +19,7 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import PromptReader
 from flexengine.engine.sweep_reports import JobRows
-from flexengine.errors import InvalidInput, RanOut
+from flexengine.errors import InvalidInput, RanOut, shown
 from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor

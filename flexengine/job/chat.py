@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from flexengine.config import json_kind, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, json_kind, shown
 
 TOOLS = "tools"
 

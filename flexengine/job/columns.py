@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flexengine.config import Result, SamplingParams, json_fault
-from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
+from flexengine.config import Result, SamplingParams
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
 from flexengine.job.chat import TOOLS
 from flexengine.job.prompts import OVERRIDES
 from flexengine.job.read_arrow import record_of, records_of

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from flexengine.config import Completion, Result, json_kind, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import Completion, Result
+from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job import chat
 from flexengine.job.rows import Row
 

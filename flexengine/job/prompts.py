@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from flexengine.config import SamplingParams, json_kind, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job import chat
 from flexengine.job.rows import PROMPT_KINDS, Row
 

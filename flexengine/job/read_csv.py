@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from flexengine.config import json_fault, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, json_fault, shown
 from flexengine.job import reading
 from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile

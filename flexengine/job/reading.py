@@ -12,8 +12,8 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, get_args, get_origin, get_type_hints
 
-from flexengine.config import SamplingParams, json_fault, json_kind, meant
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant
 from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import InputFile
 

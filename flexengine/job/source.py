@@ -10,8 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from flexengine.config import meant
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, meant
 from flexengine.job.streams import descriptor, is_stream
 from flexengine.job.whole_file import full_disk
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import json_fault
-from flexengine.errors import BadCheckpoint
+from flexengine.errors import BadCheckpoint, json_fault
 from flexengine.read_retries import opened
 
 _PATTERNS = ("*", "additional_chat_templates/*")  # names of a model's files in its directory

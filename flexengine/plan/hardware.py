@@ -3,20 +3,17 @@
 They are measured (`flexengine.measure`), or written by hand as JSON to plan for another machine.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.config import from_fields, read_object, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.places import (
     MOST_DISKS,
     MOST_WORKERS,
@@ -30,6 +27,7 @@ from flexengine.places import (
     workers_of,
 )
 from flexengine.plan.capacity import Capacity
+from flexengine.records import Limit, allowed, check, checked, load, printable, read, refuse
 
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
@@ -61,6 +59,48 @@ def _logs(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the logarithms of x and of y. Cached: a search reads the same tables often."""
     xs, ys = np.log(np.array(table, dtype=float)).T
     return xs, ys
+
+
+def positive(name: str, value: object) -> float:
+    """Return the number. Raise InvalidInput, which begins with `name`, unless it is positive and in the limits."""
+    return float(checked(_RATE, name, value))
+
+
+def _if_known(name: str, value: Any) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else positive(name, value)
+
+
+def _bytes(name: str, value: Any) -> int:
+    if positive(name, value) < 1:
+        refuse(name, value, "at least 1 byte, or null for no limit")
+    return int(value)
+
+
+def _points(name: str, value: Any) -> Table:
+    """Return checked points. A plain number is a table with the same value everywhere."""
+    if isinstance(value, (int, float)):
+        return ((1.0, positive(name, value)),)
+    if not isinstance(value, list | tuple) or not value:
+        refuse(name, value, "a list of points [x, y]")
+    for point in value:
+        if not isinstance(point, list | tuple) or len(point) != 2:
+            raise InvalidInput(f"{name} holds {shown(point)}; it must hold points [x, y]")
+    points = tuple((positive(name, x), positive(name, y)) for x, y in value)
+    if any(a[0] >= b[0] for a, b in pairwise(points)):
+        raise InvalidInput(f"{name} is {shown(value)}; x must rise from point to point")
+    return points
+
+
+def _at_most(most: int) -> str:
+    return f"a list of bytes, at most {most} of them"
+
+
+Rate = Annotated[float, Limit(LEAST, MOST), f"a positive number, {LEAST:g} to {MOST:g} in bytes, FLOP and seconds"]
+_RATE = allowed(Rate)
+IfKnown = Annotated[float, _if_known]  # 0: not known
+_Bytes = Annotated[int | None, _bytes]  # None: no limit
+_Points = Annotated[Table, _points]
+_Slowed = Annotated[float, Limit(0, MOST_SLOWED), f"a number from 0 to {MOST_SLOWED:g}"]
 
 
 @dataclass(frozen=True)
@@ -120,90 +160,68 @@ class Hardware:
         >>> Engine(hardware=Hardware.load("my_machine.json"))  # from flexengine measure --save my_machine.json
     """
 
-    name: str
-    kind: str
-    device_bytes: int | None
-    host_bytes: int | None
-    disk_bytes: int | None
-    links: Mapping[str, Table]
-    checkpoint_read: Table
-    products: Mapping[str, Table]
-    prompt_attention: Table
-    decode_attention: Table
-    elementwise: float
-    host_attention: float = 0.0
-    vector_flops: float = 0.0
-    host_flops: float = 0.0
-    cell_seconds: float = 0.0
-    task_seconds: float = 0.0
-    sweep_seconds: float = 0.0
-    sequence_seconds: float = 0.0
-    crosstalk: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    layers: Mapping[str, Table] = field(default_factory=dict)
-    heads: Mapping[str, Table] = field(default_factory=dict)
-    attention: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
-    blocks: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
-    streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    delegation: Mapping[str, float] = field(default_factory=dict)
-    touch: float = 0.0
-    touch_busy: float = 0.0
+    name: Annotated[str, printable]
+    kind: Annotated[str, KINDS]
+    device_bytes: _Bytes
+    host_bytes: _Bytes
+    disk_bytes: _Bytes
+    links: Mapping[str, _Points]
+    checkpoint_read: _Points
+    products: Mapping[str, _Points]
+    prompt_attention: _Points
+    decode_attention: _Points
+    elementwise: Rate
+    host_attention: IfKnown = 0.0
+    vector_flops: IfKnown = 0.0
+    host_flops: IfKnown = 0.0
+    cell_seconds: IfKnown = 0.0
+    task_seconds: IfKnown = 0.0
+    sweep_seconds: IfKnown = 0.0
+    sequence_seconds: IfKnown = 0.0
+    crosstalk: Mapping[str, Mapping[str, _Slowed]] = field(default_factory=dict)
+    layers: Mapping[str, _Points] = field(default_factory=dict)
+    heads: Mapping[str, _Points] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[str, _Points]] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, _Points]] = field(default_factory=dict)
+    streaming: Mapping[str, Mapping[str, _Slowed]] = field(default_factory=dict)
+    delegation: Mapping[str, IfKnown] = field(default_factory=dict)
+    touch: IfKnown = 0.0
+    touch_busy: IfKnown = 0.0
     measured: bool = False
-    more_disks: tuple[int | None, ...] = ()
-    workers: tuple[int | None, ...] = ()
-    filed: int = 0
-    worker_attention: Mapping[str, float] = field(default_factory=dict)
-    worker_links: Mapping[str, float] = field(default_factory=dict)
-    worker_seconds: float = 0.0
-    worker_cores: Mapping[str, float] = field(default_factory=dict)
-    corrected: Mapping[str, float] = field(default_factory=dict)
-    prices: Mapping[str, float] = field(default_factory=dict)
+    more_disks: Annotated[tuple[_Bytes, ...], Limit(0, MOST_DISKS - 1), _at_most(MOST_DISKS - 1)] = ()
+    workers: Annotated[tuple[_Bytes, ...], Limit(0, MOST_WORKERS), _at_most(MOST_WORKERS)] = ()
+    filed: Annotated[int, Limit(0), "a number of workers, fewer than all"] = 0
+    worker_attention: Mapping[str, Rate] = field(default_factory=dict)
+    worker_links: Mapping[str, Rate] = field(default_factory=dict)
+    worker_seconds: IfKnown = 0.0
+    worker_cores: Mapping[str, Annotated[float, Limit(0, 1), "a share from 0 to 1"]] = field(default_factory=dict)
+    corrected: Mapping[str, Rate] = field(default_factory=dict)
+    prices: Mapping[str, Rate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidInput(f"hardware kind is {shown(self.kind)}; it must be one of {', '.join(KINDS)}")
-        for name in ("checkpoint_read", "prompt_attention", "decode_attention"):
-            object.__setattr__(self, name, _table(name, getattr(self, name)))
-        for name in ("links", "products", "layers", "heads"):
-            tables = _object(name, getattr(self, name))
-            object.__setattr__(self, name, {key: _table(f"{name} {key}", value) for key, value in tables.items()})
-        for name, known in (("attention", ATTENTION), ("blocks", BLOCKS)):
-            object.__setattr__(self, name, _tables(name, getattr(self, name), known))
-        for name in ("device_bytes", "host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, _size(name, getattr(self, name)))
-        object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks, MOST_DISKS - 1))
-        object.__setattr__(self, "workers", _sizes("workers", self.workers, MOST_WORKERS))
-        for name, factor in _object("corrected", self.corrected).items():
-            positive(f"corrected {name}", factor)
-        if not (isinstance(self.filed, int) and 0 <= self.filed < max(1, len(self.workers))):
-            raise InvalidInput(f"filed is {shown(self.filed)}; it must be a number of workers, fewer than all")
-        for what in ("worker_attention", "worker_links"):
-            for name, rate in _object(what, getattr(self, what)).items():
-                positive(f"{what} {name}", rate)
-        for name, share in _object("worker_cores", self.worker_cores).items():
-            if not 0 <= _number(f"worker_cores {name}", share) <= 1:
-                raise InvalidInput(f"worker_cores {shown(name)} is {shown(share)}; it must be a share from 0 to 1")
-        for name, lost in _object("delegation", self.delegation).items():
-            _known(f"delegation {name}", lost)
-        positive("elementwise", self.elementwise)
-        seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "worker_seconds")
-        for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch", "touch_busy"):
-            _known(name, getattr(self, name))
-        if not (isinstance(self.name, str) and self.name.isprintable() and isinstance(self.measured, bool)):
-            raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be"
-                               " printable text and true or false")  # fmt: skip
+        check(self)
+        if self.filed >= max(1, len(self.workers)):
+            refuse("filed", self.filed, "a number of workers, fewer than all")
         if not self.products:
             raise InvalidInput("products is empty; it must have a rate for one dtype at least, such as float16")
+        for name, known in (("attention", ATTENTION), ("blocks", BLOCKS), ("streaming", STREAMING)):
+            for key, given in getattr(self, name).items():
+                unknown = set(given) - set(known)
+                if unknown:
+                    raise InvalidInput(f"{name} {shown(key)} has {sorted(unknown)}; it may have {', '.join(known)}")
+        for name, figures in self.streaming.items():
+            if len(figures) < len(STREAMING):
+                raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")
         self._check_lanes()
 
     def _check_lanes(self) -> None:
         lanes = self.lanes
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {lane for disk in disks_of(self.places) for lane in disk.lanes}
-        for place, price in _object("prices", self.prices).items():
+        for place in self.prices:
             if place not in place_names(MOST_DISKS) and not place_of(place).worker:
                 raise InvalidInput(f"prices has {shown(place)}; it may have device, host, disk, disk2, worker1, and so"
                                    " on")  # fmt: skip
-            positive(f"price of {place}", price)
         if unknown := set(self.links) - needed - {"d2h"}:
             links = ", ".join(sorted(needed | {"d2h"}))
             raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {links}; further"
@@ -212,22 +230,11 @@ class Hardware:
             raise InvalidInput(f"hardware {self.name} has no links {sorted(missing)}; it must have {sorted(needed)}")
         if self.shared and self.host_bytes is not None:
             raise InvalidInput("hardware of kind cpu has host_bytes; its RAM is device_bytes, set host_bytes to null")
-        for lane, others in _object("crosstalk", self.crosstalk).items():
-            for other, share in _object(f"crosstalk {lane}", others).items():
-                known = lane in lanes and other in lanes
-                if not known or not 0 <= _number(f"crosstalk {lane}", share) <= MOST_SLOWED:
-                    raise InvalidInput(
-                        f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
-                        f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(lanes)}"
-                    )
-
-        for name, figures in _object("streaming", self.streaming).items():
-            if set(_object(f"streaming {name}", figures)) != set(STREAMING):
-                raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")
-            for what, figure in figures.items():
-                if not 0 <= _number(f"streaming {what}", figure) <= MOST_SLOWED:
-                    raise InvalidInput(f"streaming {shown(name)} {what} is {shown(figure)};"
-                                       f" it must be 0 to {MOST_SLOWED:g}")  # fmt: skip
+        for lane, others in self.crosstalk.items():
+            for other, share in others.items():
+                if lane not in lanes or other not in lanes:
+                    raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)}; it must be between"
+                                       f" lanes of {', '.join(lanes)}")  # fmt: skip
 
     @property
     def shared(self) -> bool:
@@ -297,96 +304,9 @@ class Hardware:
     @staticmethod
     def from_json(values: object, what: str) -> "Hardware":
         """Return hardware with these fields. Raise InvalidInput that names `what` and the wrong field."""
-        if not isinstance(values, dict):
-            raise InvalidInput(f"{what} holds {type(values).__name__}, not an object of hardware fields")
-        required = {f.name for f in fields(Hardware)} - {f.name for f in fields(Hardware) if _has_default(f)}
-        if missing := required - set(values):
-            raise InvalidInput(f"{what} lacks {sorted(missing)}")
-        try:
-            hardware = from_fields(Hardware, values, what)
-        except (InvalidInput, TypeError) as error:
-            raise InvalidInput(f"{what}: {str(error).removeprefix(what).lstrip()}") from error
-        assert isinstance(hardware, Hardware)
-        return hardware
+        return read(Hardware, values, what)
 
     @staticmethod
     def load(path: str | Path) -> "Hardware":
         """Read a hardware file. Raise InvalidInput that names the file and the error."""
-        return Hardware.from_json(read_object(path, "hardware file"), f"hardware file {path}")
-
-
-def _has_default(f: Any) -> bool:
-    return f.default is not MISSING or f.default_factory is not MISSING
-
-
-def _object(name: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be an object")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    number = math.nan
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError):  # a Python int may be too large for a float
-            number = float(value)
-    if not math.isfinite(number):
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a number")
-    return number
-
-
-def positive(name: str, value: object) -> float:
-    """Return the number. Raise InvalidInput, which begins with `name`, unless it is positive and in the limits."""
-    if (number := _number(name, value)) <= 0:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be positive")
-    if not LEAST <= number <= MOST:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be {LEAST:g} to {MOST:g}, in bytes, FLOP and seconds")
-    return number
-
-
-def _known(name: str, value: object) -> None:
-    """Raise InvalidInput unless a number is positive or 0, which for rates means that they are not known."""
-    if _number(name, value) != 0:
-        positive(name, value)
-
-
-def _size(name: str, size: object) -> int | None:
-    """Return checked bytes; None is no limit."""
-    if size is None:
-        return None
-    if (number := positive(name, size)) < 1:
-        raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
-    return int(size) if isinstance(size, int) else int(number)
-
-
-def _sizes(name: str, value: object, most: int) -> tuple[int | None, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of bytes, at most {most} of them")
-    return tuple(_size(f"{name}[{number}]", size) for number, size in enumerate(value))
-
-
-def _tables(name: str, value: object, known: Sequence[str]) -> dict[str, dict[str, Table]]:
-    """Return checked tables by key and by name, of a field. known: names that a key may have."""
-    checked = {}
-    for shape, tables in _object(name, value).items():
-        given = _object(f"{name} {shape}", tables)
-        if unknown := set(given) - set(known):
-            raise InvalidInput(f"{name} {shown(shape)} has {sorted(unknown)}; it may have {', '.join(known)}")
-        checked[shape] = {what: _table(f"{name} {shape} {what}", table) for what, table in given.items()}
-    return checked
-
-
-def _table(name: str, value: object) -> Table:
-    """Return checked points. A plain number is a table with the same value everywhere."""
-    if isinstance(value, (int, float)):
-        return ((1.0, positive(name, value)),)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of points [x, y]")
-    points = []
-    for point in value:
-        if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
-            raise InvalidInput(f"{name} holds {shown(point)}; it must hold points [x, y]")
-        points.append((positive(name, point[0]), positive(name, point[1])))
-    if any(a[0] >= b[0] for a, b in pairwise(points)):
-        raise InvalidInput(f"{name} is {shown(value)}; x must rise from point to point")
-    return tuple(points)
+        return load(Hardware, path, "hardware file")

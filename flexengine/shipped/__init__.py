@@ -4,8 +4,7 @@ import os
 from pathlib import Path, PurePath
 from typing import Literal
 
-from flexengine.config import meant
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, meant
 
 Kind = Literal["hardware", "models", "policies", "clusters"]
 _FILE_OF = {"hardware": "hardware file", "models": "model", "policies": "policy file", "clusters": "cluster file"}

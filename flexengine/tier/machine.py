@@ -17,7 +17,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -25,6 +25,7 @@ from flexengine.activity import message
 from flexengine.errors import InvalidInput
 from flexengine.places import MOST_DISKS, disks_of, place_names, place_of
 from flexengine.plan.capacity import Capacity
+from flexengine.records import Limit, check
 from flexengine.schedule.routes import Routes
 from flexengine.tier.base import ALIGN, Ledger, Tier
 from flexengine.tier.disk import DiskTier
@@ -36,6 +37,11 @@ HEADROOM = 0.92  # share of the free memory that is used if no size is set
 RAM_DISK = 8  # an offload directory in RAM gets 1/8 of that share if no size is set
 NO_DISK = 1  # bytes; capacity of a disk tier whose directory cannot be used: Hardware refuses 0, and no page fits in 1
 MIN_DISK_BYTES = 2 * ALIGN  # bytes; minimum capacity of an offload directory in RAM, enough to measure its rates
+
+
+_Rate = Annotated[
+    float | None, Limit(math.ulp(0.0), math.inf), "a positive number of bytes per second, or None for no limit"
+]
 
 
 @dataclass(frozen=True)
@@ -57,37 +63,20 @@ class Links:
         >>> Engine(device="sim", device_mem="2G", links=Links(h2d=12e9, d2h=12e9, disk_read=2e9, disk_write=1e9))
     """
 
-    h2d: float | None = None
-    d2h: float | None = None
-    disk_read: float | None = None
-    disk_write: float | None = None
-    latency: float = 0.0
-    more_disks: tuple[tuple[float | None, float | None], ...] = ()
+    h2d: _Rate = None
+    d2h: _Rate = None
+    disk_read: _Rate = None
+    disk_write: _Rate = None
+    latency: Annotated[float, Limit(0), "a number of seconds of at least 0"] = 0.0
+    more_disks: tuple[Annotated[tuple[_Rate, _Rate], Limit(2, 2), "a pair (read, write) of rates"], ...] = ()
 
     def __post_init__(self) -> None:
-        more = self.more_disks
-        if not isinstance(more, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in more):
-            raise InvalidInput(
-                f"more_disks is {more!r}; it must hold a pair (read, write) of rates for each further offload directory"
-            )
-        rates = [(name, getattr(self, name)) for name in ("h2d", "d2h", "disk_read", "disk_write")]
-        rates += [("a rate of more_disks", rate) for pair in more for rate in pair]
-        for name, value in rates:
-            if value is not None and not (_is_number(value) and value > 0):
-                raise InvalidInput(
-                    f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no limit"
-                )
-        if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
-            raise InvalidInput(f"latency is {self.latency!r}; it must be a number of seconds of at least 0")
+        check(self)
 
     def of_disk(self, number: int) -> tuple[float | None, float | None]:
         """Return the rates (read, write) of a disk, by its number from 0."""
         rates = ((self.disk_read, self.disk_write), *self.more_disks)
         return rates[number] if number < len(rates) else (None, None)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass

@@ -6,9 +6,9 @@ An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4"
 import json
 from dataclasses import replace
 
-from flexengine.config import read_object, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import Formats, Lossy
+from flexengine.records import read_object
 
 _FIELDS = ("model", "layers", "weights")
 _REMEDY = "; flexengine quality --weights mixed --budget SIZE --save-bits FILE.json makes one for a model"

@@ -44,9 +44,9 @@ def test_train(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "must be train"),
-        (["train", "--misses", "0"], "share of misses is 0"),
+        (["train", "--misses", "0"], "--misses is 0"),
         (["train", "--misses", "0.6"], "at most 0.5"),
-        (["train", "--rank", "0"], "rank of predictors is 0"),
+        (["train", "--rank", "0"], "--rank is 0"),
         (["train", "--tokens", "0"], "--tokens is 0"),
         (["train", "--tokens", "64"], "give 320 tokens or more"),
         (["train", "--threads", "0"], "--threads is 0"),

@@ -106,9 +106,9 @@ def test_the_signature_is_that_of_the_options() -> None:
     ({"dtype": "int4"}, "dtype is 'int4'; it must be one of auto, float32, bfloat16, float16"),
     ({"trace": 3}, "trace is 3; it must be the name of a file"),
     ({"trace": ""}, "trace is ''; it must be the name of a file"),
-    ({"verify": 1}, "verify is 1; it must be True or False"),
-    ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
-    ({"trust_remote_code": 0}, "trust_remote_code is 0; it must be True or False"),
+    ({"verify": 1}, "verify is 1; it must be true or false"),
+    ({"overlap": "no"}, "overlap is 'no'; it must be true or false"),
+    ({"trust_remote_code": 0}, "trust_remote_code is 0; it must be true or false"),
     ({"model": 3}, "model is 3; it must be a directory, a .gguf file, a hub id"),
     ({"model": ""}, "model is ''; it must be a directory"),
 ])  # fmt: skip

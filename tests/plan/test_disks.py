@@ -113,7 +113,7 @@ def test_routes() -> None:
     [
         ({"more_disks": (TB, TB)}, r"has no links \['disk3_read', 'disk3_write'\]"),
         ({"more_disks": ()}, r"has links \['disk2_read', 'disk2_write'\]; they must .*in more_disks"),
-        ({"more_disks": (0,)}, r"more_disks\[0\] is 0; it must be positive"),
+        ({"more_disks": (0,)}, r"more_disks\[0\] is 0; it must be a positive number"),
         ({"more_disks": (None,) * 8}, "it must be a list of bytes, at most 7 of them"),
         ({"more_disks": "1"}, "it must be a list of bytes"),
         ({"crosstalk": {"disk3_read": {"device": 0.5}}}, "between lanes of disk_read"),

@@ -108,13 +108,14 @@ _TABLES: dict[str, Callable[[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", _TABLES)
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "is 0; it must be positive"), (-2.5, "is -2.5; it must be positive"), (True, "is true; it must be a number"),
-     (float("nan"), "is nan; it must be a number"), (float("inf"), "is inf; it must be a number"),
+    [(0, "is 0; it must be a positive"), (-2.5, "is -2.5; it must be a positive"),
+     (True, "is true; it must be a positive number"),
+     (float("nan"), "is nan; it must be a positive"), (float("inf"), "is inf; it must be a positive"),
      ("1e9", "is '1e9'; it must be a list of points"), (None, "is null; it must be a list of points"),
      ([], "is []; it must be a list of points"), ({"1": 2}, 'is {"1": 2}; it must be a list of points'),
      ([1, 2], "holds 1; it must hold points"), ([[1, 2, 3]], "holds [1, 2, 3]; it must hold points"),
-     (["12"], "holds '12'; it must hold points"), ([[1, 0]], "is 0; it must be positive"),
-     ([[-1, 5]], "is -1; it must be positive"), ([[1, "5"]], "is '5'; it must be a number"),
+     (["12"], "holds '12'; it must hold points"), ([[1, 0]], "is 0; it must be a positive"),
+     ([[-1, 5]], "is -1; it must be a positive"), ([[1, "5"]], "is '5'; it must be a positive"),
      ([[2, 5], [2, 6]], "x must rise"), ([[2, 5], [1, 6]], "is [[2, 5], [1, 6]]; x must rise")],
 )  # fmt: skip
 def test_tables_are_refused(name: str, value: Any, shown: str) -> None:
@@ -131,7 +132,7 @@ def test_numbers_are_refused(name: str, value: Any, shown: str) -> None:
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes", "elementwise"])
 def test_nothing_at_all_is_refused(name: str) -> None:
-    _refuses(dict(GPU, **{name: 0}), f"{name} is 0; it must be positive")
+    _refuses(dict(GPU, **{name: 0}), f"{name} is 0; it must be a positive number")
 
 
 @pytest.mark.parametrize("name", ["links", "products", "layers", "heads", "crosstalk"])
@@ -154,8 +155,9 @@ def test_kinds_are_refused(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("crosstalk", "shown"),
     [({"gpu": {"h2d": 0.1}}, "crosstalk 'gpu' 'h2d' is 0.1"), ({"h2d": {"ram": 0.1}}, "crosstalk 'h2d' 'ram' is 0.1"),
-     ({"h2d": {"device": 2.5}}, "is 2.5; it must be 0 to 2"), ({"h2d": {"device": -0.1}}, "is -0.1; it must be 0 to 2"),
-     ({"h2d": {"device": "a"}}, "crosstalk h2d is 'a'; it must be a number"),
+     ({"h2d": {"device": 2.5}}, "is 2.5; it must be a number from"),
+     ({"h2d": {"device": -0.1}}, "is -0.1; it must be a number from"),
+     ({"h2d": {"device": "a"}}, "crosstalk h2d device is 'a'; it must be a number from"),
      ({"h2d": 0.5}, "crosstalk h2d is 0.5; it must be an object")],
 )  # fmt: skip
 def test_crosstalk_is_refused(crosstalk: Any, shown: str) -> None:
@@ -178,13 +180,13 @@ def test_host_bytes_of_a_cpu_are_refused() -> None:
 
 def test_missing_and_unknown_fields_are_refused() -> None:
     without = {k: v for k, v in GPU.items() if k not in ("products", "kind")}
-    _refuses(without, "lacks ['kind', 'products']")
+    _refuses(without, "lacks fields ['kind', 'products']")
     _refuses(dict(GPU, elementwize=1.0), "unknown fields ['elementwize']", "'elementwise'")
-    with pytest.raises(InvalidInput, match=r"^here: has unknown fields"):  # the name once
+    with pytest.raises(InvalidInput, match=r"^here has unknown fields"):  # the name once
         Hardware.from_json(dict(GPU, elementwize=1.0), "here")
     others: tuple[object, ...] = (None, [], 3, "text")
     for value in others:
-        with pytest.raises(InvalidInput, match=f"holds {type(value).__name__}, not an object"):
+        with pytest.raises(InvalidInput, match=r"here is (null|\[\]|3|'text'); it must be an object of fields"):
             Hardware.from_json(value, "here")
 
 

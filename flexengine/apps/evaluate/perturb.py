@@ -3,13 +3,14 @@
 Each function takes a text and a seeded generator, and returns the perturbed text.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
-from flexengine.config import shown
+from flexengine.records import Limit
 
 ORIGINAL = "original"
 MAX_SPACES = 1000  # that one space becomes
@@ -28,20 +29,12 @@ class Perturbations:
         columns: columns of the template that are perturbed; none given is all.
     """
 
-    typos: float | None = None
+    typos: Annotated[float | None, Limit(math.ulp(0.0), 1), "a probability above 0 and at most 1"] = None
     lower_case: bool = False
-    extra_space: int | None = None
+    extra_space: Annotated[int | None, Limit(2, MAX_SPACES)] = None
     contractions: bool = False
     seed: int = 0
     columns: tuple[str, ...] = ()
-
-    def fault(self) -> str | None:
-        """Return why the values cannot be used; None if they can."""
-        if self.typos is not None and not 0 < self.typos <= 1:
-            return f"typos is {self.typos}; it must be a probability above 0 and at most 1"
-        if self.extra_space is not None and not 2 <= self.extra_space <= MAX_SPACES:
-            return f"extra_space is {shown(self.extra_space)}; it must be at least 2 and at most {MAX_SPACES}"
-        return None if self.named() else "none is on; set typos, lower_case, extra_space or contractions"
 
     def named(self) -> dict[str, Callable[[str, Random], str]]:
         """Return the perturbations that are on, by name."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.rows_job import RowsJob, RunsJobs
-from flexengine.config import SamplingParams, meant, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, meant, shown
 from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "budget", "compute", "cache", "sparse-attention", "calibrate", "flash", "sparsify",

@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from flexengine.apps.evaluate.metrics import CHOICE, DEFAULT, GENERATION, KINDS, METRICS, PERPLEXITY
 from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.templates import columns_of
 from flexengine.apps.evaluate.yaml_fields import Origin, read
-from flexengine.config import SamplingParams, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, shown
+from flexengine.records import Limit
 
 TEXT, INDEX, LETTER = "text", "index", "letter"
 _GROUPS = {  # groups of fields that a kind of scenario has, besides data, prompt, metrics and perturbations
@@ -32,7 +33,7 @@ class Data:
     """
 
     file: str
-    limit: int | None = None
+    limit: Annotated[int | None, Limit(1)] = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class FewShot:
         balanced: draw as many rows of each label as possible.
     """
 
-    count: int
+    count: Annotated[int, Limit(1)]
     file: str | None = None
     seed: int = 0
     balanced: bool = True
@@ -123,7 +124,7 @@ class Scenario:
         origin: lines of the fields, for messages.
     """
 
-    kind: str
+    kind: Annotated[str, KINDS]
     data: Data
     prompt: Prompt
     name: str = ""
@@ -162,8 +163,6 @@ def load(paths: Sequence[str]) -> list[Scenario]:
 def _load(path: Path) -> Scenario:
     scenario, origin = read(path, Scenario)
     scenario = dataclasses.replace(scenario, origin=origin, name=scenario.name or path.stem)
-    if scenario.kind not in KINDS:
-        raise origin.fault("kind", f"kind is {shown(scenario.kind)}; it must be one of {', '.join(KINDS)}")
     _check_groups(scenario)
     _check_numbers(scenario)
     _check_texts(scenario)
@@ -204,18 +203,13 @@ def _check_groups(scenario: Scenario) -> None:
 
 
 def _check_numbers(scenario: Scenario) -> None:
-    least = [("data.limit", scenario.data.limit, 1)]
-    if scenario.few_shot is not None:
-        least.append(("few_shot.count", scenario.few_shot.count, 1))
-    for name, value, low in least:
-        if value is not None and value < low:
-            raise scenario.origin.fault(name, f"{name} is {shown(value)}; it must be at least {low}")
     try:
         SamplingParams(max_tokens=scenario.generation.max_tokens, stop=scenario.generation.stop)
     except InvalidInput as error:
         raise scenario.origin.fault("generation", f"generation: {error}") from error
-    if (perturbations := scenario.perturbations) is not None and (fault := perturbations.fault()):
-        raise scenario.origin.fault("perturbations", f"perturbations: {fault}")
+    if scenario.perturbations is not None and not scenario.perturbations.named():
+        raise scenario.origin.fault("perturbations", "perturbations: none is on; set typos, lower_case, extra_space or"
+                                    " contractions")  # fmt: skip
 
 
 def _check_texts(scenario: Scenario) -> None:

@@ -5,8 +5,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from flexengine.config import json_kind
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, json_kind
 
 
 def columns_of(template: str) -> tuple[str, ...]:

@@ -1,19 +1,15 @@
 """Dataclasses from YAML files. Every fault names the file and the line."""
 
 import dataclasses
-import math
-import types
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 
-from flexengine.config import shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
+from flexengine.records import Allowed, allowed, checked
 
 T = TypeVar("T")
-_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _NODES = {"mapping": "fields", "sequence": "a list"}  # kinds of nodes, in words
 
 
@@ -57,71 +53,51 @@ def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
         raise InvalidInput(f"{path}{_place(error)}: invalid YAML: {_problem(error)}") from error
     origin.lines[""] = 1
     if not isinstance(node, yaml.MappingNode):
-        raise origin.fault("", f"the file must hold the fields of one scenario: {', '.join(_names(kind))}")
+        raise origin.fault("", f"the file must hold the fields of one scenario: {', '.join(_rules(kind))}")
     record: T = _record(node, kind, "", origin)
     return record, origin
 
 
 def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> Any:
-    hints, values = get_type_hints(kind), dict[str, Any]()
+    rules, values = _rules(kind), dict[str, Any]()
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
             raise InvalidInput(
-                f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are {', '.join(_names(kind))}"
+                f"{origin.file}, line {line}: a field's name is {_NODES[key.id]}; allowed are {', '.join(rules)}"
             )
         name = str(key.value)
         full = f"{prefix}{name}"
         double = full in origin.lines
         origin.lines[full] = line
-        if name not in _names(kind):
-            raise origin.fault(full, f"there is no field {shown(full)}; allowed are {', '.join(_names(kind))}")
+        if name not in rules:
+            raise origin.fault(full, f"there is no field {shown(full)}; allowed are {', '.join(rules)}")
         if double:
             raise origin.fault(full, f"{full} is given twice; remove one")
-        values[name] = _value(value, hints[name], full, origin)
-    required = [f.name for f in _fields(kind) if f.default is dataclasses.MISSING]
+        values[name] = _value(value, rules[name], full, origin)
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
         raise origin.fault(prefix.rstrip("."), f"{prefix}{missing[0]} is missing; give it")
     return kind(**values)
 
 
-def _value(node: yaml.Node, hint: Any, name: str, origin: Origin) -> Any:
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for record in (kind for kind in kinds if dataclasses.is_dataclass(kind)):
+def _value(node: yaml.Node, rule: Allowed, name: str, origin: Origin) -> Any:
+    if dataclasses.is_dataclass(record := rule.kinds[0]):
         if not isinstance(node, yaml.MappingNode):
-            raise origin.fault(name, f"{name} must hold fields: {', '.join(_names(record))}")
+            raise origin.fault(name, f"{name} must hold fields: {', '.join(_rules(record))}")
         return _record(node, record, f"{name}.", origin)
     if nested := _nested(node):
-        raise origin.fault(name, f"{name} holds {nested}; it must be {_allowed(kinds)}")
+        raise origin.fault(name, f"{name} holds {nested}; it must be {rule.text}")
     try:
         value = yaml.constructor.SafeConstructor().construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         raise origin.fault(name, f"{name} cannot be read: {_problem(error)}") from error
-    return _checked(value, kinds, name, origin)
-
-
-def _checked(value: Any, kinds: Sequence[Any], name: str, origin: Origin) -> Any:
-    """Return the value of a field as one of the types. Whole numbers are numbers, too, and a text is a list of one."""
-    for kind in kinds:
-        if get_origin(kind) is tuple:
-            items = [value] if isinstance(value, str) else value
-            if isinstance(items, list) and all(isinstance(item, str) for item in items):
-                return tuple(items)
-        elif kind is float and type(value) is int:
-            return _float(value)
-        elif type(value) is kind:
-            return value
-    allowed = _allowed(kinds)
-    quoted = "; put quotes around a text that YAML reads as another value" if "text" in allowed else ""
-    raise origin.fault(name, f"{name} is {shown(value)}; it must be {allowed}{quoted}")
-
-
-def _float(value: int) -> float:
-    """Return a whole number as a float, infinity if it is beyond the range of floats."""
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return checked(rule, name, value)
+    except InvalidInput as error:
+        misread = "text" in rule.text and not isinstance(value, str)
+        quotes = "; put quotes around a text that YAML reads as another value" if misread else ""
+        raise origin.fault(name, f"{error}{quotes}") from error
 
 
 def _nested(node: yaml.Node) -> str:
@@ -133,18 +109,10 @@ def _nested(node: yaml.Node) -> str:
     return next((f"{_NODES[item.id]} in a list" for item in inner if not isinstance(item, yaml.ScalarNode)), "")
 
 
-def _allowed(kinds: Sequence[Any]) -> str:
-    """Return the values that a field of some types can have, in words."""
-    return " or ".join(_KINDS.get(kind, "a list of texts") for kind in kinds if kind is not type(None))
-
-
-def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields that a file may give."""
-    return [field for field in dataclasses.fields(kind) if field.init and field.metadata.get("in_file", True)]
-
-
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in _fields(kind)]
+def _rules(kind: Any) -> dict[str, Allowed]:
+    """Return, by name, what the fields that a file may give can have."""
+    own = (field for field in dataclasses.fields(kind) if field.init and field.metadata.get("in_file", True))
+    return {field.name: allowed(field.type) for field in own}
 
 
 def _place(error: Exception) -> str:

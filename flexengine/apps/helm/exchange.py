@@ -9,8 +9,8 @@ from typing import Any
 
 from flexengine.apps.helm.requests import ID, STATE, Encoding, digest_of, result_of, row_of
 from flexengine.apps.rows_job import RowsJob, RunsJobs
-from flexengine.config import SamplingParams, json_fault, json_kind, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, json_fault, json_kind, shown
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
 from flexengine.job.whole_file import write_whole

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexengine.config import MAX_STOPS, SamplingParams, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import MAX_STOPS, SamplingParams
+from flexengine.errors import InvalidInput, shown
 from flexengine.job.prompts import check_text
 from flexengine.job.results import logprob_of
 

@@ -5,9 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from flexengine import shipped
-from flexengine.config import shown
 from flexengine.engine.options import EngineOptions
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import BUNDLED, Lossy
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy

@@ -24,9 +24,9 @@ from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
 from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, GenerationWay, generation_of
-from flexengine.config import Result, shown
+from flexengine.config import Result
 from flexengine.engine.engine import Engine
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import FlexError, InvalidInput, shown
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests

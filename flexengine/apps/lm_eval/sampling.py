@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from flexengine.config import MAX_STOPS, SamplingParams, shown
-from flexengine.errors import InvalidInput
+from flexengine.config import MAX_STOPS, SamplingParams
+from flexengine.errors import InvalidInput, shown
 
 MAX_GEN_TOKS = 256  # default of the `hf` model
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one meaning; the first wins

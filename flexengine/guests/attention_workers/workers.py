@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 
 from flexengine.activity import activity, message
-from flexengine.config import parse_size, shown
+from flexengine.config import parse_size
 from flexengine.engine.guests import ProcessGroup
-from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
+from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import serve

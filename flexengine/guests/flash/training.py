@@ -5,7 +5,7 @@ Of every ten stretches, eight are trained on, one chooses (when to stop, the thr
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.guests.flash.predictors import PredictionErrors, Predictor
 from flexengine.guests.flash.traces import RecordedLayer
+from flexengine.records import Limit, check
 
 MIN_STRETCHES = 10
 MAX_MISSES = 0.5
@@ -34,15 +35,12 @@ class Settings:
     """
 
     # Share of the active neurons that may be predicted inactive; each layer's threshold is chosen for it.
-    misses: float = 0.05
-    rank: int | None = None  # of all layers; None chooses it for each layer
+    misses: Annotated[float, Limit(math.ulp(0.0), MAX_MISSES), f"above 0 and at most {MAX_MISSES}"] = 0.05
+    rank: Annotated[int | None, Limit(1)] = None  # of all layers; None chooses it for each layer
     seed: int = 0  # of weights and order
 
     def __post_init__(self) -> None:
-        if not 0 < self.misses <= MAX_MISSES:
-            raise InvalidInput(f"the share of misses is {self.misses}; it must be above 0 and at most {MAX_MISSES}")
-        if self.rank is not None and self.rank < 1:
-            raise InvalidInput(f"the rank of predictors is {self.rank}; it must be at least 1")
+        check(self, "--")
 
 
 class Division(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexengine.plan.cluster.latency import Latency
+from flexengine.plan.hardware import IfKnown, Rate
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Link:
         latency: seconds of a message of no bytes.
     """
 
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: Rate
+    latency: IfKnown = 0.0
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of one message."""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.config import read_object, shown
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.plan.cluster.file import EXACT_NAME, FORMATS
 from flexengine.plan.cluster.model import Format, Model
 from flexengine.plan.hardware import positive
+from flexengine.records import read_object
 from flexengine.strategy import BITS
 
 Harm = NDArray[np.float64]  # [layers, formats]

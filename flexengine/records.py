@@ -1,0 +1,222 @@
+"""Checked records: dataclasses whose annotations say which values are allowed.
+
+What a type cannot say stands beside it in `Annotated`: a range (`Limit`), the allowed names (a tuple or a dict), the
+allowed values in words (text, for messages; after a comma, what is allowed besides), or a function that takes (name,
+value) and returns the checked value.
+
+    max_tokens: Annotated[int, Limit(1, 2**31 - 1)] = 128
+    schedule: Annotated[str, SCHEDULES] = "continuous"
+    worker_cores: Mapping[str, Annotated[float, Limit(0, 1), "a share from 0 to 1"]]
+"""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, cast, get_args, get_origin
+
+from flexengine.errors import InvalidInput, json_fault, json_kind, meant, shown
+
+T = TypeVar("T")
+_LARGEST = sys.float_info.max
+_FIELDS = "an object of fields"  # a record, unless other text says that it must be given as one
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Mapping: "an object"}
+_MAX_JSON_BYTES = 10_000_000  # of a policy or hardware file; the hardware file of a measured machine has some 50,000
+
+
+class Limit(NamedTuple):
+    """The range of a number, or of the length of text or of a list, with both ends. Default: all finite numbers."""
+
+    low: float = -_LARGEST
+    high: float = _LARGEST
+
+    @property
+    def text(self) -> str:
+        """Return the range in words, such as " of at least 1 and at most 1,000"; "" without ends."""
+        ends = (("at least", self.low, -_LARGEST), ("at most", self.high, _LARGEST))
+        named = [f"{word} {end:,}" for word, end, none in ends if end != none]
+        return " of " * bool(named) + " and ".join(named)
+
+
+class Allowed(NamedTuple):
+    """The values that an annotation allows.
+
+    Attributes:
+        kinds: types, without None; tuple stands for a list, Mapping for an object.
+        optional: whether None is allowed.
+        item: of lists and objects, what their items may be.
+        own: a function that checks the value instead.
+        text: the allowed values in words.
+    """
+
+    kinds: tuple[Any, ...]
+    optional: bool
+    item: "Allowed | None"
+    own: Callable[[str, Any], Any] | None
+    limit: Limit
+    names: Collection[str] | None
+    text: str
+
+
+def allowed(kind: Any, notes: Sequence[Any] = ()) -> Allowed:
+    """Return what an annotation allows. notes: what `Annotated` has beside it."""
+    if get_origin(kind) is Annotated:
+        kind, *own_notes = get_args(kind)
+        notes = [*notes, *own_notes]
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    typed = [member for member in members if member is not NoneType]
+    if len(typed) == 1 < len(members):
+        return allowed(typed[0], notes)._replace(optional=True)
+    typed = [object if member is Any or isinstance(member, str) else member for member in typed]  # not checked
+    kinds = tuple(get_origin(member) or member for member in typed)
+    own = next((note for note in notes if callable(note)), None)
+    limit = next((note for note in notes if isinstance(note, Limit)), Limit())
+    names = next((note for note in notes if isinstance(note, tuple | dict) and not isinstance(note, Limit)), None)
+    text = next((note for note in notes if isinstance(note, str)), "")
+    inner = get_args(typed[0])
+    item = allowed(inner[-1] if kinds == (Mapping,) else inner[0]) if kinds in ((Mapping,), (tuple,)) else None
+    if text[:1] in ("", ","):
+        of_texts = "a list of texts" if item and item.kinds == (str,) else "a list"
+        words = of_texts if kinds[0] is tuple else _WORDS.get(kinds[0], _FIELDS)
+        text = (f"one of {', '.join(names)}" if names else f"{words}{limit.text}") + text
+    return Allowed(kinds, len(typed) < len(members), item, own, limit, names, text)
+
+
+def checked(rule: Allowed, name: str, value: Any) -> Any:
+    """Return a value in the form of its type: a whole number may become a float, a list a tuple, an object a record.
+    Raise InvalidInput, which begins with `name`, if the value is not allowed."""
+    kind, (low, high) = rule.kinds[0], rule.limit
+    if value is None and rule.optional:
+        return None
+    if rule.own is not None:
+        return rule.own(name, value)
+    if len(rule.kinds) > 1:
+        no_file = Path in rule.kinds and isinstance(value, str | Path) and (not str(value) or "\0" in str(value))
+        if isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool)) and not no_file:
+            return value
+    elif kind is int or kind is float:
+        if isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high:
+            return value if isinstance(value, kind) else kind(value)
+    elif kind is tuple and rule.item is not None:
+        items = (value,) if isinstance(value, str) and rule.item.kinds == (str,) else value
+        if isinstance(items, list | tuple) and low <= len(items) <= high:
+            return tuple(checked(rule.item, f"{name}[{number}]", item) for number, item in enumerate(items))
+    elif kind is Mapping and rule.item is not None:
+        if isinstance(value, Mapping):
+            return {key: checked(rule.item, f"{name} {key}", item) for key, item in value.items()}
+    elif isinstance(value, kind) and (rule.names is None or value in rule.names):
+        if kind is not str or low <= len(value) <= high:
+            return value
+    elif is_dataclass(kind) and rule.text == _FIELDS and isinstance(value, Mapping):
+        return read(cast(Any, kind), value, name)
+    refuse(name, value, rule.text)
+
+
+def check_argument(name: str, value: object, kind: Any) -> None:
+    """Raise InvalidInput if the value of an argument is not allowed. kind: its annotation."""
+    checked(allowed(kind), name, value)
+
+
+def check(record: Any, prefix: str = "") -> None:
+    """Check all fields of a new dataclass, and bring their values into the form of their types (see `checked`).
+    Defaults are taken as they are.
+
+    Args:
+        prefix: text before the names of fields in messages, such as "policy ".
+
+    Raises:
+        InvalidInput: a value is not allowed; the message names the field, its value and what is allowed.
+    """
+    for name, rule, default in _rules(cast(Any, type(record))):
+        value = getattr(record, name)
+        if value is not default:
+            made = checked(rule, prefix + name, value)
+            if made is not value:
+                object.__setattr__(record, name, made)
+
+
+@lru_cache
+def _rules(kind: Any) -> list[tuple[str, Allowed, Any]]:
+    return [(field.name, allowed(field.type), field.default) for field in fields(kind) if field.init]
+
+
+def read_object(path: str | Path, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file, which may begin with a BOM.
+
+    Args:
+        what: kind of file, for messages, such as "policy file".
+
+    Raises:
+        InvalidInput: the file cannot be read, is too large, or holds no JSON object; the message names the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
+    if len(raw) > _MAX_JSON_BYTES:
+        raise InvalidInput(f"{what} {path} has more than {_MAX_JSON_BYTES:,} bytes; give the name of a {what}")
+    try:
+        values = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{what} {path} is not UTF-8 text: byte {error.start} is wrong") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{what} {path} is not JSON: {json_fault(error)}") from error
+    if not isinstance(values, dict):
+        raise InvalidInput(f"{what} {path} holds {json_kind(values)}; it must be an object of fields")
+    return values
+
+
+def load(kind: type[T], path: str | Path, what: str) -> T:
+    """Return the record in a JSON file. what: kind of file, for messages; errors as for `read_object` and `read`."""
+    return read(kind, read_object(path, what), f"{what} {path}")
+
+
+def read(kind: type[T], values: object, what: str) -> T:
+    """Return the record with these fields, as JSON has them.
+
+    Args:
+        what: origin of the fields, for messages.
+
+    Raises:
+        InvalidInput: the values are no object, a name is unknown or missing, or a value is not allowed.
+    """
+    needed = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind) if f.init}  # type: ignore[arg-type]
+    given = known_fields(values, needed, what)
+    missing = sorted(name for name, required in needed.items() if required and name not in given)
+    if missing:
+        raise InvalidInput(f"{what} lacks fields {missing}; add them")
+    try:
+        record = kind(**given)
+        if not hasattr(kind, "__post_init__"):
+            check(record)
+    except InvalidInput as error:
+        raise InvalidInput(f"{what}: {error}") from error
+    return record
+
+
+def known_fields(values: object, known: Collection[str], what: str) -> Mapping[str, Any]:
+    """Return the values. Raise InvalidInput if they are no object, or have a name that is not known."""
+    if not isinstance(values, Mapping):
+        refuse(what, values, _FIELDS)
+    unknown = sorted(str(name) for name in values if name not in known)
+    if unknown:
+        name = meant(unknown[0], sorted(known))
+        question = f"; did you mean {name}?" if name else ""
+        raise InvalidInput(f"{what} has unknown fields {unknown}; it takes {sorted(known)}{question}")
+    return values
+
+
+def refuse(name: str, value: object, allowed: str) -> NoReturn:
+    """Raise InvalidInput for a value. allowed: the allowed values in words."""
+    raise InvalidInput(f"{name} is {shown(value)}; it must be {allowed}")
+
+
+def printable(name: str, value: Any) -> str:
+    """Return text that a record is called by. Raise InvalidInput unless it is printable, and not empty."""
+    if not (isinstance(value, str) and value and value.isprintable()):
+        refuse(name, value, "printable text")
+    return value
