@@ -25,7 +25,7 @@ import numpy as np
 
 from bench import harness
 from bench.cluster import baselines
-from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published
+from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published, decoder
 from bench.cluster.held_out import held_out
 from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
@@ -36,7 +36,7 @@ from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.job import ClusterJob
-from flexengine.plan.cluster.model import Format, Model, decoder
+from flexengine.plan.cluster.model import Format, Model
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search

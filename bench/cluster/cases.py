@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from flexengine.plan.cluster.devices import Cluster, Device, Link
 from flexengine.plan.cluster.latency import HandRates
+from flexengine.plan.cluster.model import Format, LayerSizes, Model
 from flexengine.strategy import BITS
+
+GROUP = 64  # elements of a matrix that share a scale and a minimum of 16 bits each
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,29 @@ LARGE = cluster("six devices of three types", [
     *(device(f"t{k}", "t", 2.5, 11) for k in range(2)), *(device(f"v{k}", "v", 7, 20) for k in range(2)),
     *(device(f"a{k}", "a", 12, 26) for k in range(2)),
 ])  # fmt: skip
+
+
+def encoded_bytes(elements: float, form: Format, itemsize: int) -> float:
+    """Return the bytes of a matrix in a format. itemsize: bytes per element of the exact matrix."""
+    return elements * itemsize if form is None else elements * (BITS[form] + 32 / GROUP) / 8
+
+
+def decoder(
+    name: str, layers: int, hidden: int, width: int, vocabulary: int, kv_share: float = 1.0, itemsize: int = 2
+) -> Model:
+    """Return a decoder described by hand, with a plain FFN of two matrices and an untied head.
+
+    Args:
+        name: shown in messages.
+        layers: number of layers.
+        hidden, width: elements of the hidden state and of the FFN.
+        vocabulary: number of tokens.
+        kv_share: KV heads per query head.
+        itemsize: bytes per element.
+    """
+    matrices = 2 * hidden * hidden * (1 + kv_share) + 2 * hidden * width
+    norms = 4 * hidden * itemsize
+    nbytes = {form: round(encoded_bytes(matrices, form, itemsize)) + norms for form in BITS}
+    layer = LayerSizes(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
+    edge = vocabulary * hidden
+    return Model(name, (layer,) * layers, hidden, width, itemsize, vocabulary, edge * itemsize, edge * itemsize, edge)

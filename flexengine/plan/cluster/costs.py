@@ -8,14 +8,20 @@ from itertools import permutations
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.cluster.booked import cohort_policy, fixed_bytes
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster.case_costs import EXACT, Array, CaseCosts, UnitChoice
 from flexengine.plan.cluster.devices import Cluster, Device
 from flexengine.plan.cluster.harm import Harm
 from flexengine.plan.cluster.job import ClusterJob, Shape
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import READING, lay_out
+from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
 
+MOST_READING = aligned(READ_BUFFERS * READ) + SHORT_READERS * aligned(SHORT_READ + 2 * ALIGN)
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
 MOST_PERMUTED = 4  # types whose orders are all tried: 64 of them
 TOKEN_BYTES = 4  # of a token's number on its way back to the first stage
@@ -84,7 +90,7 @@ class Costs:
     """Costs of the cases of a task. Seconds of layers that several cases share are cached."""
 
     task: ClusterTask
-    _seconds: dict[tuple[int, str, int, Format, str, int], float] = field(default_factory=dict)
+    _seconds: dict[tuple[int, float, str, int, Format, str, int], float] = field(default_factory=dict)
     _bytes: dict[tuple[str, int, int, tuple[bool, bool]], int] = field(default_factory=dict)
 
     def numbers(self, order: Order, shape: Shape) -> CaseCosts:
@@ -136,7 +142,7 @@ class Costs:
         tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
         inner = [self._booked(device, tokens, shape.decode, (False, False)) for device in order]
         kept = np.minimum(np.array(inner, dtype=float), numbers.fixed_memory)
-        prefill, decode = ([d.latency.fixed(rows) for d in order] for rows in (shape.prefill, shape.decode))
+        prefill, decode = ([d.latency.fixed(rows) / d.speed for d in order] for rows in (shape.prefill, shape.decode))
         return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0, fixed_memory=kept,
                        fixed_prefill=np.array(prefill), fixed_decode=np.array(decode))  # fmt: skip
 
@@ -147,17 +153,18 @@ class Costs:
 
     def _layer(self, device: Device, layer: int, form: Format, phase: str, batch: int) -> float:
         model, job = self.task.models[device.kind], self.task.job
-        key = (id(device.latency), device.kind, model.kinds[layer], form, phase, batch)
+        key = (id(device.latency), device.speed, device.kind, model.kinds[layer], form, phase, batch)
         if key not in self._seconds:
             tokens = job.prompt if phase == PREFILL else job.past
             seconds = device.latency.layer(model, layer, form, phase, batch, tokens)
-            self._seconds[key] = seconds
+            self._seconds[key] = seconds / device.speed
         return self._seconds[key]
 
     def _fixed(self, order: Order, rows: int) -> Array:
         """Return the seconds of a micro-batch besides layers, by stage. The last stage computes the head."""
-        fixed = np.array([device.latency.fixed(rows) for device in order])
-        fixed[-1] += order[-1].latency.head(self.task.models[order[-1].kind], rows)
+        fixed = np.array([device.latency.fixed(rows) / device.speed for device in order])
+        last = order[-1]
+        fixed[-1] += last.latency.head(self.task.models[last.kind], rows) / last.speed
         return fixed
 
     def _fixed_memory(self, order: Order, shape: Shape) -> Array:
@@ -239,3 +246,47 @@ def check(task: ClusterTask) -> None:
                 f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
                 " or allow other formats"
             )
+
+
+def stage_facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
+    """Return the facts of layers `first` to `end` - 1, with the embedding or the head if they are at an end."""
+    begins, ends = first == 0, end == len(facts.layers)
+    head = facts.head or (None if begins else facts.embedding)
+    return replace(
+        facts, layers=facts.layers[first:end], windows=facts.windows[first:end], leaves=not ends,
+        embedding=facts.embedding if begins else None, head=head if ends else None,
+        others=facts.others if begins or ends else (),
+    )  # fmt: skip
+
+
+def cohort_policy(rows: int, tokens: int) -> Policy:
+    """Return the policy of a stage that computes cohorts of `rows` sequences, at most `tokens` tokens together."""
+    return Policy(gpu_batch_size=rows, num_gpu_batches=1, prefill_tokens=tokens)
+
+
+def fixed_bytes(facts: ModelFacts, workload: Workload, policy: Policy, shared: bool, ends: tuple[bool, bool]) -> int:
+    """Return the device bytes of a stage besides weights and KV cache of its layers.
+
+    Args:
+        facts: the whole model.
+        workload: rows of the job.
+        policy: the stage's policy, with all data on the device.
+        shared: whether host and device are one memory.
+        ends: whether the stage has the first and the last layer of the model.
+    """
+    begins, finishes = ends
+    one = replace(facts, layers=facts.layers[:1], windows=facts.windows[:1])
+    made = stage_facts(one, 0, 1)
+    if not begins:
+        made = replace(made, embedding=None, head=facts.head or facts.embedding)
+    if not finishes:
+        made = replace(made, head=None, leaves=True)
+    if not (begins or finishes):
+        made = replace(made, others=())
+    layout = lay_out(made, policy, workload, Capacity(None, None, None, shared, not shared))
+    weights = sum(aligned(t.held_bytes) for t in made.layers[0])
+    rest = layout.total("device") - weights - layout.account["device"].get("KV cache", 0)
+    if not shared:
+        return rest
+    # Read buffers grow with the stage's weights up to this size.
+    return rest - layout.account["device"].get(READING, 0) + MOST_READING

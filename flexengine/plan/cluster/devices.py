@@ -37,6 +37,7 @@ class Device:
         node: machine that holds the device; links within a node may be faster.
         host_memory: bytes of host RAM for weights of this device.
         host_link: bytes per second from host RAM to the device; 0 if weights cannot be on the host.
+        speed: factor by which the device is faster than `latency` says.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device:
     node: str = ""
     host_memory: int = 0
     host_link: float = 0.0
+    speed: float = 1.0
 
     @property
     def offloads(self) -> bool:

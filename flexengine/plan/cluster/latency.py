@@ -57,7 +57,6 @@ class HandRates:
     layer_seconds: float = 0.0
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
-        """Return the seconds of one layer of one micro-batch; see `Latency`."""
         if form not in self.flops or form not in self.bandwidth:
             return float("inf")
         part, exact = model.layers[layer], self.flops.get(None, self.flops[form])
@@ -71,7 +70,6 @@ class HandRates:
         return max(computed, moved / self.bandwidth[form]) + self.layer_seconds
 
     def head(self, model: Model, rows: int) -> float:
-        """Return the seconds of the logits of some sequences."""
         form = None if None in self.flops else next(iter(self.flops))
         return max(
             2 * model.head_elements * rows / self.flops[form],
@@ -79,7 +77,6 @@ class HandRates:
         )
 
     def fixed(self, rows: int) -> float:
-        """Return 0: the rates have no such part."""
         return 0.0
 
 
@@ -96,17 +93,14 @@ class Profiled:
     head_seconds: float = 0.0
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
-        """Return the seconds of one layer of one micro-batch; see `Latency`."""
         line = self.lines.get((form, phase))
         return float("inf") if line is None else line(batch, tokens)
 
     def head(self, model: Model, rows: int) -> float:
-        """Return `head_seconds`."""
         return self.head_seconds
 
     def fixed(self, rows: int) -> float:
-        """Return 0: the measured layers include it."""
-        return 0.0
+        return 0.0  # the measured layers include it
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,6 @@ class Machine:
     _rates: dict[tuple[int, Format], tuple[object, Rates]] = field(default_factory=dict, compare=False, repr=False)
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
-        """Return the seconds of one layer of one micro-batch; see `Latency`."""
         if form not in model.facts:
             return float("inf")
         rates = self._of(model, form)
@@ -136,11 +129,9 @@ class Machine:
         return rates.one_layer(layer, batch) + float(attention.decode(batch * seen, seen)) + overhead
 
     def head(self, model: Model, rows: int) -> float:
-        """Return the seconds of the logits and tokens of some sequences."""
         return float(self._of(model, None).head(rows)) + self.hardware.task_seconds
 
     def fixed(self, rows: int) -> float:
-        """Return the seconds of bookkeeping of a sweep over one micro-batch."""
         return self.hardware.sweep_seconds + rows * self.hardware.sequence_seconds
 
     def _of(self, model: Model, form: Format) -> Rates:

@@ -7,16 +7,9 @@ from functools import cached_property
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.sizes import aligned
 from flexengine.plan.stages import shape_name
-from flexengine.strategy import BITS
 
 Format = str | None  # format of a layer's matrices, from strategy.FORMATS
-GROUP = 64  # elements of a matrix that share a scale and a minimum of 16 bits each
 _PER_HIDDEN, _PER_WIDTH = 9, 4  # elements of temporary tensors per token, as in `plan.sizes.workspace`
-
-
-def encoded_bytes(elements: float, form: Format, itemsize: int) -> float:
-    """Return the bytes of a matrix in a format. itemsize: bytes per element of the exact matrix."""
-    return elements * itemsize if form is None else elements * (BITS[form] + 32 / GROUP) / 8
 
 
 @dataclass(frozen=True)
@@ -113,24 +106,3 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     return Model(shape_name(exact), tuple(layers), exact.hidden, exact.width, exact.itemsize, exact.vocabulary,
                  embedding + others, output.held_bytes if output else 0, output.elements if output else 0,
                  exact.head is None, dict(facts))  # fmt: skip
-
-
-def decoder(
-    name: str, layers: int, hidden: int, width: int, vocabulary: int, kv_share: float = 1.0, itemsize: int = 2
-) -> Model:
-    """Return a decoder described by hand, with a plain FFN of two matrices and an untied head.
-
-    Args:
-        name: shown in messages.
-        layers: number of layers.
-        hidden, width: elements of the hidden state and of the FFN.
-        vocabulary: number of tokens.
-        kv_share: KV heads per query head.
-        itemsize: bytes per element.
-    """
-    matrices = 2 * hidden * hidden * (1 + kv_share) + 2 * hidden * width
-    norms = 4 * hidden * itemsize
-    nbytes = {form: round(encoded_bytes(matrices, form, itemsize)) + norms for form in BITS}
-    layer = LayerSizes(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
-    edge = vocabulary * hidden
-    return Model(name, (layer,) * layers, hidden, width, itemsize, vocabulary, edge * itemsize, edge * itemsize, edge)

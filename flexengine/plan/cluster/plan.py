@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from flexengine.plan.cluster.booked import cohort_policy
 from flexengine.plan.cluster.case_costs import CaseCosts, Priced, UnitChoice, price
-from flexengine.plan.cluster.costs import ClusterTask, Order
+from flexengine.plan.cluster.costs import ClusterTask, Order, cohort_policy
 from flexengine.plan.cluster.devices import Device
 from flexengine.plan.cluster.job import Shape
 from flexengine.plan.cluster.model import Format

@@ -1,15 +1,13 @@
 """Changes of a cluster that would make a job shorter, each planned again."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.cluster import harm
 from flexengine.plan.cluster.costs import ClusterTask
-from flexengine.plan.cluster.devices import Cluster, Device, Link
-from flexengine.plan.cluster.latency import Latency
-from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.devices import Cluster, Link
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found, Limits, search
 
@@ -25,26 +23,6 @@ class ClusterHelp(NamedTuple):
 
     label: str
     ratio: float
-
-
-@dataclass(frozen=True)
-class Faster:
-    """A device that is `factor` times as fast as `latency` says."""
-
-    latency: Latency
-    factor: float
-
-    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
-        """Return the seconds of one layer; see `Latency`."""
-        return self.latency.layer(model, layer, form, phase, batch, tokens) / self.factor
-
-    def head(self, model: Model, rows: int) -> float:
-        """Return the seconds of the logits of some sequences."""
-        return self.latency.head(model, rows) / self.factor
-
-    def fixed(self, rows: int) -> float:
-        """Return the seconds of bookkeeping."""
-        return self.latency.fixed(rows) / self.factor
 
 
 def helps(found: Found, limits: Limits) -> list[ClusterHelp]:
@@ -72,14 +50,19 @@ def _changes(plan: ClusterPlan) -> Iterator[tuple[str, ClusterTask]]:
     slow = max(range(len(plan.devices)), key=lambda k: priced.decode[k] * plan.numbers.cohorts + priced.prefill[k])
     kind = plan.devices[slow].type
     for name in dict.fromkeys((kind, *cluster.types[:MOST_TYPES])):
-        yield f"{name} twice as fast", replace(task, cluster=_each(cluster, name, _faster))
-    yield f"one more {kind}", replace(task, cluster=_one_more(cluster, plan.devices[slow]))
+        yield f"{name} twice as fast", replace(task, cluster=_doubled(cluster, name, "speed"))
+    names = {device.name for device in cluster.devices}
+    name = next(f"{kind}+{k}" for k in range(1, len(names) + 2) if f"{kind}+{k}" not in names)
+    more = (*cluster.devices, replace(plan.devices[slow], name=name))
+    yield f"one more {kind}", replace(task, cluster=replace(cluster, devices=more))
     full = max(range(len(plan.devices)), key=lambda k: priced.memory[k] / plan.devices[k].memory)
     if priced.memory[full] >= FULL * plan.devices[full].memory:
         name = plan.devices[full].type
-        yield f"{name} with twice the memory", replace(task, cluster=_each(cluster, name, _larger))
+        yield f"{name} with twice the memory", replace(task, cluster=_doubled(cluster, name, "memory"))
     if len(plan.devices) > 1:
-        yield "links ten times as fast", replace(task, cluster=_linked(cluster, 10.0))
+        pairs = {pair: _ten_times(link) for pair, link in cluster.pairs.items()}
+        faster = replace(cluster, within=_ten_times(cluster.within), between=_ten_times(cluster.between), pairs=pairs)
+        yield "links ten times as fast", replace(task, cluster=faster)
     if any(choice.host for choice in plan.choices):
         hosts = tuple(replace(d, host_link=2 * d.host_link) for d in cluster.devices)
         yield "links from host to device twice as fast", replace(task, cluster=replace(cluster, devices=hosts))
@@ -90,27 +73,11 @@ def _changes(plan: ClusterPlan) -> Iterator[tuple[str, ClusterTask]]:
         yield f"layers in {fewer} allowed (lossy)", replace(task, formats=formats, harm=table)
 
 
-def _each(cluster: Cluster, kind: str, change: Callable[[Device], Device]) -> Cluster:
-    return replace(cluster, devices=tuple(change(d) if d.type == kind else d for d in cluster.devices))
+def _doubled(cluster: Cluster, kind: str, field: str) -> Cluster:
+    """Return the cluster with twice the number in a field of all devices of a type."""
+    doubled = (replace(d, **{field: 2 * getattr(d, field)}) if d.type == kind else d for d in cluster.devices)
+    return replace(cluster, devices=tuple(doubled))
 
 
-def _faster(device: Device) -> Device:
-    return replace(device, latency=Faster(device.latency, 2.0))
-
-
-def _larger(device: Device) -> Device:
-    return replace(device, memory=2 * device.memory)
-
-
-def _one_more(cluster: Cluster, device: Device) -> Cluster:
-    names = {d.name for d in cluster.devices}
-    name = next(f"{device.type}+{k}" for k in range(1, len(names) + 2) if f"{device.type}+{k}" not in names)
-    return replace(cluster, devices=(*cluster.devices, replace(device, name=name)))
-
-
-def _linked(cluster: Cluster, factor: float) -> Cluster:
-    def faster(link: Link) -> Link:
-        return Link(link.bandwidth * factor, link.latency / factor)
-
-    pairs = {pair: faster(link) for pair, link in cluster.pairs.items()}
-    return replace(cluster, within=faster(cluster.within), between=faster(cluster.between), pairs=pairs)
+def _ten_times(link: Link) -> Link:
+    return Link(10 * link.bandwidth, link.latency / 10)

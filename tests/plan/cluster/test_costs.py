@@ -8,8 +8,7 @@ import pytest
 
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster import harm, model
-from flexengine.plan.cluster.booked import MOST_READING, cohort_policy, stage_facts
-from flexengine.plan.cluster.costs import ClusterTask, Costs
+from flexengine.plan.cluster.costs import MOST_READING, ClusterTask, Costs, cohort_policy, stage_facts
 from flexengine.plan.cluster.devices import Cluster, Device, Link
 from flexengine.plan.cluster.job import ClusterJob, Shape
 from flexengine.plan.cluster.latency import Machine

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from bench.cluster.cases import decoder
 from flexengine import shipped
 from flexengine.errors import InvalidInput
 from flexengine.plan.cluster import harm
 from flexengine.plan.cluster.file import from_json, load
 from flexengine.plan.cluster.latency import HandRates, Machine, Profiled
-from flexengine.plan.cluster.model import decoder
 
 LINK = {"bandwidth": 1e9, "latency": 1e-4}
 FAST = {"memory": "8GiB", "flops": 1e13, "bandwidth": 1e11}

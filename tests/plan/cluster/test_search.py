@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench.cluster import baselines
+from bench.cluster.cases import decoder
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster import whatif
 from flexengine.plan.cluster.case_costs import price
@@ -16,7 +17,6 @@ from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.job import ClusterJob, Shape, batches, shapes
 from flexengine.plan.cluster.latency import HandRates
-from flexengine.plan.cluster.model import decoder
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import Limits, search

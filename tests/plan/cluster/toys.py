@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from bench.cluster.cases import decoder
 from flexengine.plan.cluster import harm
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Device, Link
 from flexengine.plan.cluster.job import ClusterJob
 from flexengine.plan.cluster.latency import HandRates
-from flexengine.plan.cluster.model import Format, Model, decoder
+from flexengine.plan.cluster.model import Format, Model
 from flexengine.strategy import BITS
 
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
