@@ -48,7 +48,7 @@ def _one_format(
                     kinds = np.array(numbers.classes)
                     seconds = numbers.decode[np.array(stages), kinds, choice]
                     if np.all(np.isfinite(seconds)):
-                        plans.append(ClusterPlan.of(task, order, shape, numbers, stages, [choice] * numbers.units))
+                        plans.append(ClusterPlan(task, order, shape, numbers, stages, [choice] * numbers.units))
             if (best := among(plans)) is not None:
                 return best
     return None

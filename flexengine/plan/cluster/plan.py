@@ -23,29 +23,19 @@ class ClusterPlan:
         shape: micro-batches.
         numbers: costs of the case.
         stage_of, choice_of: by unit, the position of its device in `order`, and its choice.
-        priced: seconds, bytes and cost.
     """
 
     task: ClusterTask
     order: Order
     shape: Shape
     numbers: CaseCosts
-    stage_of: tuple[int, ...]
-    choice_of: tuple[int, ...]
-    priced: Priced
+    stage_of: Sequence[int]
+    choice_of: Sequence[int]
 
-    @staticmethod
-    def of(
-        task: ClusterTask,
-        order: Order,
-        shape: Shape,
-        numbers: CaseCosts,
-        stage_of: Sequence[int],
-        choice_of: Sequence[int],
-    ) -> "ClusterPlan":
-        """Return the plan with its price."""
-        found = price(numbers, stage_of, choice_of)
-        return ClusterPlan(task, order, shape, numbers, tuple(stage_of), tuple(choice_of), found)
+    @cached_property
+    def priced(self) -> Priced:
+        """Return seconds, bytes and cost."""
+        return price(self.numbers, self.stage_of, self.choice_of)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

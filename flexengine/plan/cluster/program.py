@@ -22,13 +22,14 @@ the solver branches on few variables. Which layer gets which format is decided a
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
 
 import numpy as np
 import pulp
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from flexengine.plan.cluster.case_costs import PAPER, Array, CaseCosts
@@ -278,10 +279,12 @@ def solve(
     info = highs.getInfo()
     if status not in ("Optimal", "Time limit reached") or info.primal_solution_status != 2:
         return None
-    counts = {key: round(n.varValue or 0.0) for key, n in program.n.items()}
+    counts = np.zeros(numbers.prefill.shape, dtype=np.int64)
+    for key, n in program.n.items():
+        counts[key] = round(n.varValue or 0.0)
     stage_of = _stage_of(program)
     bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else -math.inf
-    return Assignment(stage_of, spread(numbers, stage_of, counts), bound)
+    return Assignment(stage_of, spread(numbers, stage_of, numbers.classes, counts), bound)
 
 
 def lower_bound(numbers: CaseCosts, anywhere: bool = False) -> float:
@@ -325,22 +328,24 @@ def _stage_of(program: _StagesProgram) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def spread(numbers: CaseCosts, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]) -> tuple[int, ...]:
+def spread(
+    numbers: CaseCosts, stage_of: Sequence[int], kinds: Sequence[int], counts: NDArray[np.int64]
+) -> tuple[int, ...]:
     """Return the choice of each unit with the least harm.
 
     Args:
         numbers: the case.
         stage_of: stage of each unit.
-        counts: by (stage, class, choice), the number of units.
+        kinds: kind of each unit; units of one kind in a stage may exchange their choices.
+        counts: [stages, kinds, choices] number of units.
     """
-    stages, choice_of = np.array(list(stage_of)), [0] * numbers.units
-    kinds = np.array(numbers.classes)
-    for j, k in sorted({(j, k) for (j, k, _), count in counts.items() if count}):
-        units = np.flatnonzero((stages == j) & (kinds == k))
-        places = [
-            c for (stage, kind, c), count in sorted(counts.items()) if (stage, kind) == (j, k) for _ in range(count)
-        ]
-        rows, columns = linear_sum_assignment(numbers.harm[units][:, places])
-        for row, column in zip(rows, columns, strict=True):
-            choice_of[units[row]] = places[column]
-    return tuple(choice_of)
+    stages, of_kind = np.asarray(stage_of), np.asarray(kinds)
+    choice_of = np.zeros(numbers.units, dtype=np.int64)
+    for j, k in np.argwhere(counts.sum(axis=2)):
+        units = np.flatnonzero((stages == j) & (of_kind == k))
+        places = np.repeat(np.arange(counts.shape[2]), counts[j, k])
+        if len(set(places)) > 1:
+            rows, columns = linear_sum_assignment(numbers.harm[np.ix_(units, places)])
+            units, places = units[rows], places[columns]
+        choice_of[units] = places
+    return tuple(map(int, choice_of))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexengine.plan.cluster.events import Pipeline
+from flexengine.plan.cluster.file import EXACT_NAME
 from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format
 from flexengine.plan.cluster.plan import ClusterPlan
@@ -14,11 +15,6 @@ from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, per
 MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
 MOST_SIMULATED = 200_000  # tasks of a round; more take over a second
 LINE = 64  # layers per line of the picture
-
-
-def name_of(form: Format) -> str:
-    """Return a format's name in reports."""
-    return form or "exact"
 
 
 def report(found: Found, model_name: str, helps: Sequence[ClusterHelp] = ()) -> str:
@@ -59,7 +55,7 @@ def head(plan: ClusterPlan, model_name: str) -> list[str]:
 def picture(plan: ClusterPlan) -> list[str]:
     """Return a character per layer: its format; small letters mark layers whose weights are on the host."""
     shown = sorted({choice.form for choice in plan.choices}, key=lambda form: list(MARKS).index(form))
-    legend = "  ".join(f"{MARKS[form]} {name_of(form)}" for form in shown)
+    legend = "  ".join(f"{MARKS[form]} {form or EXACT_NAME}" for form in shown)
     streamed = any(choice.host for choice in plan.choices)
     lines = [f"Layers      {legend}" + ("  ~ weights on the host, streamed" if streamed else "")]
     width = max(len(device.name) for device in plan.devices)
@@ -80,9 +76,9 @@ def stages(plan: ClusterPlan) -> list[str]:
     width = max(len("stage"), *(len(d.name) for d in plan.devices))
     kind = max(len("type"), *(len(d.type) for d in plan.devices))
     lines = [
-        f"Stages      milliseconds of a micro-batch, and busy shares in a round\n  {'stage':<{width}}  "
-        f"{'type':<{kind}}  layers  {'prefill':>9}  {'decode':>9}  {'busy prefill':>12}  {'busy decode':>11}"
-        f"  {'link':>7}  formats"
+        "Stages      milliseconds of a micro-batch, and busy shares in a round",
+        f"  {'stage':<{width}}  {'type':<{kind}}  layers  {'prefill':>9}  {'decode':>9}  {'busy prefill':>12}"
+        f"  {'busy decode':>11}  {'link':>7}  formats",
     ]
     for k, (device, (first, end)) in enumerate(zip(plan.devices, plan.layers, strict=True)):
         link = digits(1e3 * priced.hop_decode[k]) if k < len(priced.hop_decode) else "-"
@@ -93,8 +89,7 @@ def stages(plan: ClusterPlan) -> list[str]:
         )
     bubbles = {phase: 1 - sum(shares) / len(shares) for phase, shares in busy.items()}
     idle = f"prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the stages"
-    lines.append(f"  idle (bubbles): {idle}")
-    return "\n".join(lines).split("\n")
+    return [*lines, f"  idle (bubbles): {idle}"]
 
 
 def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
@@ -114,7 +109,7 @@ def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
 
 def formats_text(formats: Sequence[Format]) -> str:
     """Return the number of layers by format."""
-    return ", ".join(f"{name_of(form)} x {formats.count(form)}" for form in MARKS if form in formats)
+    return ", ".join(f"{form or EXACT_NAME} x {formats.count(form)}" for form in MARKS if form in formats)
 
 
 def memory(plan: ClusterPlan) -> list[str]:

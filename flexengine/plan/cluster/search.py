@@ -166,7 +166,7 @@ class _Search:
     def _take(self, answer: Assignment | None, order: Order, shape: Shape, numbers: CaseCosts) -> None:
         if answer is None:
             return
-        plan = ClusterPlan.of(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
+        plan = ClusterPlan(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
         if plan.priced.fits and (self.best is None or plan.priced.cost < self.best.priced.cost):
             self.best = plan
 

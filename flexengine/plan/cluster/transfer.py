@@ -16,10 +16,9 @@ from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from flexengine.plan.cluster.case_costs import Array, CaseCosts, Priced, price
-from flexengine.plan.cluster.program import Assignment, solve
+from flexengine.plan.cluster.program import Assignment, solve, spread
 
 MOVED = (1, 2, 4, 8)  # units that change at once
 START_SECONDS = 10.0  # most seconds of the program that finds the start
@@ -198,18 +197,8 @@ def assigned(numbers: CaseCosts, counts: Counts) -> tuple[tuple[int, ...], tuple
     sizes = counts.sum(axis=1)
     if not sizes[0] or not sizes[-1]:
         return None
-    stage_of = np.repeat(np.arange(numbers.stages), sizes)
-    choice_of = np.zeros(numbers.units, dtype=np.int64)
-    kinds, first = np.array(numbers.classes), 0
-    for j, size in enumerate(sizes):
-        units = np.arange(first, first + size)
-        places = np.repeat(np.arange(counts.shape[1]), counts[j])
-        if len(set(places)) == 1:
-            choice_of[units] = places
-        elif size:
-            rows, columns = linear_sum_assignment(numbers.harm[np.ix_(units, places)])
-            choice_of[units[rows]] = places[columns]
-        if not np.all(np.isfinite(numbers.decode[j, kinds[units], choice_of[units]])):
-            return None
-        first += size
-    return tuple(map(int, stage_of)), tuple(map(int, choice_of))
+    stage_of = np.repeat(np.arange(numbers.stages), sizes).tolist()
+    choice_of = spread(numbers, stage_of, [0] * numbers.units, counts[:, None, :])
+    if not np.all(np.isfinite(numbers.decode[stage_of, numbers.classes, choice_of])):
+        return None
+    return tuple(stage_of), choice_of

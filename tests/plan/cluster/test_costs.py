@@ -36,7 +36,7 @@ def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape
     task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), harm.assumed(made, (None,)))
     stages = [k for k in range(len(cuts) - 1) for _ in range(cuts[k + 1] - cuts[k])]
     numbers = Costs(task).numbers(devices, shape)
-    return ClusterPlan.of(task, devices, shape, numbers, stages, [0] * len(stages))
+    return ClusterPlan(task, devices, shape, numbers, stages, [0] * len(stages))
 
 
 @pytest.mark.parametrize("facts", [TINY, untied(TINY)], ids=["tied", "untied"])

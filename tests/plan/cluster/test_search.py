@@ -141,7 +141,7 @@ def test_the_bit_transfer_is_near_the_program() -> None:
     for best in map(chosen, SKEWED):
         answer = transfer(best.numbers)
         assert answer is not None
-        moved = ClusterPlan.of(best.task, best.order, best.shape, best.numbers, answer.stage_of, answer.choice_of)
+        moved = ClusterPlan(best.task, best.order, best.shape, best.numbers, answer.stage_of, answer.choice_of)
         assert moved.priced.fits
         gaps.append(moved.priced.cost / best.priced.cost - 1)
     assert min(gaps) >= -5e-3
