@@ -153,7 +153,7 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
 
 
 def test_chat_is_true_or_false(asked: Job) -> None:
-    with pytest.raises(InvalidInput, match="chat is 'yes'; it must be True or False"):
+    with pytest.raises(InvalidInput, match="chat is 'yes'; it must be true or false"):
         in_python(asked, chat="yes")
 
 

@@ -169,7 +169,7 @@ def test_tokens_per_unit_of_price() -> None:
     ("change", "message"),
     [
         ({"prices": {"tape": 1}}, "prices has 'tape'; it may have device, host, disk, disk2, worker1, and so on"),
-        ({"prices": {"device": -1}}, "price of device is -1; it must be positive"),
+        ({"prices": {"device": -1}}, "prices device is -1; it must be a positive"),
         ({"prices": [1]}, "prices is [1]; it must be an object"),
         ({"links": {**GPU.links, "worker3_send": 1e9}}, "has links ['worker3_send']"),
     ],

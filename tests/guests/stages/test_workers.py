@@ -207,7 +207,7 @@ def test_options() -> None:
     far = ThreadGroup(0, 2, {}, {})  # one process on each machine
     with pytest.raises(InvalidInput, match=r"--attention-workers is 2, .*several machines; .*serve-attention"):
         EngineOptions(group=far, attention_workers=2, worker_mem="1M")
-    with pytest.raises(InvalidInput, match="worker_sharing is 0; it must be at least 1"):
+    with pytest.raises(InvalidInput, match="worker_sharing is 0; it must be a number of engines of at least 1"):
         EngineOptions(attention_workers=["a:1"], worker_sharing=0)
     with pytest.raises(InvalidInput, match="--attention-workers cannot be combined with --strategy"):
         EngineOptions(strategy=strategy(), attention_workers=["a:1"])
