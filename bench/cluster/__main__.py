@@ -30,7 +30,7 @@ from bench.cluster.held_out import held_out
 from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
 from flexengine import shipped
-from flexengine.plan.cluster import file, harm, model
+from flexengine.plan.cluster import file, model
 from flexengine.plan.cluster.case_costs import PAPER, price
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
@@ -65,7 +65,7 @@ def task(
     cluster: Cluster, made: Model, job: ClusterJob, formats: Sequence[Format], theta: float, uneven: bool = True
 ) -> ClusterTask:
     """Return a task. uneven: harm differs by layer, by a factor of up to 10."""
-    table = harm.assumed(made, formats)
+    table = model.assumed_harm(made, formats)
     if uneven:
         table = table * np.random.default_rng(1).uniform(0.3, 3.0, (len(made.layers), 1))
     return ClusterTask(cluster, {"cuda": made}, job, tuple(formats), table, theta)

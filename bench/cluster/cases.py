@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from flexengine.plan.cluster.devices import Cluster, Device, Link
-from flexengine.plan.cluster.latency import HandRates
+from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
 from flexengine.plan.cluster.model import Format, LayerSizes, Model
 from flexengine.strategy import BITS
 

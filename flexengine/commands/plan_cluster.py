@@ -14,7 +14,7 @@ from flexengine.commands.parser import check_least, refuse_given
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
 from flexengine.lossy import ALLOW, QUALITY, Lossy
-from flexengine.plan.cluster import file, harm, model, report, whatif
+from flexengine.plan.cluster import file, model, report, whatif
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.job import ClusterJob
@@ -71,9 +71,9 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     models, opened = _models(args, cluster, formats)
     first = next(iter(models.values()))
     if args.harm:
-        table = harm.load(args.harm, len(first.layers), formats)
+        table = file.load_harm(args.harm, len(first.layers), formats)
     else:
-        table = harm.assumed(first, formats)
+        table = model.assumed_harm(first, formats)
         if len(formats) > 1:
             rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
             say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")

@@ -10,11 +10,9 @@ import numpy as np
 from flexengine.errors import InvalidInput
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster.case_costs import EXACT, Array, CaseCosts, UnitChoice
-from flexengine.plan.cluster.devices import Cluster, Device
-from flexengine.plan.cluster.harm import Harm
+from flexengine.plan.cluster.devices import DECODE, PREFILL, Cluster, Device
 from flexengine.plan.cluster.job import ClusterJob, Shape
-from flexengine.plan.cluster.latency import DECODE, PREFILL
-from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.model import Format, Harm, Model
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned

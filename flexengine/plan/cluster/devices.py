@@ -1,10 +1,146 @@
-"""Devices of a cluster and the links between them."""
+"""Devices of a cluster, the seconds of one layer on each, and the links between them.
+
+`Latency` is the interface of the seconds: from rates by hand, from a fitted profile, or from a measured machine. It is
+phase-aware, as in LLM-PQ (Zhao et al. 2024, section 4.1): prefill computes whole prompts, decode computes one token of
+each sequence.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from flexengine.plan.cluster.latency import Latency
-from flexengine.plan.hardware import IfKnown, Rate
+from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.regression import Regression
+from flexengine.plan.hardware import Hardware, IfKnown, Rate
+from flexengine.plan.rates import Rates
+
+PREFILL, DECODE = "prefill", "decode"
+PHASES = (PREFILL, DECODE)
+
+
+class Latency(Protocol):
+    """Seconds of parts of a model on a device."""
+
+    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
+        """Return the seconds of one layer of one micro-batch; infinite if the device has no kernel for the format.
+
+        Args:
+            model: the model.
+            layer: number of the layer.
+            form: format of the layer's matrices.
+            phase: PREFILL or DECODE.
+            batch: sequences of the micro-batch.
+            tokens: prompt tokens of a sequence in prefill; cached tokens of a sequence in decode.
+        """
+
+    def head(self, model: Model, rows: int) -> float:
+        """Return the seconds of the logits of some sequences."""
+
+    def fixed(self, rows: int) -> float:
+        """Return the seconds of bookkeeping of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class HandRates:
+    """Rates by hand: a roofline.
+
+    A layer takes the longer of computing its FLOP and of moving its bytes (weights, KV cache, and in prefill the hidden
+    states), and `layer_seconds` more.
+
+    Attributes:
+        flops: FLOP per second of matrix products, by format; a format that is absent has no kernel.
+        bandwidth: bytes per second of the device's memory while a product reads weights, by format.
+        layer_seconds: fixed seconds of a layer.
+    """
+
+    flops: Mapping[Format, float]
+    bandwidth: Mapping[Format, float]
+    layer_seconds: float = 0.0
+
+    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
+        if form not in self.flops or form not in self.bandwidth:
+            return float("inf")
+        part, exact = model.layers[layer], self.flops.get(None, self.flops[form])
+        if phase == PREFILL:
+            flop, pairs = 2 * part.active * batch * tokens, batch * tokens * (tokens + 1) / 2
+            moved = part.bytes[form] + batch * tokens * (part.kv_token + model.hop_bytes(2))
+        else:
+            flop, pairs = 2 * part.active * batch, batch * tokens
+            moved = part.bytes[form] + batch * tokens * part.kv_token
+        computed = flop / self.flops[form] + pairs * part.pair_flop / exact
+        return max(computed, moved / self.bandwidth[form]) + self.layer_seconds
+
+    def head(self, model: Model, rows: int) -> float:
+        form = None if None in self.flops else next(iter(self.flops))
+        return max(
+            2 * model.head_elements * rows / self.flops[form],
+            (model.head_bytes + 4 * model.vocabulary * rows) / self.bandwidth[form],
+        )
+
+    def fixed(self, rows: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Regressions over measured layers (LLM-PQ section 4.1), for the one shape of layer that was measured.
+
+    Attributes:
+        lines: by (format, phase), the fitted seconds of a layer.
+        head_seconds: seconds of the logits of a micro-batch.
+    """
+
+    lines: Mapping[tuple[Format, str], Regression]
+    head_seconds: float = 0.0
+
+    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
+        line = self.lines.get((form, phase))
+        return float("inf") if line is None else line(batch, tokens)
+
+    def head(self, model: Model, rows: int) -> float:
+        return self.head_seconds
+
+    def fixed(self, rows: int) -> float:
+        return 0.0  # the measured layers include it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a hardware file, measured or not, through the cost model of a single machine.
+
+    Attributes:
+        hardware: the machine.
+    """
+
+    hardware: Hardware
+    _rates: dict[tuple[int, Format], tuple[object, Rates]] = field(default_factory=dict, compare=False, repr=False)
+
+    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
+        if form not in model.facts:
+            return float("inf")
+        rates = self._of(model, form)
+        facts = rates.model
+        window = facts.windows[layer] if facts.windows else None
+        attention = rates.attention[window]
+        seen, overhead = min(tokens, window) if window else tokens, attention.call + self.hardware.task_seconds
+        if phase == PREFILL:
+            pairs = tokens * (tokens + 1) / 2 - (tokens - seen) * (tokens - seen + 1) / 2
+            attending = float(attention.prompt(batch * pairs, tokens))
+            return rates.one_layer(layer, batch * tokens) + attending + overhead
+        return rates.one_layer(layer, batch) + float(attention.decode(batch * seen, seen)) + overhead
+
+    def head(self, model: Model, rows: int) -> float:
+        return float(self._of(model, None).head(rows)) + self.hardware.task_seconds
+
+    def fixed(self, rows: int) -> float:
+        return self.hardware.sweep_seconds + rows * self.hardware.sequence_seconds
+
+    def _of(self, model: Model, form: Format) -> Rates:
+        """Return the rates of the model in a format. Cached: a search asks for the same rates often."""
+        key = (id(model), form)
+        if key not in self._rates:
+            self._rates[key] = (model, Rates.of(model.facts[form], self.hardware))
+        return self._rates[key][1]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ further step for the tokens of the step before, which travel from the last stage
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexengine.plan.cluster.latency import DECODE, PREFILL
+from flexengine.plan.cluster.devices import DECODE, PREFILL
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.schedule.order import Cell
 from flexengine.schedule.simulate import Forecast, simulate

@@ -1,15 +1,16 @@
-"""The cluster file: devices with memory and rates, and links, as JSON (docs/cluster.md)."""
+"""The cluster file, which has devices with memory and rates, and links, and the file of harm (docs/cluster.md)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, shown
-from flexengine.plan.cluster.devices import Cluster, Device, Link
-from flexengine.plan.cluster.latency import PHASES, HandRates, Latency, Machine, Profiled
-from flexengine.plan.cluster.model import Format
+from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Latency, Link, Machine, Profiled
+from flexengine.plan.cluster.model import Format, Harm
 from flexengine.plan.cluster.regression import fit
 from flexengine.plan.hardware import KINDS, Hardware, IfKnown, Rate, at, positive
 from flexengine.records import Limit, known_fields, printable, read, read_object
@@ -215,3 +216,36 @@ def _links(given: _LinkFields | None, names: list[str], what: str) -> tuple[Link
             raise InvalidInput(f"{fault}, which an earlier pair has; leave out one of them")
         pairs[frozenset(ends)] = Link(pair.bandwidth, pair.latency)
     return within, given.between or within, pairs
+
+
+def load_harm(path: str | Path, layers: int, formats: Sequence[Format]) -> Harm:
+    """Read a table of harm of formats to quality, by layer (LLM-PQ's omega).
+
+    The file is {"layers": [{"exact": 0, "int8": x, "int4": y, "int3": z}, ...]} with one object per layer; "exact" may
+    be left out. The unit is free: theta is seconds per unit.
+
+    Raises:
+        InvalidInput: the file has no table for a model of so many layers with these formats.
+    """
+    what = f"harm file {path}"
+    values = read_object(path, "harm file")
+    if set(values) != {"layers"} or not isinstance(values["layers"], list):
+        raise InvalidInput(f"{what} has fields {sorted(values)}; it must have layers, a list with an object per layer")
+    table: list[Any] = values["layers"]
+    if len(table) != layers:
+        raise InvalidInput(f"{what} has {len(table)} layers, but the model has {layers}; make it for this model")
+    return np.array([_harm_row(entry, f"{what}, layer {j}", formats) for j, entry in enumerate(table)])
+
+
+def _harm_row(entry: object, what: str, formats: Sequence[Format]) -> list[float]:
+    if not isinstance(entry, dict):
+        raise InvalidInput(f"{what} is {shown(entry)}; it must be an object of formats")
+    if unknown := sorted(set(entry) - set(FORMATS)):
+        raise InvalidInput(f"{what} has unknown formats {unknown}; formats are {', '.join(FORMATS)}")
+    row = []
+    for form in formats:
+        value = entry.get(form or EXACT_NAME, 0 if form is None else None)
+        if value is None:
+            raise InvalidInput(f"{what} has no harm of {form}; give it, or do not allow {form}")
+        row.append(float(value) if value == 0 and not isinstance(value, bool) else positive(f"{what}: {form}", value))
+    return row

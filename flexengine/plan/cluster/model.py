@@ -1,14 +1,19 @@
 """A model in the numbers that a cluster plan needs: layers, bytes by format, and the ends of the stack."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.sizes import aligned
 from flexengine.plan.stages import shape_name
+from flexengine.strategy import BITS
 
 Format = str | None  # format of a layer's matrices, from strategy.FORMATS
+Harm = NDArray[np.float64]  # [layers, formats] harm to quality
 _PER_HIDDEN, _PER_WIDTH = 9, 4  # elements of temporary tensors per token, as in `plan.sizes.workspace`
 
 
@@ -106,3 +111,12 @@ def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
     return Model(shape_name(exact), tuple(layers), exact.hidden, exact.width, exact.itemsize, exact.vocabulary,
                  embedding + others, output.held_bytes if output else 0, output.elements if output else 0,
                  exact.head is None, dict(facts))  # fmt: skip
+
+
+def assumed_harm(model: Model, formats: Sequence[Format]) -> Harm:
+    """Return the assumed harm of each layer in each format: proportional to the layer's parameters and to 4^-bits, the
+    square of a code's step; all layers in int4 have harm 1."""
+    parts = np.array([layer.active for layer in model.layers])
+    factors = np.array([0.0 if form is None else 4.0 ** (4 - BITS[form]) for form in formats])
+    harm: Harm = parts[:, None] / parts.sum() * factors
+    return harm

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from flexengine.plan.cluster.devices import DECODE, PREFILL
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.file import EXACT_NAME
-from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.plan.cluster.model import Format
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.cluster import harm
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Link
+from flexengine.plan.cluster.model import assumed_harm
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.search import Found, Limits, search
 
@@ -69,7 +69,7 @@ def _changes(plan: ClusterPlan) -> Iterator[tuple[str, ClusterTask]]:
     fewer = next((form for form in ("int8", "int4", "int3") if form not in task.formats), None)
     if fewer is not None and all(fewer in model.layers[0].bytes for model in task.models.values()):
         formats = (*task.formats, fewer)
-        table = harm.assumed(task.model, formats)
+        table = assumed_harm(task.model, formats)
         yield f"layers in {fewer} allowed (lossy)", replace(task, formats=formats, harm=table)
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.cluster import harm, model
+from flexengine.plan.cluster import model
 from flexengine.plan.cluster.costs import MOST_READING, ClusterTask, Costs, cohort_policy, stage_facts
-from flexengine.plan.cluster.devices import Cluster, Device, Link
+from flexengine.plan.cluster.devices import Cluster, Device, Link, Machine
 from flexengine.plan.cluster.job import ClusterJob, Shape
-from flexengine.plan.cluster.latency import Machine
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -33,7 +32,7 @@ def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape
     devices = tuple(Device(f"d{k}", "d", 10**12, Machine(hardware), kind) for k in range(len(cuts) - 1))
     made = model.of_facts({None: facts})
     cluster = Cluster("c", devices, Link(1e9), Link(1e9))
-    task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), harm.assumed(made, (None,)))
+    task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), model.assumed_harm(made, (None,)))
     stages = [k for k in range(len(cuts) - 1) for _ in range(cuts[k + 1] - cuts[k])]
     numbers = Costs(task).numbers(devices, shape)
     return ClusterPlan(task, devices, shape, numbers, stages, [0] * len(stages))

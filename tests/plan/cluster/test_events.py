@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from flexengine.plan.cluster.devices import DECODE, PREFILL
 from flexengine.plan.cluster.events import Pipeline
-from flexengine.plan.cluster.latency import DECODE, PREFILL
 from flexengine.schedule.simulate import Forecast
 
 

@@ -10,9 +10,9 @@ import pytest
 from bench.cluster.cases import decoder
 from flexengine import shipped
 from flexengine.errors import InvalidInput
-from flexengine.plan.cluster import harm
-from flexengine.plan.cluster.file import from_json, load
-from flexengine.plan.cluster.latency import HandRates, Machine, Profiled
+from flexengine.plan.cluster.devices import HandRates, Machine, Profiled
+from flexengine.plan.cluster.file import from_json, load, load_harm
+from flexengine.plan.cluster.model import assumed_harm
 
 LINK = {"bandwidth": 1e9, "latency": 1e-4}
 FAST = {"memory": "8GiB", "flops": 1e13, "bandwidth": 1e11}
@@ -158,20 +158,20 @@ def test_harm_tables(tmp_path: Path) -> None:
     rows = [{"int8": 0.1, "int4": 1.5}, {"exact": 0, "int8": 0, "int4": 2}]
     path = tmp_path / "harm.json"
     path.write_text(json.dumps({"layers": rows}))
-    assert harm.load(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
+    assert load_harm(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
     for layers, formats, message in (
         (3, (None,), "has 2 layers, but the model has 3"), (2, (None, "int3"), "layer 0 has no harm of int3"),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
-            harm.load(path, layers, formats)
+            load_harm(path, layers, formats)
     for values, message in (({"rows": []}, "it must have layers"), ({"layers": [1]}, "layer 0 is 1"),
                             ({"layers": [{"int5": 1}]}, "unknown formats"), ({"layers": [{"int8": -1}]}, "positive"),
                             ({"layers": [{"int8": True}]}, "must be a positive number")):  # fmt: skip
         path.write_text(json.dumps(values))
         with pytest.raises(InvalidInput, match=message):
-            harm.load(path, 1, (None, "int8"))
+            load_harm(path, 1, (None, "int8"))
 
 
 def test_assumed_harm() -> None:
-    table = harm.assumed(decoder("m", 4, 64, 256, 100), (None, "int8", "int4", "int3"))
+    table = assumed_harm(decoder("m", 4, 64, 256, 100), (None, "int8", "int4", "int3"))
     assert table.sum(axis=0) == pytest.approx([0, 1 / 256, 1, 4])

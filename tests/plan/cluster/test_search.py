@@ -13,10 +13,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster import whatif
 from flexengine.plan.cluster.case_costs import price
 from flexengine.plan.cluster.costs import Costs, orders
-from flexengine.plan.cluster.devices import Cluster
+from flexengine.plan.cluster.devices import Cluster, HandRates
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.job import ClusterJob, Shape, batches, shapes
-from flexengine.plan.cluster.latency import HandRates
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import Limits, search

@@ -3,12 +3,10 @@
 import numpy as np
 
 from bench.cluster.cases import decoder
-from flexengine.plan.cluster import harm
 from flexengine.plan.cluster.costs import ClusterTask
-from flexengine.plan.cluster.devices import Cluster, Device, Link
+from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
 from flexengine.plan.cluster.job import ClusterJob
-from flexengine.plan.cluster.latency import HandRates
-from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.model import Format, Model, assumed_harm
 from flexengine.strategy import BITS
 
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
@@ -35,7 +33,7 @@ def task(
     theta: float = 1.0, group: int = 1,
 ) -> ClusterTask:  # fmt: skip
     made = model or decoder("toy", 12, 2048, 8192, 32000)
-    table = harm.assumed(made, formats)
+    table = assumed_harm(made, formats)
     rng = np.random.default_rng(1)
     table = table * rng.uniform(0.3, 3.0, (len(made.layers), 1))
     return ClusterTask(devices, {"cuda": made}, job or ClusterJob.uniform(16, 256, 32), formats, table, theta, group)
