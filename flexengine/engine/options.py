@@ -29,9 +29,9 @@ _MODEL = "a directory, a .gguf file, a hub id, or None for the demo model"
 _Engines = Annotated[int | None, Limit(1), "a number of engines of at least 1, or None"]
 
 
-def _size(name: str, value: Any) -> str | int:
+def _size(name: str, value: Any) -> Any:
     parse_size(value, f"--{name.replace('_', '-')}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 _Size = Annotated[str | int | None, _size]

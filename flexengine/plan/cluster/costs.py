@@ -110,8 +110,9 @@ class Costs:
                 for c, choice in enumerate(task.choices):
                     weights = [model.layers[i].bytes[choice.form] for i in layers]
                     fits = not choice.host or device.offloads
-                    prefill[j, k, c] = self._units(device, layers, choice, PREFILL, shape) if fits else np.inf
-                    decode[j, k, c] = self._units(device, layers, choice, DECODE, shape) if fits else np.inf
+                    for table, phase, batch in ((prefill, PREFILL, shape.prefill), (decode, DECODE, shape.decode)):
+                        seconds = sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
+                        table[j, k, c] = seconds if fits else np.inf
                     memory[j, k, c] = kv + (0 if choice.host else sum(weights))
                     if choice.host and fits:
                         load[j, k, c] = sum(weights) / device.host_link
@@ -144,18 +145,12 @@ class Costs:
         return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0, fixed_memory=kept,
                        fixed_prefill=np.array(prefill), fixed_decode=np.array(decode))  # fmt: skip
 
-    def _units(self, device: Device, layers: Sequence[int], choice: UnitChoice, phase: str, shape: Shape) -> float:
-        """Return the seconds of a unit on a device, without loads."""
-        batch = shape.prefill if phase == PREFILL else shape.decode
-        return sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
-
     def _layer(self, device: Device, layer: int, form: Format, phase: str, batch: int) -> float:
         model, job = self.task.models[device.kind], self.task.job
         key = (id(device.latency), device.speed, device.kind, model.kinds[layer], form, phase, batch)
         if key not in self._seconds:
             tokens = job.prompt if phase == PREFILL else job.past
-            seconds = device.latency.layer(model, layer, form, phase, batch, tokens)
-            self._seconds[key] = seconds / device.speed
+            self._seconds[key] = device.latency.layer(model, layer, form, phase, batch, tokens) / device.speed
         return self._seconds[key]
 
     def _fixed(self, order: Order, rows: int) -> Array:

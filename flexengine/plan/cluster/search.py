@@ -109,8 +109,10 @@ class _Search:
                 self.bounded += 1
                 found = lower_bound(self.costs.unordered(shape), anywhere=True)
                 self._push(max(bound, found), SECOND, (None, shape))
-                if self.best is None and math.isfinite(found):
-                    self._dive(shape)
+                if self.best is None and math.isfinite(found):  # a first plan, in the first order
+                    order = next(order for order in self.orders if len(order) <= len(self.task.groups))
+                    numbers = self.costs.numbers(order, shape)
+                    self._take(transfer(numbers), order, shape, numbers)
             elif order is None:
                 self._branch(shape, bound)
             else:
@@ -138,12 +140,6 @@ class _Search:
                 self.bounded += 1
                 found = lower_bound(self.costs.numbers(order, shape))
                 self._push(max(bound, found), THIRD, (order, shape))
-
-    def _dive(self, shape: Shape) -> None:
-        """Find a first plan: improve the first order of a shape by bit transfer."""
-        order = next(order for order in self.orders if len(order) <= len(self.task.groups))
-        numbers = self.costs.numbers(order, shape)
-        self._take(transfer(numbers), order, shape, numbers)
 
     def _solve(self, order: Order, shape: Shape, bound: float) -> None:
         self.solved += 1
