@@ -111,12 +111,10 @@ class Priced:
     Attributes:
         used: stages that have units, in order.
         prefill, decode: by used stage, seconds of one micro-batch.
-        load: by used stage, seconds of its streaming per micro-batch, which are part of the above.
         hop_prefill, hop_decode: by used stage but the last, seconds of sending a micro-batch to the next.
         back: seconds of sending tokens back to the first stage; 0 with one stage.
         memory, host: by used stage, bytes.
         fits: whether all bytes fit.
-        round_seconds: seconds of one round.
         seconds: seconds of the job.
         harm: sum over units.
         cost: seconds + theta * harm.
@@ -125,14 +123,12 @@ class Priced:
     used: tuple[int, ...]
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
-    load: tuple[float, ...]
     hop_prefill: tuple[float, ...]
     hop_decode: tuple[float, ...]
     back: float
     memory: tuple[float, ...]
     host: tuple[float, ...]
     fits: bool
-    round_seconds: float
     seconds: float
     harm: float
     cost: float
@@ -169,20 +165,12 @@ def price(numbers: CaseCosts, stage_of: Sequence[int], choice_of: Sequence[int])
     hop_prefill = tuple(float(numbers.hop_prefill[a, b]) for a, b in hops)
     hop_decode = tuple(float(numbers.hop_decode[a, b]) for a, b in hops)
     back = numbers.back if hops else 0.0
-    seconds = round_seconds(numbers, prefill, decode, hop_prefill, hop_decode, back)
-    harm = float(numbers.harm[np.arange(numbers.units), picked].sum())
-    return Priced(used, tuple(map(float, prefill)), tuple(map(float, decode)), tuple(map(float, load[rows])),
-                  hop_prefill, hop_decode, back, tuple(map(float, memory)), tuple(map(float, host)), fits, seconds,
-                  numbers.rounds * seconds, harm, numbers.rounds * seconds + numbers.theta * harm)  # fmt: skip
-
-
-def round_seconds(
-    numbers: CaseCosts, prefill: Array, decode: Array, hop_prefill: Sequence[float], hop_decode: Sequence[float],
-    back: float,
-) -> float:  # fmt: skip
-    """Return the seconds of one round. In form PAPER, hops count only if one is the slowest part."""
     slowest = float(max(*prefill, *hop_prefill, 0.0)), float(max(*decode, *hop_decode, 0.0))
     through = float(sum(prefill)), float(sum(decode))
-    if numbers.form == EXACT:
+    if numbers.form == EXACT:  # in form PAPER, hops count only if one is the slowest part
         through = through[0] + sum(hop_prefill), through[1] + sum(hop_decode) + back
-    return numbers.round_seconds(slowest, through)
+    seconds = numbers.rounds * numbers.round_seconds(slowest, through)
+    harm = float(numbers.harm[np.arange(numbers.units), picked].sum())
+    return Priced(used, tuple(map(float, prefill)), tuple(map(float, decode)), hop_prefill, hop_decode, back,
+                  tuple(map(float, memory)), tuple(map(float, host)), fits, seconds, harm,
+                  seconds + numbers.theta * harm)  # fmt: skip

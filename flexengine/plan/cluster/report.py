@@ -81,11 +81,13 @@ def stages(plan: ClusterPlan) -> list[str]:
         f"  {'busy decode':>11}  {'link':>7}  formats",
     ]
     for k, (device, (first, end)) in enumerate(zip(plan.devices, plan.layers, strict=True)):
+        formats = plan.formats[first:end]
+        numbers = ", ".join(f"{form or EXACT_NAME} x {formats.count(form)}" for form in MARKS if form in formats)
         link = digits(1e3 * priced.hop_decode[k]) if k < len(priced.hop_decode) else "-"
         lines.append(
             f"  {device.name:<{width}}  {device.type:<{kind}}  {end - first:>6}  {digits(1e3 * priced.prefill[k]):>9}"
             f"  {digits(1e3 * priced.decode[k]):>9}  {percent(busy[PREFILL][k]):>12}  {percent(busy[DECODE][k]):>11}"
-            f"  {link:>7}  {formats_text(plan.formats[first:end])}"
+            f"  {link:>7}  {numbers}"
         )
     bubbles = {phase: 1 - sum(shares) / len(shares) for phase, shares in busy.items()}
     idle = f"prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the stages"
@@ -105,11 +107,6 @@ def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
         PREFILL: [numbers.prefills * s / first if first else 0.0 for s in priced.prefill],
         DECODE: [numbers.cohorts * s / step if step else 0.0 for s in priced.decode],
     }
-
-
-def formats_text(formats: Sequence[Format]) -> str:
-    """Return the number of layers by format."""
-    return ", ".join(f"{form or EXACT_NAME} x {formats.count(form)}" for form in MARKS if form in formats)
 
 
 def memory(plan: ClusterPlan) -> list[str]:
