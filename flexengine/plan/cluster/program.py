@@ -282,7 +282,7 @@ def solve(
     counts = np.zeros(numbers.prefill.shape, dtype=np.int64)
     for key, n in program.n.items():
         counts[key] = round(n.varValue or 0.0)
-    stage_of = _stage_of(program)
+    stage_of = tuple(np.repeat(np.arange(numbers.stages), counts.sum(axis=(1, 2))).tolist())  # units are in order
     bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else -math.inf
     return Assignment(stage_of, spread(numbers, stage_of, numbers.classes, counts), bound)
 
@@ -314,18 +314,6 @@ def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
     if status not in ("Optimal", "Infeasible", "Time limit reached"):
         raise SolverFailed(_EXTREME.format(f"stopped with status {status}"))
     return status
-
-
-def _stage_of(program: _StagesProgram) -> tuple[int, ...]:
-    """Return the stage of each unit."""
-    m = program.numbers
-    if program.y:
-        whole = {key: round(y.varValue or 0.0) for key, y in program.y.items()}
-        return tuple(m.stages - 1 - sum(whole[i, j] for j in range(m.stages - 1)) for i in range(m.units))
-    stages: list[int] = []
-    for j in range(m.stages):
-        stages += [j] * round(sum(n.varValue or 0.0 for n, _ in program._in(j)))
-    return tuple(stages)
 
 
 def spread(
