@@ -6,7 +6,7 @@ Prompts are tokenized, and ended, as HELM's own HuggingFaceClient does.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,8 @@ def row_of(request: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     Raises:
         InvalidInput: the request needs what the engine cannot do, or a value is not allowed.
     """
-    _check(request)
+    if (fault := next(_faults(request), None)) is not None:
+        raise InvalidInput(f"the request has {fault}")
     own = {ID: digest_of(request)}
     ids = encoding.prompt_ids(request)
     if is_scored(request):
@@ -142,32 +143,30 @@ def row_of(request: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     return {**own, "prompt_token_ids": ids, **sampling}
 
 
-def _check(request: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if the engine cannot serve a request."""
+def _faults(request: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the engine cannot serve a request. SamplingParams checks numbers."""
     given = {name: value for name, value in request.items() if value not in (None, False)}
     for name in given:
         if name in _REFUSED:
-            raise InvalidInput(f"the request has {name}, which the engine does not have; it completes text only")
-        if name not in (*_USED, *_UNUSED):
-            raise InvalidInput(
-                f"the request has {name} {shown(request[name])}, which this version of flexengine does not know"
-            )
-    for name in ("prompt", "random"):  # SamplingParams checks numbers
-        if not isinstance(text := given.get(name, ""), str):
-            raise InvalidInput(f"the request has {name} {shown(text)}; it must be text")
+            yield f"{name}, which the engine does not have; it completes text only"
+        elif name not in (*_USED, *_UNUSED):
+            yield f"{name} {shown(request[name])}, which this version of flexengine does not know"
+    for name in ("prompt", "random"):
+        text = given.get(name, "")
+        if not isinstance(text, str):
+            yield f"{name} {shown(text)}; it must be text"
         check_text(name, text)
     for name, kind, what in (("messages", dict, "objects"), ("stop_sequences", str, "texts")):
-        if not isinstance(value := given.get(name, []), list) or not all(isinstance(each, kind) for each in value):
-            raise InvalidInput(f"the request has {name} {shown(value)}; it must be an array of {what}")
+        value = given.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            yield f"{name} {shown(value)}; it must be an array of {what}"
     if given.get("prompt") and given.get("messages"):
-        raise InvalidInput("the request has both prompt and messages; it must have one of them")
+        yield "both prompt and messages; it must have one of them"
     if request.get("max_tokens") is None:
-        raise InvalidInput("the request has no max_tokens; it must be one of HELM 0.5")
+        yield "no max_tokens; it must be one of HELM 0.5"
     if request.get("max_tokens") == 0 and (not is_scored(request) or request.get("num_completions", 1) != 1):
-        raise InvalidInput(
-            "the request has max_tokens 0; this is allowed with echo_prompt and one completion only,"
-            " which gives the log probabilities of the prompt"
-        )
+        probabilities = "which gives the log probabilities of the prompt"
+        yield f"max_tokens 0; this is allowed with echo_prompt and one completion only, {probabilities}"
 
 
 def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:

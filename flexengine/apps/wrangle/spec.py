@@ -1,7 +1,8 @@
 """Options of `flexengine wrangle`: those of all tasks, with defaults and checks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 from flexengine.errors import InvalidInput
@@ -117,7 +118,8 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
     """
     if task not in TASKS:
         raise InvalidInput(f"no task is given; write flexengine wrangle {'|'.join(TASKS)} TABLE -o OUTPUT")
-    used = {name: _frozen(value) for name, value in given.items() if value not in (None, []) and value is not False}
+    given = {name: value for name, value in given.items() if value not in (None, []) and value is not False}
+    used = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if unknown := set(used) - {f.name for f in fields(Spec)}:
         raise TypeError(f"unknown options {sorted(unknown)}")
     for name, value in used.items():
@@ -128,88 +130,70 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
         if name in _LEAST and value < _LEAST[name]:
             raise InvalidInput(f"{_option(name)} is {value}; it must be at least {_LEAST[name]}")
     spec = Spec(task, tables, **used)
-    _check_tables(spec, used)
-    _check_columns(spec)
-    _check_answers(spec)
-    _check_shots(spec, used)
+    faults = chain(_faults_of_tables(spec, used), _faults_of_answers(spec), _faults_of_shots(spec, used))
+    if (fault := next(faults, None)) is not None:
+        raise InvalidInput(fault)
     return spec
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
+def _faults_of_tables(spec: Spec, used: Mapping[str, Any]) -> Iterator[str]:
     most = _MOST_TABLES.get(spec.task, 1)
     if not 1 <= len(spec.tables) <= most:
         allowed = "a table of pairs, or two tables" if most == 2 else "one table"
-        raise InvalidInput(f"{spec.task} has {len(spec.tables)} tables; it takes {allowed}")
+        yield f"{spec.task} has {len(spec.tables)} tables; it takes {allowed}"
     for name in ("top", "values"):
         if name in used and len(spec.tables) == 1:
-            raise InvalidInput(f"--{name} makes pairs from two tables, but one table of pairs is given; leave it out")
-
-
-def _check_columns(spec: Spec) -> None:
-    most = len(spec.column) if spec.task == DETECT else 1
-    if len(spec.column) > most:
-        raise InvalidInput(
-            f"--column is given {len(spec.column)} times; {spec.task} takes one column; leave out the others"
-        )
+            yield f"--{name} makes pairs from two tables, but one table of pairs is given; leave it out"
+    if len(spec.column) > 1 and spec.task != DETECT:
+        yield f"--column is given {len(spec.column)} times; {spec.task} takes one column; leave out the others"
     if spec.task in (IMPUTE, TRANSFORM) and not spec.column:
-        raise InvalidInput(f"no column is given; name the column to {spec.task} by --column NAME")
+        yield f"no column is given; name the column to {spec.task} by --column NAME"
     for option, names in (("--column", spec.column), ("--show", spec.show)):
         if double := next((name for name in names if names.count(name) > 1), None):
-            raise InvalidInput(f"{option} {double!r} is given twice; give it once")
+            yield f"{option} {double!r} is given twice; give it once"
     if spec.alone and not spec.column:
-        raise InvalidInput("--alone shows single cells, but no --column is given; name the columns to check")
+        yield "--alone shows single cells, but no --column is given; name the columns to check"
     if spec.alone and spec.show:
-        raise InvalidInput("--alone hides the row, and --show names its columns; leave out one of them")
+        yield "--alone hides the row, and --show names its columns; leave out one of them"
 
 
-def _check_answers(spec: Spec) -> None:
+def _faults_of_answers(spec: Spec) -> Iterator[str]:
     if spec.choice and spec.closed:
-        raise InvalidInput("--choice lists the answers, and --closed takes them from the column; leave out one of them")
+        yield "--choice lists the answers, and --closed takes them from the column; leave out one of them"
     if len(set(spec.choice)) != len(spec.choice) or any(not choice.strip() for choice in spec.choice):
-        raise InvalidInput(
-            f"--choice is given as {', '.join(map(repr, spec.choice))}; each choice must be given once,"
-            " and must not be empty"
-        )
+        listed = ", ".join(map(repr, spec.choice))
+        yield f"--choice is given as {listed}; each choice must be given once, and must not be empty"
     if len(spec.choice) == 1:
-        raise InvalidInput(f"--choice {spec.choice[0]!r} is the only one; give at least two")
+        yield f"--choice {spec.choice[0]!r} is the only one; give at least two"
     if spec.max_tokens is not None and spec.scored:
-        raise InvalidInput(
-            "--max-tokens has no effect, as the known answers are scored; leave it out"
-            + (", or give --generate" if spec.yes_no else "")
-        )
+        generate = ", or give --generate" if spec.yes_no else ""
+        yield f"--max-tokens has no effect, as the known answers are scored; leave it out{generate}"
     if spec.test is not None and not (spec.label or spec.evaluate):
-        raise InvalidInput(
-            "--test draws rows with known answers; give --label COLUMN"
-            + (" or --evaluate" if spec.task == IMPUTE else "")
-        )
+        evaluate = " or --evaluate" if spec.task == IMPUTE else ""
+        yield f"--test draws rows with known answers; give --label COLUMN{evaluate}"
 
 
-def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:
-    if spec.shots == 0:
-        for name in ("examples", "pick"):
-            if name in used:
-                raise InvalidInput(f"{_option(name)} has no effect with --shots 0; leave out one of them")
+def _faults_of_shots(spec: Spec, used: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("examples", "pick"):
+        if spec.shots == 0 and name in used:
+            yield f"{_option(name)} has no effect with --shots 0; leave out one of them"
     if spec.picks == GIVEN and not spec.examples:
-        raise InvalidInput("--pick given takes the first rows of a file; give it by --examples")
+        yield "--pick given takes the first rows of a file; give it by --examples"
     if spec.picks == BALANCED and not (spec.yes_no or spec.choice or spec.closed):
-        raise InvalidInput("--pick balanced needs known answers; give them by --choice or --closed, or pick random"
-                           if spec.task == IMPUTE else "--pick balanced needs known answers; pick random")  # fmt: skip
+        known = "give them by --choice or --closed, or pick random" if spec.task == IMPUTE else "pick random"
+        yield f"--pick balanced needs known answers; {known}"
     if "seed" in used and spec.test is None and (spec.picks not in (RANDOM, BALANCED) or spec.shots == 0):
-        raise InvalidInput("--seed has no effect, as nothing is drawn at random; leave it out")
+        yield "--seed has no effect, as nothing is drawn at random; leave it out"
     compared = len(spec.tables) == 2 and spec.top_candidates is not None
     if "similarity" in used and not compared and (spec.picks != NEAREST or spec.shots == 0):
         pairs = "--top" if spec.task == SCHEMA and len(spec.tables) == 2 else "two tables"
-        raise InvalidInput(f"--similarity has no effect without {pairs} or --pick nearest; leave it out")
+        yield f"--similarity has no effect without {pairs} or --pick nearest; leave it out"
     if spec.task == TRANSFORM and not spec.instruction:
         if spec.shots == 0:
-            raise InvalidInput("transform with --shots 0 needs an instruction; give --instruction TEXT")
+            yield "transform with --shots 0 needs an instruction; give --instruction TEXT"
         if not spec.examples and not spec.label:
-            raise InvalidInput(f"transform needs examples or an instruction; {TRANSFORMATIONS}")
+            yield f"transform needs examples or an instruction; {TRANSFORMATIONS}"
