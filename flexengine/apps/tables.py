@@ -14,21 +14,15 @@ from flexengine.job.source import InputFile
 
 @dataclass(frozen=True)
 class FileTable:
-    """A table in memory.
+    """A table in memory."""
 
-    Attributes:
-        name: name of the file, for messages.
-        form: its format, one of `source.FORMATS`.
-        records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
-            Line 0 is a row whose fault names file and line.
-        arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
-    """
-
-    name: str
-    form: str
+    name: str  # name of the file, for messages
+    form: str  # its format, one of `source.FORMATS`
     columns: tuple[str, ...]
+    # The rows, with cells by column. A row that cannot be read has a fault and no cells. Line 0 is a row whose fault
+    # names file and line.
     records: tuple[TableRow, ...]
-    arrow: Any = None
+    arrow: Any = None  # the pyarrow.Table of a Parquet or Arrow file; None for text
 
     def place(self, row: int) -> str:
         """Return file and line of a row, for messages."""

@@ -23,16 +23,11 @@ _BLOCK_BYTES = 2**20
 
 
 class InputScan(NamedTuple):
-    """What one reading of the whole input counts.
-
-    Attributes:
-        sha256: hex digest of all bytes of the input after decompression, including those beyond the limit.
-        only_texts: whether all rows without an error have a text as prompt, and none is an OpenAI batch line.
-    """
+    """What one reading of the whole input counts."""
 
     total: int
-    sha256: str
-    only_texts: bool
+    sha256: str  # hex digest of all bytes of the input after decompression, including those beyond the limit
+    only_texts: bool  # whether all rows without an error have a text as prompt, and none is an OpenAI batch line
 
 
 class InputRows(AbstractContextManager["InputRows"]):
@@ -43,7 +38,6 @@ class InputRows(AbstractContextManager["InputRows"]):
     file is damaged, or if an array in JSON is invalid from some line on.
 
     Attributes:
-        form: its format, one of `source.FORMATS`.
         prompt_column, chat, score: the arguments of these names.
     """
 
@@ -80,7 +74,7 @@ class InputRows(AbstractContextManager["InputRows"]):
         self._scan: InputScan | None = None
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._source = InputFile(self.path, form)
-        self.form = self._source.form
+        self.form = self._source.form  # its format, one of `source.FORMATS`
         try:
             self._state = self._source.state
             module, _, name = FORMATS[self.form].reader.partition(":")

@@ -12,15 +12,11 @@ PATIENCE_SECONDS = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread by the first SIGINT or SIGTERM.
-
-    Attributes:
-        code: exit code, 130 or 143.
-    """
+    """Raised in the main thread by the first SIGINT or SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.code = 128 + number
+        self.code = 128 + number  # exit code, 130 or 143
 
 
 class Interrupts:

@@ -34,14 +34,10 @@ _MANIFEST = b'{"manifest":'
 
 
 class Dropped(NamedTuple):
-    """The end of a journal that recovery dropped.
-
-    Attributes:
-        damaged: whether a whole record was dropped, not only one that was cut short by a kill.
-    """
+    """The end of a journal that recovery dropped."""
 
     bytes: int = 0
-    damaged: bool = False
+    damaged: bool = False  # whether a whole record was dropped, not only one that was cut short by a kill
 
 
 def encode_record(value: dict[str, Any]) -> bytes:

@@ -31,20 +31,15 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A row that can be run. Prompt and max_tokens together fit the model's context.
-
-    Attributes:
-        prompt_ids: token ids in [0, vocabulary size).
-        choices: what to score, by choice; a long text is scored in several parts. () for a row that generates.
-        prompt: the prompt as it was given; see Result.
-    """
+    """A row that can be run. Prompt and max_tokens together fit the model's context."""
 
     index: int
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # token ids in [0, vocabulary size)
     sampling: SamplingParams
     line: int = field(default=0, compare=False)
+    # What to score, by choice; a long text is scored in several parts. () for a row that generates.
     choices: tuple[tuple[Target, ...], ...] = ()
-    prompt: Any = field(default=None, compare=False, repr=False)
+    prompt: Any = field(default=None, compare=False, repr=False)  # the prompt as it was given; see Result
 
     @property
     def targets(self) -> list[Target]:

@@ -41,17 +41,13 @@ def open_csv(options: reading.ReadOptions) -> reading.ReadRows:
 
 
 class _Feed(Iterator[str]):
-    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again.
-
-    Attributes:
-        taken: lines (number, bytes) of the present record.
-    """
+    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again."""
 
     def __init__(self, lines: Iterator[bytes | None], most: int) -> None:
         self._lines, self._most = enumerate(lines, start=1), most
         self._again: deque[tuple[int, bytes | None]] = deque()
         self._size = 0
-        self.taken: list[tuple[int, bytes | None]] = []
+        self.taken: list[tuple[int, bytes | None]] = []  # lines (number, bytes) of the present record
 
     def __next__(self) -> str:
         number, raw = self._again.popleft() if self._again else next(self._lines)

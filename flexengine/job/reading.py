@@ -24,15 +24,11 @@ _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 
 
 class ReadOptions(NamedTuple):
-    """An input, and how its rows are read.
-
-    Attributes:
-        score: whether rows without a prompt are scored.
-    """
+    """An input, and how its rows are read."""
 
     source: InputFile
     column: str | None
-    score: bool
+    score: bool  # whether rows without a prompt are scored
 
     def accepted(self, default: tuple[str, ...]) -> tuple[str, ...]:
         """Return the columns of which a table must have one. default: without a prompt column."""
@@ -74,17 +70,11 @@ SAMPLING_TYPES = {name: _kinds(hint) for name, hint in get_type_hints(SamplingPa
 
 
 class TableRow(NamedTuple):
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        line: line on which the row starts, from 1.
-        fields: cells by column, converted to values that JSON can hold.
-        fault: why the row cannot be used; None if it can.
-    """
-
-    line: int
-    fields: dict[str, Any]
-    fault: str | None = None
+    line: int  # line on which the row starts, from 1
+    fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
+    fault: str | None = None  # why the row cannot be used; None if it can
 
 
 def check_columns(options: ReadOptions, columns: list[str], wanted: tuple[str, ...]) -> None:

@@ -15,30 +15,23 @@ _PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 
 @dataclass(frozen=True)
 class Row:
-    """One input row.
+    """One input row."""
 
-    Attributes:
-        index: number of the row, from 0; blank lines do not count.
-        line: line of the file on which the row starts, from 1 (in a Parquet or Arrow file: the row's number); 0 if the
-            row is not from a file.
-        fields: all fields of the row, kept for the output; empty if the line could not be read.
-        error: why this row cannot be run, beginning with its line; None if no error is known.
-        request: fields to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling
-            fields. Default: `fields`.
-        custom_id: id of an OpenAI batch line, "" if the line has no usable one; None for other rows.
-        chat: run a prompt that is text as a user's message, through the model's chat template. Messages and token ids
-            are run as they are.
-        scored: score the row, unless it has a prompt.
-    """
-
-    index: int
+    index: int  # number of the row, from 0; blank lines do not count
+    # Line of the file on which the row starts, from 1 (in a Parquet or Arrow file: the row's number); 0 if the row is
+    # not from a file.
     line: int
+    # All fields of the row, kept for the output; empty if the line could not be read.
     fields: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
+    error: str | None = None  # why this row cannot be run, beginning with its line; None if no error is known
+    # Fields to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling fields. Default:
+    # `fields`.
     request: dict[str, Any] = field(default_factory=dict)
-    custom_id: str | None = None
+    custom_id: str | None = None  # id of an OpenAI batch line, "" if the line has no usable one; None for other rows
+    # Run a prompt that is text as a user's message, through the model's chat template. Messages and token ids are run
+    # as they are.
     chat: bool = False
-    scored: bool = False
+    scored: bool = False  # score the row, unless it has a prompt
 
     def __post_init__(self) -> None:
         if not self.request:

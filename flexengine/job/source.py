@@ -16,17 +16,13 @@ from flexengine.job.whole_file import full_disk
 
 
 class Format(NamedTuple):
-    """A file format of input rows.
+    """A file format of input rows."""
 
-    Attributes:
-        reader: function that opens a file of this format, as "module:name"; its type is `reading.OpenReader`. The
-            module is imported when a file of this format is opened.
-        seeks: whether it is read at any position, so that it cannot be decompressed while it is read.
-    """
-
+    # Function that opens a file of this format, as "module:name"; its type is `reading.OpenReader`. The module is
+    # imported when a file of this format is opened.
     reader: str
     suffixes: tuple[str, ...]
-    seeks: bool = False
+    seeks: bool = False  # whether it is read at any position, so that it cannot be decompressed while it is read
 
 
 FORMATS = {

@@ -31,27 +31,21 @@ class Draws:
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric of one scenario, variant and run. Numbers that cannot be computed are None.
-
-    Attributes:
-        value: the metric; low and high are the ends of its interval.
-        errors: how many of them have an error.
-        errors_counted: how they are counted, `metrics.WRONG` or `metrics.LEFT_OUT`.
-        difference: the metric minus that of the first run, over the instances that both count; None for the first run.
-    """
+    """A metric of one scenario, variant and run. Numbers that cannot be computed are None."""
 
     scenario: str
     kind: str
     run: str
     variant: str
     metric: str
-    value: float | None
+    value: float | None  # the metric; low and high are the ends of its interval
     low: float | None
     high: float | None
     instances: int
-    errors: int
-    errors_counted: str
+    errors: int  # how many of them have an error
+    errors_counted: str  # how they are counted, `metrics.WRONG` or `metrics.LEFT_OUT`
     higher_is_better: bool | None
+    # The metric minus that of the first run, over the instances that both count; None for the first run.
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None

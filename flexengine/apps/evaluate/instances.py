@@ -24,41 +24,26 @@ from flexengine.job.source import InputFile
 
 @dataclass(frozen=True)
 class Instance:
-    """One prompt of a scenario.
+    """One prompt of a scenario."""
 
-    Attributes:
-        number: number of the row in its file, from 0.
-        line: line on which the row starts, from 1.
-        variant: ORIGINAL, or the name of a perturbation.
-        context: the prompt with instructions and shots, or the text of a perplexity scenario.
-        gold: number of the right choice; None if the scenario has no labels.
-        references: right answers of a generation scenario.
-        error: why the row cannot be run; None if it can.
-    """
-
-    number: int
-    line: int
-    variant: str = ORIGINAL
-    context: str = ""
+    number: int  # number of the row in its file, from 0
+    line: int  # line on which the row starts, from 1
+    variant: str = ORIGINAL  # ORIGINAL, or the name of a perturbation
+    context: str = ""  # the prompt with instructions and shots, or the text of a perplexity scenario
     choices: tuple[str, ...] = ()
-    gold: int | None = None
-    references: tuple[str, ...] = ()
-    error: str | None = None
+    gold: int | None = None  # number of the right choice; None if the scenario has no labels
+    references: tuple[str, ...] = ()  # right answers of a generation scenario
+    error: str | None = None  # why the row cannot be run; None if it can
 
 
 @dataclass(frozen=True)
 class Built:
-    """A scenario and its instances: the variants of a row follow each other, the original first.
-
-    Attributes:
-        shots: numbers of the rows that are shown.
-        digests: SHA-256 of each file that was read, by the name that the scenario gives it.
-    """
+    """A scenario and its instances: the variants of a row follow each other, the original first."""
 
     scenario: Scenario
     instances: tuple[Instance, ...]
-    shots: tuple[int, ...]
-    digests: dict[str, str]
+    shots: tuple[int, ...]  # numbers of the rows that are shown
+    digests: dict[str, str]  # SHA-256 of each file that was read, by the name that the scenario gives it
 
 
 def build(scenario: Scenario) -> Built:

@@ -26,51 +26,33 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 @dataclass(frozen=True)
 class InstanceAnswer:
-    """A model's answer, and the right one.
+    """A model's answer, and the right one."""
 
-    Attributes:
-        choices: the answers among which the model chose; the scored text of a perplexity scenario.
-        logprobs: log probability of each of `choices`, in nats, summed over its tokens.
-        tokens: tokens of each of `choices`.
-        unconditional: log probabilities of `choices` after the unconditional context; empty if no metric needs them.
-        generated: tokens of the generated text.
-        references: right answers of a generation scenario.
-        error: why there is no answer; None if there is one.
-    """
-
-    choices: tuple[str, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    tokens: tuple[int, ...] = ()
+    choices: tuple[str, ...] = ()  # the answers among which the model chose; the scored text of a perplexity scenario
+    logprobs: tuple[float, ...] = ()  # log probability of each of `choices`, in nats, summed over its tokens
+    tokens: tuple[int, ...] = ()  # tokens of each of `choices`
+    # Log probabilities of `choices` after the unconditional context; empty if no metric needs them.
     unconditional: tuple[float, ...] = ()
     gold: int | None = None
     text: str = ""
-    generated: int = 0
-    references: tuple[str, ...] = ()
-    error: str | None = None
+    generated: int = 0  # tokens of the generated text
+    references: tuple[str, ...] = ()  # right answers of a generation scenario
+    error: str | None = None  # why there is no answer; None if there is one
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric.
-
-    Attributes:
-        measure: return the numbers of an answer without error.
-        aggregate: return the metric, [...], of numbers [..., answers, numbers].
-        errors: how answers with an error are counted: WRONG or LEFT_OUT.
-        higher_is_better: None if neither is.
-        single: whether the metric of one answer has a meaning, so that the worst of several can be taken.
-        unconditional: whether log probabilities after the unconditional context are needed.
-    """
+    """A metric."""
 
     kind: str
-    measure: Callable[[InstanceAnswer], tuple[float, ...]]
+    measure: Callable[[InstanceAnswer], tuple[float, ...]]  # return the numbers of an answer without error
     numbers: int
-    aggregate: Aggregate
+    aggregate: Aggregate  # return the metric, [...], of numbers [..., answers, numbers]
     needs_label: bool = True
-    errors: str = WRONG
-    higher_is_better: bool | None = True
-    single: bool = True
-    unconditional: bool = False
+    errors: str = WRONG  # how answers with an error are counted: WRONG or LEFT_OUT
+    higher_is_better: bool | None = True  # None if neither is
+    single: bool = True  # whether the metric of one answer has a meaning, so that the worst of several can be taken
+    unconditional: bool = False  # whether log probabilities after the unconditional context are needed
 
 
 def mean(values: Floats) -> Floats:

@@ -24,17 +24,12 @@ MINUS = "\N{MINUS SIGN}"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The contents of the files.
-
-    Attributes:
-        runs: the runs; the first is the one that others are compared with.
-        answers: answers to the instances, by run, scenario and instance.
-    """
+    """The contents of the files."""
 
     version: str
-    runs: Sequence[Run]
+    runs: Sequence[Run]  # the runs; the first is the one that others are compared with
     scenarios: Sequence[Built]
-    answers: Sequence[Sequence[Sequence[InstanceAnswer]]]
+    answers: Sequence[Sequence[Sequence[InstanceAnswer]]]  # answers to the instances, by run, scenario and instance
     figures: Sequence[Figure]
     draws: Draws
 

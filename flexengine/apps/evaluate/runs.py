@@ -19,18 +19,12 @@ _MOST_BYTES = 200  # of a run's name; a file's name has at most 255
 
 @dataclass(frozen=True)
 class Run:
-    """A model with its switches.
+    """A model with its switches."""
 
-    Attributes:
-        name: name in all results.
-        model: as in --model; None is the demo model.
-        dtype: as in --dtype; None until that option is known.
-    """
-
-    name: str
-    model: str | None = None
+    name: str  # name in all results
+    model: str | None = None  # as in --model; None is the demo model
     lossy: Lossy = EXACT
-    dtype: str | None = None
+    dtype: str | None = None  # as in --dtype; None until that option is known
 
     @property
     def stem(self) -> str:

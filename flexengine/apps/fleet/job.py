@@ -46,9 +46,6 @@ class Fleet(Protocol):
 class FleetRunner:
     """Computes the rows of a job with a fleet; see `RowRunner`.
 
-    Attributes:
-        about: what a member said of its engine; set by `open`.
-
     Args:
         shard_rows: rows of a shard; None divides the rows evenly.
         look: called after each shard; may raise an error.
@@ -62,7 +59,7 @@ class FleetRunner:
         self._counts: Counter[str] = Counter()
         self._members: Counter[str] = Counter()  # rows that each finished
         self._seconds = 0.0
-        self.about: Description | None = None
+        self.about: Description | None = None  # what a member said of its engine; set by `open`
 
     def open(self, store: JobStore) -> str:
         self.about = self._described(store)

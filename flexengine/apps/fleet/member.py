@@ -42,71 +42,47 @@ MOST_ROWS = 2048  # of a shard, as a lost actor repeats its shard
 
 @dataclass(frozen=True)
 class Description:
-    """The values that a job needs of its engines before it begins.
-
-    Attributes:
-        engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
-        settings: see `settings_of`; empty if there is no row to plan with.
-        lossy: the lossy switches as text.
-        verified: comparisons of the model's files with their checksums; None if they were not requested.
-    """
+    """The values that a job needs of its engines before it begins."""
 
     name: str
+    # engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
     engine: Mapping[str, Any]
     switches: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    lossy: str
+    settings: Mapping[str, Any]  # see `settings_of`; empty if there is no row to plan with
+    lossy: str  # the lossy switches as text
+    # Comparisons of the model's files with their checksums; None if they were not requested.
     verified: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a member is made of.
+    """All that a member is made of."""
 
-    Attributes:
-        options: see EngineOptions, with the model.
-        params: sampling parameters of rows without fields of these names.
-        chat: whether prompts are run as a user's messages.
-        agreed: what the first member described; None for this member.
-        folder: working directory of the command, where names of files in the options begin.
-    """
-
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # see EngineOptions, with the model
+    # Sampling parameters of rows without fields of these names.
     params: SamplingParams = field(default_factory=SamplingParams)
-    chat: bool = False
-    agreed: Description | None = None
-    folder: str = ""
+    chat: bool = False  # whether prompts are run as a user's messages
+    agreed: Description | None = None  # what the first member described; None for this member
+    folder: str = ""  # working directory of the command, where names of files in the options begin
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a member, in a form that every process can read.
+    """An error of a member, in a form that every process can read."""
 
-    Attributes:
-        member: host and process number.
-        running: whether the job was running, so that the same command may succeed later.
-        lost: whether a stage of the member is lost, so that the same shard may succeed on a new member.
-    """
-
-    member: str
+    member: str  # host and process number
     message: str
-    running: bool
-    lost: bool = False
+    running: bool  # whether the job was running, so that the same command may succeed later
+    lost: bool = False  # whether a stage of the member is lost, so that the same shard may succeed on a new member
 
 
 @dataclass(frozen=True)
 class ShardAnswer:
-    """The results of a shard.
+    """The results of a shard."""
 
-    Attributes:
-        member: host and process number.
-        results: see `results_of`.
-        counts: COUNTS of the engine's summary.
-    """
-
-    member: str
-    results: bytes
-    counts: Mapping[str, float]
+    member: str  # host and process number
+    results: bytes  # see `results_of`
+    counts: Mapping[str, float]  # COUNTS of the engine's summary
 
 
 def this_member() -> str:

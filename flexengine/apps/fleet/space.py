@@ -8,33 +8,22 @@ from flexengine.errors import InvalidInput
 
 @dataclass(frozen=True)
 class FleetMachine:
-    """A machine of the cluster.
+    """A machine of the cluster."""
 
-    Attributes:
-        cpus, gpus: as Ray counts them.
-        ram: bytes that were free when Ray started; 0 if they are unknown.
-    """
-
+    # cpus, gpus: as Ray counts them.
     cpus: int
     gpus: int = 0
-    ram: int = 0
+    ram: int = 0  # bytes that were free when Ray started; 0 if they are unknown
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a machine that one process may use.
+    """Part of a machine that one process may use."""
 
-    Attributes:
-        engines: processes that share the machine.
-        ram: bytes of RAM; None to share what is free when the process starts.
-        option: the option of `Engine` that limits its RAM.
-        fleet: processes of the whole fleet, which share its attention workers.
-    """
-
-    engines: int = 1
-    ram: int | None = None
-    option: str = "device_mem"
-    fleet: int = 1
+    engines: int = 1  # processes that share the machine
+    ram: int | None = None  # bytes of RAM; None to share what is free when the process starts
+    option: str = "device_mem"  # the option of `Engine` that limits its RAM
+    fleet: int = 1  # processes of the whole fleet, which share its attention workers
 
 
 ALL = Share()
@@ -42,19 +31,14 @@ ALL = Share()
 
 @dataclass(frozen=True)
 class Space:
-    """Actors of a fleet, and the part of a machine that each of their processes takes.
+    """Actors of a fleet, and the part of a machine that each of their processes takes."""
 
-    Attributes:
-        actors: engines, or groups of stages.
-        cpus, gpus: of a process.
-        interface: network interface that joins the stages of an actor; None keeps them on one machine.
-    """
-
-    actors: int
+    actors: int  # engines, or groups of stages
     stages: int
+    # cpus, gpus: of a process.
     cpus: int
     gpus: int
-    interface: str | None = None
+    interface: str | None = None  # network interface that joins the stages of an actor; None keeps them on one machine
 
     def share(self, machine: FleetMachine, device: str) -> Share:
         """Return the part of a machine that a process may use. It does not depend on the processes that run now, so

@@ -29,18 +29,13 @@ _REFUSED = ("embedding", "multimodal_prompt", "image_generation_parameters", "re
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the requests of a deployment are converted.
-
-    Attributes:
-        apply_chat_template: write prompts as a user's message, with the model's chat template.
-        end_of_text: text that ends a completion, beside the request's stop sequences; "" is none.
-        model_logprobs: generated tokens have the model's own log probabilities at temperature 0, too; else these are 0,
-            as with HELM's HuggingFaceClient, which gives those of the distribution that it samples from.
-    """
+    """How the requests of a deployment are converted."""
 
     tokenizer: Any
-    apply_chat_template: bool
-    end_of_text: str
+    apply_chat_template: bool  # write prompts as a user's message, with the model's chat template
+    end_of_text: str  # text that ends a completion, beside the request's stop sequences; "" is none
+    # Generated tokens have the model's own log probabilities at temperature 0, too; else these are 0, as with HELM's
+    # HuggingFaceClient, which gives those of the distribution that it samples from.
     model_logprobs: bool = False
 
     @classmethod

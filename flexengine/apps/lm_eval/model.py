@@ -40,7 +40,6 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 
     Attributes:
         engine: the engine, open until `close` is called or the object is deleted.
-        tokenizer: the model's tokenizer, of transformers.
         max_length: most tokens of a sequence. Longer contexts lose their first tokens, as with `hf`.
         max_gen_toks: most tokens that are generated if a task sets no number.
     """
@@ -83,7 +82,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
                 "the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text; add the"
                 " tokenizer's files to the model's directory"
             )
-        self.tokenizer = engine.tokenizer
+        self.tokenizer = engine.tokenizer  # the model's tokenizer, of transformers
         skeleton = engine.core.skeleton
         most: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
         if max_length is not None and not (isinstance(max_length, int) and 2 <= max_length <= most):

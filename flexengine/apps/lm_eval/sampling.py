@@ -17,13 +17,10 @@ _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}  # acc
 
 
 class GenerationWay(NamedTuple):
-    """How a request is generated.
-
-    Attributes:
-        until: strings that end the text. `params.stop` has the first of them.
-    """
+    """How a request is generated."""
 
     params: SamplingParams
+    # Strings that end the text. `params.stop` has the first of them.
     until: list[str]
 
 

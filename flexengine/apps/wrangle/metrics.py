@@ -18,19 +18,13 @@ _NAMES = {"f1": "F1", "row_accuracy": "accuracy of rows"}
 
 
 class TableAnswer(NamedTuple):
-    """The answer to one question.
+    """The answer to one question."""
 
-    Attributes:
-        text: the answer; None if the row failed.
-        confidence: log probability of the answer in nats. For a generated answer, with the tokens that ended it.
-        failure: why there is no answer; None if there is one.
-        cut: whether a generated answer reached the most tokens before its end.
-    """
-
-    text: str | None
+    text: str | None  # the answer; None if the row failed
+    # Log probability of the answer in nats. For a generated answer, with the tokens that ended it.
     confidence: float | None = None
-    failure: str | None = None
-    cut: bool = False
+    failure: str | None = None  # why there is no answer; None if there is one
+    cut: bool = False  # whether a generated answer reached the most tokens before its end
 
 
 def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> TableAnswer:
@@ -57,14 +51,10 @@ def plain(answers: Iterable[TableAnswer]) -> Iterator[TableAnswer]:
 
 
 class Judged(NamedTuple):
-    """A true answer beside the model's.
-
-    Attributes:
-        answer: the model's answer; None if the row failed.
-    """
+    """A true answer beside the model's."""
 
     label: str
-    answer: str | None
+    answer: str | None  # the model's answer; None if the row failed
     group: str = ""
 
 

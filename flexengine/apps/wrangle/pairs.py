@@ -16,14 +16,10 @@ _Pair = tuple[int, int, float]  # row of the first table, row of the second, sim
 
 
 class Neighbour(NamedTuple):
-    """A text beside a query.
-
-    Attributes:
-        similarity: cosine of the TF-IDF vectors, 0 to 1.
-    """
+    """A text beside a query."""
 
     number: int
-    similarity: float
+    similarity: float  # cosine of the TF-IDF vectors, 0 to 1
 
 
 def check_library() -> None:

@@ -29,19 +29,13 @@ ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the o
 
 @dataclass(frozen=True)
 class WranglePlan:
-    """The questions of a run and their prompts.
-
-    Attributes:
-        asked: the table and all its questions.
-        questions: questions that are put to the model.
-        choices: answers that are scored; empty if answers are generated.
-    """
+    """The questions of a run and their prompts."""
 
     spec: Spec
-    asked: TableQuestions
-    questions: tuple[CellQuestion, ...]
+    asked: TableQuestions  # the table and all its questions
+    questions: tuple[CellQuestion, ...]  # questions that are put to the model
     prompts: tuple[str, ...]
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # answers that are scored; empty if answers are generated
 
     @property
     def labelled(self) -> bool:

@@ -18,37 +18,24 @@ MAX_CHOICES = 1000  # values of a column that --closed accepts
 
 @dataclass(frozen=True)
 class CellQuestion:
-    """One question to the model.
+    """One question to the model."""
 
-    Attributes:
-        row: number of the table's row.
-        target: name of the answer; the output's columns begin with it.
-        text: the question, without shots.
-        answer: the true answer; None if it is unknown.
-        cell: text of the imputed cell; None if it is empty.
-    """
-
-    row: int
-    target: str
-    text: str
-    answer: str | None = None
-    cell: str | None = None
+    row: int  # number of the table's row
+    target: str  # name of the answer; the output's columns begin with it
+    text: str  # the question, without shots
+    answer: str | None = None  # the true answer; None if it is unknown
+    cell: str | None = None  # text of the imputed cell; None if it is empty
     group: str = ""
 
 
 @dataclass
 class TableQuestions:
-    """The questions of a table.
-
-    Attributes:
-        targets: names of the answers.
-        faults: reason by row for rows that cannot be read.
-    """
+    """The questions of a table."""
 
     table: FileTable
-    targets: list[str]
+    targets: list[str]  # names of the answers
     questions: list[CellQuestion] = field(default_factory=list)
-    faults: dict[int, str] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)  # reason by row for rows that cannot be read
 
 
 def questions_of(table: FileTable, spec: Spec, examples: bool = False) -> TableQuestions:

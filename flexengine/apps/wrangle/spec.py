@@ -29,61 +29,33 @@ _LEAST = {"top": 1, "values": 0, "shots": 0, "test": 1, "max_tokens": 1, "limit"
 
 @dataclass(frozen=True)
 class Spec:
-    """Options of one run.
+    """Options of one run."""
 
-    Attributes:
-        task: one of TASKS.
-        tables: names of the input files.
-        column: columns that are imputed, checked or transformed.
-        show: columns that prompts show; empty shows all.
-        label: column of true answers.
-        evaluate: predict the filled cells of an imputed column, and compare.
-        test: number of labelled rows that are predicted; None predicts all.
-        examples: file of rows with answers, for shots.
-        shots: examples in a prompt; None is up to DEFAULT_SHOTS.
-        pick: how shots are chosen, one of PICKS; None is GIVEN for a file of examples, else RANDOM.
-        seed: seed of `pick` and `test`.
-        similarity: what counts as similar, one of SIMILARITIES.
-        top: candidates per row, or per column for schema; None is 5 for match and all for schema.
-        values: values of a column in its description.
-        noun: name of an entity in prompts.
-        error: the error that is searched for, in words.
-        alone: show the checked cell without its row.
-        missing: text of an empty cell.
-        choice: allowed answers.
-        closed: the allowed answers are the values in the column.
-        group: column with the name of a transformation.
-        generate: generate Yes or No instead of scoring both.
-        instruction: text before the shots.
-        max_tokens: most tokens of a generated answer; None is MAX_TOKENS of the task.
-        limit: only the first rows of each table; None is all.
-    """
-
-    task: str
-    tables: tuple[str, ...]
-    column: tuple[str, ...] = ()
-    show: tuple[str, ...] = ()
-    label: str | None = None
-    evaluate: bool = False
-    test: int | None = None
-    examples: str | None = None
-    shots: int | None = None
-    pick: str | None = None
-    seed: int = 1234
-    similarity: str = CHARACTER
-    top: int | None = None
-    values: int = 5
-    noun: str = "Product"
-    error: str = "an error"
-    alone: bool = False
-    missing: str = "nan"
-    choice: tuple[str, ...] = ()
-    closed: bool = False
-    group: str | None = None
-    generate: bool = False
-    instruction: str | None = None
-    max_tokens: int | None = None
-    limit: int | None = None
+    task: str  # one of TASKS
+    tables: tuple[str, ...]  # names of the input files
+    column: tuple[str, ...] = ()  # columns that are imputed, checked or transformed
+    show: tuple[str, ...] = ()  # columns that prompts show; empty shows all
+    label: str | None = None  # column of true answers
+    evaluate: bool = False  # predict the filled cells of an imputed column, and compare
+    test: int | None = None  # number of labelled rows that are predicted; None predicts all
+    examples: str | None = None  # file of rows with answers, for shots
+    shots: int | None = None  # examples in a prompt; None is up to DEFAULT_SHOTS
+    pick: str | None = None  # how shots are chosen, one of PICKS; None is GIVEN for a file of examples, else RANDOM
+    seed: int = 1234  # seed of `pick` and `test`
+    similarity: str = CHARACTER  # what counts as similar, one of SIMILARITIES
+    top: int | None = None  # candidates per row, or per column for schema; None is 5 for match and all for schema
+    values: int = 5  # values of a column in its description
+    noun: str = "Product"  # name of an entity in prompts
+    error: str = "an error"  # the error that is searched for, in words
+    alone: bool = False  # show the checked cell without its row
+    missing: str = "nan"  # text of an empty cell
+    choice: tuple[str, ...] = ()  # allowed answers
+    closed: bool = False  # the allowed answers are the values in the column
+    group: str | None = None  # column with the name of a transformation
+    generate: bool = False  # generate Yes or No instead of scoring both
+    instruction: str | None = None  # text before the shots
+    max_tokens: int | None = None  # most tokens of a generated answer; None is MAX_TOKENS of the task
+    limit: int | None = None  # only the first rows of each table; None is all
 
     @property
     def yes_no(self) -> bool:

@@ -20,14 +20,10 @@ _ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with 
 
 
 class Added(NamedTuple):
-    """A further column of the output.
-
-    Attributes:
-        values: text or numbers, one per row; None is an empty cell.
-    """
+    """A further column of the output."""
 
     name: str
-    values: Sequence[Any]
+    values: Sequence[Any]  # text or numbers, one per row; None is an empty cell
     number: bool = False
 
 
