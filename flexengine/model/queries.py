@@ -21,6 +21,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from flexengine.model.forward import Attend, Pass, PausingLayer, Queried
 from flexengine.model.linear import FastLinear
@@ -77,7 +78,7 @@ class QueriesFirst:
 
 def use_queries_first(model: nn.Module) -> None:
     """Let passes of a model compute queries first, if they are made so. The model must be `separable`."""
-    for module in filter(None, map(_attention, _layers(model))):
+    for module in filter(None, _attentions(model)):
         if not isinstance(getattr(module.forward, "__self__", None), QueriesFirst):
             QueriesFirst(module)
 
@@ -86,15 +87,15 @@ def use_queries_first(model: nn.Module) -> None:
 def recorded(model: nn.Module) -> Iterator[list[Call | None]]:
     """Record the calls of attention modules in passes of a model. Yields one entry per layer, None for a layer without
     such a module or call."""
-    layers = _layers(model)
-    calls: list[Call | None] = [None] * len(layers)
+    modules = _attentions(model)
+    calls: list[Call | None] = [None] * len(modules)
 
     def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[number] = module, args, kwargs
 
     with ExitStack() as hooks:
-        for number, layer in enumerate(layers):
-            if (module := _attention(layer)) is not None:
+        for number, module in enumerate(modules):
+            if module is not None:
                 hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
                 hooks.enter_context(hook)
         yield calls
@@ -113,15 +114,14 @@ def separable(calls: Sequence[Call | None]) -> bool:
     return all(_separable(*call) for call in kinds.values())
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [module.layer for module in model.modules() if isinstance(module, PausingLayer)]
-
-
-def _attention(layer: nn.Module) -> nn.Module | None:
-    """Return the module of a layer that has one linear projection each for queries, keys and values; None if there is
-    not exactly one."""
-    found = [m for m in layer.modules() if all(isinstance(getattr(m, p, None), FastLinear) for p in PROJECTIONS)]
-    return found[0] if len(found) == 1 else None
+def _attentions(model: nn.Module) -> list[nn.Module | None]:
+    """Return the module of each layer that has one linear projection each for queries, keys and values; None if there
+    is not exactly one."""
+    attentions = list[nn.Module | None]()
+    for layer in (module.layer for module in model.modules() if isinstance(module, PausingLayer)):
+        all_of = [m for m in layer.modules() if all(isinstance(getattr(m, p, None), FastLinear) for p in PROJECTIONS)]
+        attentions.append(all_of[0] if len(all_of) == 1 else None)
+    return attentions
 
 
 def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -134,11 +134,8 @@ def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         projection = getattr(module, name)
         projection.forward = partial(projected, projection.out_features)
     tried = QueriesFirst(module)
-    own = {
-        name: _numbers(x, rng)
-        for name, x in (*module.named_parameters(), *module.named_buffers())
-        if x.numel() <= _MOST_ELEMENTS and not name.startswith(PROJECTIONS)
-    }
+    small = {n: x for n, x in (*module.named_parameters(), *module.named_buffers()) if x.numel() <= _MOST_ELEMENTS}
+    own = {name: _numbers(x, rng) for name, x in small.items() if not name.startswith(PROJECTIONS)}
     current: Any = Pass(partial(functional_call, module, own))
     current.queries_first = True
     try:
@@ -157,12 +154,12 @@ def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def _numbers(x: Any, rng: torch.Generator) -> Any:
     """Return random numbers in place of the tensors on the meta device in x; zeros for integers, such as positions."""
-    if isinstance(x, dict):
-        return {name: _numbers(value, rng) for name, value in x.items()}
-    if type(x) in (tuple, list):
-        return type(x)(_numbers(value, rng) for value in x)
-    if not isinstance(x, Tensor) or not x.is_meta:
-        return x
-    if not x.is_floating_point():
-        return torch.zeros(x.shape, dtype=x.dtype)
-    return torch.rand(x.shape, generator=rng).add_(0.5).to(x.dtype)
+
+    def number(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_meta:
+            return x
+        if not x.is_floating_point():
+            return torch.zeros(x.shape, dtype=x.dtype)
+        return torch.rand(x.shape, generator=rng).add_(0.5).to(x.dtype)
+
+    return tree_map(number, x)
