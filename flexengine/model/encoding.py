@@ -155,14 +155,14 @@ def overlap(
         The error that belongs to the earliest item; an interrupt of the caller's thread in any case. All items before
         it are consumed, so that finished work is not lost.
     """
-    errors, context, room = list[Exception | KeyboardInterrupt](), copy_context(), threading.Semaphore(depth)
+    errors, context, room = list[BaseException](), copy_context(), threading.Semaphore(depth)
 
     def finish(future: Future[B]) -> None:
         room.release()
         try:
             if not errors:
                 consume(future.result())
-        except (Exception, KeyboardInterrupt) as error:  # raised by the caller
+        except BaseException as error:  # raised by the caller
             errors.append(error)
 
     changing = ThreadPoolExecutor(workers, "flexengine-changing", begin)

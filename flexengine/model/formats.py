@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from flexengine.codec.forms import WeightFormat, make_form
-from flexengine.model.linear import FastLinear
-from flexengine.model.products import FastConv1D
-from flexengine.model.skeleton import ParamRef, Skeleton
+from flexengine.model.skeleton import Skeleton
 
 EDGES = "int8"  # format of embedding and output projection if layers are encoded
 
@@ -29,21 +27,11 @@ def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict
             continue
         experts = {slot.shape[0] for slot in layer.values() if slot.of_experts}
         for name, slot in layer.items():
-            if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
-                formats[name] = form
+            if slot.matrix is not None:
+                count, rows, columns, turned = slot.matrix
+                if count or rows not in experts:
+                    formats[name] = WeightFormat(make_form(codec, rows, columns), count, turned)
     for name, shape in (skeleton.embedding, skeleton.head):
         if name in skeleton.wanted:
             formats[name] = WeightFormat(make_form(EDGES, *shape))
     return formats
-
-
-def _form(slot: ParamRef, codec: str) -> WeightFormat | None:
-    if slot.name == "weight" and isinstance(slot.module, FastLinear | FastConv1D):
-        turned = isinstance(slot.module, FastConv1D)
-        rows, columns = reversed(slot.shape) if turned else slot.shape
-        return WeightFormat(make_form(codec, rows, columns), transposed=turned)
-    if slot.of_experts:
-        turned = bool(slot.module.is_transposed)
-        count, *shape = slot.shape
-        return WeightFormat(make_form(codec, *(reversed(shape) if turned else shape)), count, turned)
-    return None

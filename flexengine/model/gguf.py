@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ from flexengine.model.gguf_header import GgufTensor, Header, read_header
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
 from flexengine.model.source import ModelSource
+from flexengine.model.verify import Verifier
 from flexengine.read_retries import opened
-
-if TYPE_CHECKING:
-    from flexengine.model.verify import Verifier
 
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
 _KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,7 +33,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
-def resolve_gguf(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
+def resolve_gguf(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> ModelSource:
     """Return the model of a GGUF file, after converting the file if the cache lacks it. Raise as `convert`.
 
     Args:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from flexengine.errors import BadCheckpoint
-from flexengine.model.linear import FastLinear
-from flexengine.model.products import FastConv1D
 from flexengine.model.skeleton import ParamRef, Skeleton
 
 COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
@@ -61,13 +59,14 @@ class ImportanceRecorder:
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
-        self._slots = {name: slot for layer in skeleton.layers for name, slot in layer.items() if _columns(slot)}
+        self._slots: dict[str, ParamRef] = {}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, list[int]] = {}
-        for name, slot in self._slots.items():
-            count = slot.shape[0] if len(slot.shape) == 3 else 1
-            self._sums[name] = torch.zeros(2, count, _columns(slot), dtype=torch.float64)
-            self._tokens[name] = [0] * count
+        for name, slot in (item for layer in skeleton.layers for item in layer.items()):
+            if slot.matrix is not None:
+                experts, _, columns, _ = slot.matrix
+                self._slots[name], self._tokens[name] = slot, [0] * max(1, experts)
+                self._sums[name] = torch.zeros(2, max(1, experts), columns, dtype=torch.float64)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,13 +108,3 @@ def exact_parts(squares: Tensor) -> tuple[Tensor, Tensor]:
     """Return multiples of COARSE and of FINE, fp64, whose sum differs from `squares` by at most FINE / 2."""
     coarse = torch.round(squares / COARSE) * COARSE
     return coarse, torch.round((squares - coarse) / FINE) * FINE
-
-
-def _columns(slot: ParamRef) -> int:
-    """Return the number of columns (inputs) of a parameter's matrix or matrices; 0 if no Product reads it."""
-    module = slot.module
-    if slot.name == "weight" and isinstance(module, FastLinear | FastConv1D):
-        return slot.shape[0 if isinstance(module, FastConv1D) else 1]
-    if slot.of_experts:
-        return slot.shape[1 if module.is_transposed else 2]
-    return 0

@@ -8,7 +8,7 @@ import shutil
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,14 +18,12 @@ from flexengine.model.files import indexed_files, regular_file
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
 from flexengine.model.source import ModelSource
-
-if TYPE_CHECKING:
-    from flexengine.model.verify import Verifier
+from flexengine.model.verify import Verifier
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> ModelSource:
+def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> ModelSource:
     """Return the model of a directory with pytorch_model*.bin, after converting it if the cache lacks it. Raise as
     `convert_bin`.
 

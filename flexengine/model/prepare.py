@@ -18,15 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, tick
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.verify import Verifier, write_sums
 from flexengine.read_retries import opened
-
-if TYPE_CHECKING:
-    from flexengine.model.verify import Verifier
 
 FORMAT = 1  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
@@ -99,7 +96,7 @@ def prepared(
     files: Sequence[Path],
     build: Callable[[Path], None],
     what: str = "",
-    verifier: "Verifier | None" = None,
+    verifier: Verifier | None = None,
     label: str = "",
 ) -> Path:
     """Return the finished directory for `files`; if it does not exist, `build` fills one under a temporary name first.
@@ -156,8 +153,6 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
         build(temporary)
         note = {"source": str(source.resolve()), "format": FORMAT, "label": label}
         (temporary / NOTE).write_text(json.dumps(note), encoding="utf-8")
-        from flexengine.model.verify import write_sums
-
         write_sums(temporary)
         for file in temporary.iterdir():
             file.chmod(0o600)

@@ -10,7 +10,7 @@ from flexengine.codec.forms import WeightFormat
 from flexengine.model.forward import Attend, Head, Layer, PausingHead, Query, Rows
 from flexengine.model.linear import FastLinear, Product
 from flexengine.model.loading import Loading
-from flexengine.model.products import Invariance, is_experts
+from flexengine.model.products import FastConv1D, Invariance, is_experts
 
 
 class ParamRef(NamedTuple):
@@ -35,6 +35,19 @@ class ParamRef(NamedTuple):
     def of_experts(self) -> bool:
         """Whether it holds experts' matrices, [expert, out, in] or transposed."""
         return len(self.shape) == 3 and is_experts(self.module)
+
+    @property
+    def matrix(self) -> tuple[int, int, int, bool] | None:
+        """Experts (0 for a single matrix), output channels and inputs of what a Product reads, and whether it is stored
+        as [in, out]; None for other parameters."""
+        if self.of_experts:
+            (count, *shape), turned = self.shape, bool(self.module.is_transposed)
+        elif self.name == "weight" and isinstance(self.module, FastLinear | FastConv1D):
+            count, shape, turned = 0, [*self.shape], isinstance(self.module, FastConv1D)
+        else:
+            return None
+        rows, columns = reversed(shape) if turned else shape
+        return count, rows, columns, turned
 
     def bind(self, tensor: Tensor) -> None:
         """Make `tensor` the module's parameter or buffer."""
