@@ -140,5 +140,5 @@ def read_tensor(tensors: Any, name: str) -> Any:
     """Return a tensor of a checkpoint."""
     from safetensors import safe_open
 
-    with safe_open(tensors[name].path, "pt") as file:
+    with safe_open(tensors[name].runs[0].path, "pt") as file:
         return file.get_tensor(name)

@@ -7,7 +7,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -21,18 +21,30 @@ _MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
-@dataclass(frozen=True)
-class TensorLocation:
-    """Location of one tensor: bytes start .. start + nbytes - 1 of the shard `path`."""
+class ByteRange(NamedTuple):
+    """The nbytes at byte `start` of the file `path`."""
 
     path: Path
     start: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Location of a tensor or parameter in the checkpoint: byte ranges whose concatenation it is, and the stored
+    dtype."""
+
+    runs: tuple[ByteRange, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored parameter."""
+        return sum(run.nbytes for run in self.runs)
 
-def read_header(path: Path) -> dict[str, TensorLocation]:
+
+def read_header(path: Path) -> dict[str, Origin]:
     """Return the tensors of one safetensors file by name.
 
     The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
@@ -53,10 +65,11 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
     end = 8 + length
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if stored.start != end:
-            fault = "overlaps another" if stored.start < end else "lies after a gap"
-            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {end})")
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].runs):
+        start = stored.runs[0].start
+        if start != end:
+            fault = "overlaps another" if start < end else "lies after a gap"
+            raise BadCheckpoint(f"{path}: tensor {name} at byte {start} {fault} (expected at {end})")
         end += stored.nbytes
     if end != size:
         raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
@@ -75,7 +88,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> TensorLocation:
+def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Origin:
     begin, end = entry["data_offsets"]
     shape: tuple[int, ...] = tuple(entry["shape"])
     if entry["dtype"] not in _DTYPES:
@@ -88,17 +101,19 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> TensorLo
             f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
             " the file is truncated or its header wrong"
         )
-    return TensorLocation(path, base + begin, end - begin, dtype, shape)
+    return Origin((ByteRange(path, base + begin, end - begin),), dtype, shape)
 
 
-def read_checkpoint(directory: Path) -> dict[str, TensorLocation]:
+def read_checkpoint(directory: Path) -> dict[str, Origin]:
     """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
     Raise BadCheckpoint if a file is missing or damaged, or two files hold the same tensor."""
-    tensors: dict[str, TensorLocation] = {}
+    tensors: dict[str, Origin] = {}
     for shard in _shards(directory):
         for name, stored in read_header(shard).items():
             if name in tensors:
-                raise BadCheckpoint(f"{directory}: tensor {name} is in both {tensors[name].path.name} and {shard.name}")
+                raise BadCheckpoint(
+                    f"{directory}: tensor {name} is in both {tensors[name].runs[0].path.name} and {shard.name}"
+                )
             tensors[name] = stored
     return tensors
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from flexengine.activity import activity, advance, tick
 from flexengine.codec.forms import FORMS, WeightFormat
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.checkpoint import read_header
+from flexengine.model.checkpoint import Origin, read_header
 from flexengine.model.importance import Importances
-from flexengine.model.loading import ByteRange, Origin
 from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_room
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
@@ -81,8 +80,7 @@ def encoded(
     directory = prepared(source, files, build, json.dumps(keys), verifier, label)
     origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
-        for name, tensor in read_header(file).items():
-            origins[name] = Origin((ByteRange(file, tensor.start, tensor.nbytes),), tensor.dtype, tensor.shape)
+        origins.update(read_header(file))
     for name, form in chosen.items():
         if name not in origins or origins[name].shape != form.shape:
             raise BadCheckpoint(f"{directory} lacks {name}; remove the directory, and it will be made again")

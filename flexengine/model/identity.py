@@ -76,7 +76,7 @@ def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> di
 
         starts = sorted(tensor.offset for tensor in read_gguf(path).tensors)
     elif loaded:
-        starts = sorted(stored.start for stored in read_header(path).values())
+        starts = sorted(stored.runs[0].start for stored in read_header(path).values())
     mark["sample"] = _sampled(path, stat.st_size, starts)
     same = all(known.get(name) == value for name, value in mark.items())
     sha256 = known.get("sha256") if same else None

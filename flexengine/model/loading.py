@@ -12,42 +12,19 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.checkpoint import TensorLocation
+from flexengine.model.checkpoint import ByteRange, Origin
 from flexengine.read_retries import opened
 
 # Buffers that old checkpoints contain, although models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
 _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
-
-
-class ByteRange(NamedTuple):
-    """The nbytes at byte `start` of the file `path`."""
-
-    path: Path
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Location of a parameter in the checkpoint: byte ranges whose concatenation it is, and the stored dtype."""
-
-    runs: tuple[ByteRange, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored parameter."""
-        return sum(run.nbytes for run in self.runs)
 
 
 class Loading:
@@ -99,7 +76,7 @@ class _Group:
 
 
 def origins(
-    tensors: Mapping[str, TensorLocation], wanted: Mapping[str, tuple[int, ...]], loading: Loading
+    tensors: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], loading: Loading
 ) -> dict[str, Origin]:
     """Return the location of every wanted parameter.
 
@@ -129,7 +106,7 @@ def origins(
     return {name: located[name] for name in wanted}
 
 
-def differ(tensors: Mapping[str, TensorLocation], skeleton: Any) -> bool:
+def differ(tensors: Mapping[str, Origin], skeleton: Any) -> bool:
     """Return whether the checkpoint holds an embedding and a head with different contents.
 
     transformers then does not tie them, whatever the config states. The tensors are read, in pieces, only if the
@@ -141,14 +118,15 @@ def differ(tensors: Mapping[str, TensorLocation], skeleton: Any) -> bool:
         return False
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return True
-    with opened(one.path) as first, opened(other.path) as second:
-        first.seek(one.start)
-        second.seek(other.start)
+    ((path, start, _),), ((other_path, other_start, _),) = one.runs, other.runs
+    with opened(path) as first, opened(other_path) as second:
+        first.seek(start)
+        second.seek(other_start)
         sizes = (min(_PIECE, one.nbytes - offset) for offset in range(0, one.nbytes, _PIECE))
         return any(first.read(size) != second.read(size) for size in sizes)
 
 
-def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, _Group]:
+def _groups(tensors: Mapping[str, Origin], loading: Loading) -> dict[str, _Group]:
     """Return the stored tensors of each parameter; of several that are made together, by the first."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -167,20 +145,20 @@ def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str
     return groups
 
 
-def _numbers(stored: TensorLocation, source: int) -> torch.Tensor:
+def _numbers(stored: Origin, source: int) -> torch.Tensor:
     """Return the row numbers of a stored tensor; for a vector, its element numbers."""
     shape = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
     return (torch.arange(math.prod(shape)) + source * _ROWS).view(shape)
 
 
-def _convert(key: str, group: _Group, tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, Origin]:
+def _convert(key: str, group: _Group, tensors: Mapping[str, Origin], loading: Loading) -> dict[str, Origin]:
     names, converter = group.names, group.converter
     sources = [tensors[name] for name in names]
     first = sources[0]
     if converter is None:
         if len(names) > 1:
             raise BadCheckpoint(f"the tensors {', '.join(names)} are all {key}")
-        return {key: Origin((ByteRange(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
+        return {key: first}
     vector = len(first.shape) == 1
     rows = {(source.dtype, source.shape[-1] if len(source.shape) > 1 else 1) for source in sources}
     if len(rows) > 1:
@@ -201,14 +179,15 @@ def _convert(key: str, group: _Group, tensors: Mapping[str, TensorLocation], loa
     return result
 
 
-def _runs(numbers: torch.Tensor, sources: list[TensorLocation], nbytes: int) -> tuple[ByteRange, ...]:
+def _runs(numbers: torch.Tensor, sources: list[Origin], nbytes: int) -> tuple[ByteRange, ...]:
     """Return the byte ranges of rows, with neighbouring rows of one source joined. nbytes: of one row."""
     breaks = (numbers.diff() != 1).nonzero().view(-1) + 1
     ends = [0, *breaks.tolist(), len(numbers)]
     runs = []
     for low, high in pairwise(ends):
         source, row = divmod(int(numbers[low]), _ROWS)
-        runs.append(ByteRange(sources[source].path, sources[source].start + row * nbytes, (high - low) * nbytes))
+        (run,) = sources[source].runs
+        runs.append(ByteRange(run.path, run.start + row * nbytes, (high - low) * nbytes))
     return tuple(runs)
 
 

@@ -15,10 +15,10 @@ from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.build import build
-from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.checkpoint import ByteRange, Origin, read_checkpoint
 from flexengine.model.config import choose_dtype, load_config
 from flexengine.model.files import set_links
-from flexengine.model.loading import ByteRange, Origin, differ, origins
+from flexengine.model.loading import differ, origins
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
 from flexengine.plan.facts import ModelFacts, TensorFact

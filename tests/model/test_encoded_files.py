@@ -14,7 +14,7 @@ from flexengine.codec.packed import CODECS, Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model import encoding
-from flexengine.model.loading import Origin
+from flexengine.model.checkpoint import Origin
 from flexengine.worker.open_model import OpenModel, open_model
 
 INT4 = Lossy(weights="int4")

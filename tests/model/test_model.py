@@ -28,7 +28,8 @@ def test_headers_agree_with_the_library(families: Any) -> None:
         raw = (directory / "model.safetensors").read_bytes()
         for name, stored in found.items():
             tensor = theirs.get_tensor(name)
-            data = bytearray(raw[stored.start : stored.start + stored.nbytes])
+            (run,) = stored.runs
+            data = bytearray(raw[run.start : run.start + run.nbytes])
             assert torch.equal(torch.frombuffer(data, dtype=stored.dtype).view(stored.shape), tensor)
 
 

@@ -17,8 +17,8 @@ from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.model.checkpoint import Origin
 from flexengine.model.encoding import in_threads, read_part
-from flexengine.model.loading import Origin
 from flexengine.model.prepare import directory_for, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_room
 from flexengine.model.verify import Verifier

@@ -12,7 +12,7 @@ from flexengine.guests.flash.expert_layers import ExpertLayer, find_experts, use
 from flexengine.guests.flash.feed_forward import FeedForward, Sparsified, find, use_linears, use_records
 from flexengine.guests.flash.predictors import Latest, Predictor, Trained
 from flexengine.lossy import BUNDLED, ORACLE, PREDICTORS, Lossy
-from flexengine.model.loading import Origin
+from flexengine.model.checkpoint import Origin
 from flexengine.model.skeleton import ParamRef
 from flexengine.plan.experts import share
 from flexengine.plan.facts import NeuronFacts
