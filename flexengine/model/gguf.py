@@ -8,6 +8,7 @@ tensors without a target, and RoPE scaling; here both are either carried over or
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,7 @@ from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
-from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
-from flexengine.model.source import ModelSource
-from flexengine.model.verify import Verifier
 from flexengine.read_retries import opened
 
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
@@ -33,17 +31,9 @@ _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
-def resolve_gguf(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> ModelSource:
-    """Return the model of a GGUF file, after converting the file if the cache lacks it. Raise as `convert`.
-
-    Args:
-        trust_remote_code: unused, as such a file holds no code.
-        verifier: compares the file, and converted ones, with their checksums; None for no check.
-    """
-    if verifier:
-        verifier.gguf(path)
-    directory = prepared(path, [path], lambda directory: convert(path, directory), verifier=verifier)
-    return ModelSource(directory, path.stem, (path,))
+def conversion(path: Path, trust_remote_code: bool) -> tuple[list[Path], Callable[[Path], None]]:
+    """Return the file, and the function that writes its conversion. Such a file holds no code."""
+    return [path], partial(convert, path)
 
 
 def convert(path: Path, directory: Path) -> None:

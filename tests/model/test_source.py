@@ -19,7 +19,7 @@ from flexengine.model import source
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.files import read_json, regular_file
-from flexengine.model.pickled import bin_shards, resolve_bin
+from flexengine.model.pickled import bin_shards
 from flexengine.model.source import resolve
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def prepared_bin(path: Path) -> Path:
-    return resolve_bin(path).directory
+    return resolve(str(path)).directory
 
 
 def directory_with(root: Path) -> Path:
