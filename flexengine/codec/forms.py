@@ -31,6 +31,7 @@ class Form(ABC):
     rows: int
     columns: int
     step: ClassVar[int] = 1
+    in_steps: ClassVar[bool] = False  # whether `kernels.steps.Steps.product` multiplies by such weights
 
     @property
     @abstractmethod

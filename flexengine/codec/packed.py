@@ -42,6 +42,7 @@ class Packed(Form):
     rows: int
     columns: int
     step: ClassVar[int] = ROWS
+    in_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:

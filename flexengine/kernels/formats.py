@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexengine.codec.forms import Form
-from flexengine.codec.packed import Packed
 
 
 class FormatKernels(NamedTuple):
@@ -26,11 +25,6 @@ KERNELS = {
     ("flexengine.codec.packed:Packed", "cpu"): "flexengine.kernels.steps:PACKED",
     ("flexengine.codec.packed:Packed", "cuda"): "flexengine.kernels.triton_codes:KERNELS",
 }
-
-
-def in_steps(form: Form | None) -> bool:
-    """Return whether `Steps.product` multiplies by weights of a format; None stands for plain weights."""
-    return form is None or isinstance(form, Packed)
 
 
 @cache

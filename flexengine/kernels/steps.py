@@ -7,18 +7,20 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexengine.codec.packed import Packed
 from flexengine.kernels import base, structs
 from flexengine.kernels.formats import FormatKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import CODES, address
+
+if TYPE_CHECKING:
+    from flexengine.codec.packed import Packed
 
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of quantized_gemm.h
 # In the order of enum Kind.
@@ -206,8 +208,9 @@ class Steps:
         self._add("linear", call, (a, rows, out))
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None,
-        residual: Tensor | None = None, beside: bool = False, out: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, form: "Packed", bias: Tensor | None = None,
+        compute: base.Compute | None = None, residual: Tensor | None = None, beside: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Add a product with an encoded weight; see base.Kernels.product. Other arguments are those of `linear`."""
         out = self.new((x.shape[0], form.rows)) if out is None else out
@@ -317,7 +320,7 @@ class Steps:
 
 
 def _packed_product(
-    kernels: Any, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, compute: base.Compute | None
+    kernels: Any, x: Tensor, weight: Tensor, form: "Packed", bias: Tensor | None, compute: base.Compute | None
 ) -> Tensor:
     steps = kernels.steps()
     out: Tensor = steps.product(x, weight, form, bias, compute)
@@ -325,7 +328,7 @@ def _packed_product(
     return out
 
 
-def _packed_rows(kernels: Any, weight: Tensor, form: Packed, ids: Tensor) -> Tensor:
+def _packed_rows(kernels: Any, weight: Tensor, form: "Packed", ids: Tensor) -> Tensor:
     out = torch.empty(len(ids), form.columns, dtype=torch.float32, device="cpu")
     sizes = (form.columns, form.codec.group, form.codec.bits, out.data_ptr(), torch.get_num_threads())
     kernels.decode_rows(weight.data_ptr(), ids.data_ptr(), len(ids), *sizes)

@@ -12,22 +12,23 @@ passes that watch or replace modules use the modules.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import greenlet
 import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
-from flexengine.codec.packed import Packed
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.formats import in_steps
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.steps import RecordedSteps, Steps
 from flexengine.model.forward import PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
 from flexengine.model.native.fused import ACTS
 from flexengine.model.native.shared import LayerKind
+
+if TYPE_CHECKING:
+    from flexengine.codec.packed import Packed
 
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
@@ -112,7 +113,8 @@ class NativeLayer:
         if self._act_name not in ACTS or any(self._hooks):
             return False
         for module in self._linear:  # the class differs with records of neurons
-            if type(module) is not FastLinear or not in_steps(module.forms.get("weight")):
+            form = module.forms.get("weight")
+            if type(module) is not FastLinear or not (form is None or form.in_steps):
                 return False
         return not any("forward" in attributes for attributes in self._attributes)
 
@@ -336,8 +338,7 @@ def _product(
 ) -> Tensor:
     weight, bias, form = module.weight, bound.biases[module], module.forms.get("weight")
     if form is not None:
-        assert isinstance(form, Packed)  # others are not computed by steps, see formats.in_steps
-        return steps.product(x, weight, form, bias, module.product.compute, residual, beside, out)
+        return steps.product(x, weight, cast("Packed", form), bias, module.product.compute, residual, beside, out)
     return steps.linear(x, weight, bias, module.product.rounding(weight), residual, beside, module.packed, out)
 
 
