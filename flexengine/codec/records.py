@@ -68,11 +68,6 @@ class RecordForm:
         """Bytes of a record, with padding."""
         return -(-self.vectors * self.vector_bytes // ALIGN) * ALIGN
 
-    @property
-    def decoded_bytes(self) -> int:
-        """Bytes of an encoded vector in fp32; 0 if vectors are plain."""
-        return 4 * self.width if self.coded else 0
-
     def encode(self, *matrices: Tensor) -> Tensor:
         """Return records, uint8 [n, nbytes].
 

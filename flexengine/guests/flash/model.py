@@ -80,7 +80,7 @@ class FlashModel:
             form.nbytes,
             f"{form.vectors} vectors of {form.width} {form.kind}",
             guess=first.nbytes,
-            decoded=form.decoded_bytes,
+            decoded=4 * form.width if form.coded else 0,
             reuse=() if sparsify is None else (1 - sparsify,),
         )
         if self.trained is None or (known := self.trained.layers[layer]) is None:
