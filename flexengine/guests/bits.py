@@ -22,8 +22,7 @@ from flexengine.engine.core import Core
 from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
 from flexengine.guests.calibration import PIECE, ROWS, check_read
 from flexengine.lossy import Lossy, weights_text
-from flexengine.model.encoding import encoded
-from flexengine.model.formats import forms
+from flexengine.model.encoding import encoded, forms
 from flexengine.model.importance import Importances
 from flexengine.model.prepare import prepared
 from flexengine.plan.bits import Format, Layer, Option, adabits

@@ -1,4 +1,4 @@
-"""Encoded weights: the files that they are written to, once for a model and a format."""
+"""Encoded weights: which matrices of a model are encoded, and the files that they are written to, once for a format."""
 
 import hashlib
 import json
@@ -17,23 +17,54 @@ import torch
 from torch import Tensor
 
 from flexengine.activity import activity, advance, tick
-from flexengine.codec.forms import FORMS, WeightFormat
+from flexengine.codec.forms import FORMS, WeightFormat, make_form
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import Origin, read_header
 from flexengine.model.importance import Importances
 from flexengine.model.prepare import fingerprint, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_room
+from flexengine.model.skeleton import Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 EDGE_MATRICES = 2  # most matrices in the format of embedding and output projection
+EDGES = "int8"  # format of embedding and output projection if layers are encoded
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 DEPTH = 32  # pieces that wait between reading and writing
 A = TypeVar("A")
 B = TypeVar("B")
 _ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
+
+
+def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
+    """Return the format of every matrix that is encoded: those of layers in `codecs`, embedding and head in EDGES.
+
+    Routers, which choose the experts of a token, are not encoded: they are small, and a wrong choice does much harm.
+
+    Args:
+        skeleton: the model, or a range of its layers.
+        codecs: a name in codec.forms.FORMS, or one for each layer of the whole model, of which None encodes nothing
+            in its layer; None encodes nothing at all.
+    """
+    if codecs is None:
+        return {}
+    formats: dict[str, WeightFormat] = {}
+    for number, layer in enumerate(skeleton.layers, skeleton.first):
+        codec = codecs if isinstance(codecs, str) else codecs[number]
+        if codec is None:
+            continue
+        experts = {slot.shape[0] for slot in layer.values() if slot.of_experts}
+        for name, slot in layer.items():
+            if slot.matrix is not None:
+                count, rows, columns, turned = slot.matrix
+                if count or rows not in experts:
+                    formats[name] = WeightFormat(make_form(codec, rows, columns), count, turned)
+    for name, shape in (skeleton.embedding, skeleton.head):
+        if name in skeleton.wanted:
+            formats[name] = WeightFormat(make_form(EDGES, *shape))
+    return formats
 
 
 def encoded(

@@ -31,7 +31,7 @@ Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
 # What models with lossy switches need, as module:name, which is imported on first use.
 GUESTS = {
     "flash": "flexengine.guests.flash.model:FlashModel",
-    "formats": "flexengine.model.formats:forms",
+    "formats": "flexengine.model.encoding:forms",
     "encoding": "flexengine.model.encoding:encoded",
     "formats by layer": "flexengine.worker.layer_formats:read",
     "range of layers": "flexengine.model.layer_range:use_range",
@@ -127,7 +127,7 @@ class OpenModel:
             self.facts = replace(self.facts, blocks=self.flash.facts())
 
     def _formats(self, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
-        """Return the format of every matrix that is encoded; see `model.formats.forms`."""
+        """Return the format of every matrix that is encoded; see `model.encoding.forms`."""
         formats: dict[str, WeightFormat] = {}
         return formats if codecs is None else resolve_name(GUESTS["formats"])(self.skeleton, codecs)
 

@@ -15,7 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.guests import calibration
 from flexengine.guests.calibration import ROWS, Calibration
 from flexengine.lossy import BUNDLED, FITTED
-from flexengine.model import encoding, formats
+from flexengine.model import encoding
 from flexengine.model.importance import FINE, PRIOR, ImportanceRecorder, Importances, exact_parts
 from tests.helpers.calibrated import SPREAD, TOKENS
 from tests.helpers.families import prompts_of
@@ -57,7 +57,7 @@ def test_importances_are_mean_squares_of_inputs(families: Any, family: str) -> N
     known, rows = families(family), prompts_of(601)
     with Engine(known.directory, device="sim") as engine:
         skeleton = engine.core.skeleton
-        wanted = {n for n in formats.forms(skeleton, "int4") if any(n in s for s in skeleton.layers)}
+        wanted = {n for n in encoding.forms(skeleton, "int4") if any(n in s for s in skeleton.layers)}
     expected = squares(known.model, rows)
     for policy in (None, SPREAD):
         found = recorded(known.directory, rows, policy)
