@@ -66,10 +66,10 @@ def read_header(path: Path) -> dict[str, Origin]:
         raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].runs):
-        start = stored.runs[0].start
-        if start != end:
-            fault = "overlaps another" if start < end else "lies after a gap"
-            raise BadCheckpoint(f"{path}: tensor {name} at byte {start} {fault} (expected at {end})")
+        first = stored.runs[0].start
+        if first != end:
+            fault = "overlaps another" if first < end else "lies after a gap"
+            raise BadCheckpoint(f"{path}: tensor {name} at byte {first} {fault} (expected at {end})")
         end += stored.nbytes
     if end != size:
         raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
