@@ -201,8 +201,8 @@ def test_cuda_is_asked_about_in_few_places() -> None:
 
 def test_threads_are_made_in_few_places() -> None:
     """Lanes; what watches them; the disk's readers, which end with the tier, and those of records, which end with
-    their reader; the reader of experts, which ends with the job; connections between processes; and the reader and
-    writer of weights that are encoded, which end with the call that starts them."""
+    their reader; the reader of experts, which ends with the job; connections between processes; and those that
+    encode and write weights, which end with the call that starts them."""
     makers = set()
     for name, tree in modules().items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
