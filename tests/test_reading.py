@@ -106,7 +106,7 @@ def test_an_open_file_is_like_any_other(tmp_path: Path) -> None:
 
 def test_weights_that_cannot_be_read_are_not_called_a_full_cache(tmp_path: Path, cache: Path) -> None:
     save_file({"x": torch.arange(50_000, dtype=torch.float32)}, file := tmp_path / "model.safetensors")
-    at = header(tmp_path)["x"].start + 40
+    at = header(tmp_path)["x"].runs[0].start + 40
 
     def build(directory: Path) -> None:
         with Failing([tmp_path], Fault(("read",), 2, lasting=True)):  # the first is of the header
