@@ -117,10 +117,10 @@ def fail_once(at: int) -> None:
 
     perform, count = Worker.perform, iter(range(1 << 60))
 
-    def failing(worker: Any, task: Any) -> None:
+    def failing(self: Any, task: Any) -> None:
         if next(count) == at:
             raise RuntimeError(MESSAGE)
-        perform(worker, task)
+        perform(self, task)
 
     Worker.perform = failing  # type: ignore[method-assign]
 
