@@ -91,7 +91,7 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
     if task not in TASKS:
         raise InvalidInput(f"no task is given; write flexengine wrangle {'|'.join(TASKS)} TABLE -o OUTPUT")
     given = {name: value for name, value in given.items() if value not in (None, []) and value is not False}
-    used = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    used: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
     if unknown := set(used) - {f.name for f in fields(Spec)}:
         raise TypeError(f"unknown options {sorted(unknown)}")
     for name, value in used.items():
