@@ -31,8 +31,17 @@ OUTSIDE = [
     "model.layer_range",
     "measure.machine",
     "kernels.cuda",
+    "engine.recovery",
     "engine.scoring",
+    "plan.stages",
+    "schedule.delegated",
+    "schedule.rows",
+    "strategy",
+    "worker.attend",
+    "worker.cache.smoothing",
     "worker.cache.teams",
+    "worker.on_demand",
+    "worker.values",
 ]
 MOST_LINES = 25_000
 JOB = """
