@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from flexengine.activity import MESSAGE, Activity, Listener, listener
 
@@ -44,7 +45,8 @@ class Display:
         self.level, self.all_ends = level, False
         self._lock = threading.RLock()
         self._shown: dict[tuple[str, str], _Shown] = {}  # by name and text, in the order of their starts
-        self._bar = ""  # text of the bar that is drawn
+        self._bar: Any = None  # a tqdm
+        self._drawn: _Shown | None = None  # the activity of the bar
 
     def __call__(self, record: Activity) -> None:
         if sys.stderr is None:  # the process was started without one
@@ -56,7 +58,7 @@ class Display:
                 elif record.level >= self.level:
                     self._print(record.text)
             except (OSError, ValueError):  # standard error was closed
-                self._bar = ""
+                self._bar = None
 
     def _take(self, record: Activity) -> None:
         now, key = time.monotonic(), (record.name, record.text)
@@ -79,17 +81,11 @@ class Display:
 
     def _print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        bar = self._bar
-        self._replace("")
+        if self._bar is not None:
+            self._bar.clear()
         print(f"flexengine: {text}", file=sys.stderr, flush=True)
-        self._replace(bar)
-
-    def _replace(self, bar: str) -> None:
-        """Draw another bar in place of the present one; "" for none."""
-        if bar or self._bar:
-            text = f"\r{bar:<{len(self._bar)}}" + ("" if bar else "\r")
-            print(text, end="", file=sys.stderr, flush=True)
-        self._bar = bar
+        if self._bar is not None:
+            self._bar.refresh()
 
     def _line(self, shown: _Shown, now: float) -> None:
         """Print a plain line of an activity, unless it is too early."""
@@ -106,17 +102,36 @@ class Display:
 
     def _draw(self, now: float) -> None:
         """Draw the bar of the innermost activity."""
-        bar = ""
-        if last := next(reversed(self._shown.values()), None):
-            numbers = facts(last.record, now - last.began)
-            bar = bar_line(last.record.name, share(last.record), numbers, columns() - 1)
-        self._replace(bar)
+        last = next(reversed(self._shown.values()), None)
+        if self._bar is not None and self._drawn is not last:
+            self._bar.close()
+            self._bar = None
+        self._drawn = last
+        if last is None:
+            return
+        part, width = share(last.record), columns() - 1
+        form = bar_format(last.record.name, part, facts(last.record, now - last.began), width)
+        shape = {"total": part and 1.0, "ncols": width, "bar_format": form}
+        if self._bar is None:
+            self._bar = _drawn_bar(initial=part or 0, **shape)
+        else:
+            vars(self._bar).update(n=part or 0, **shape)
+            self._bar.refresh()
 
 
-def bar_line(name: str, part: float | None, numbers: list[str], columns: int) -> str:
-    """Return a bar with its facts. They are left out, the last one first, where the line is too short.
+def _drawn_bar(**shape: Any) -> Any:
+    """Return a tqdm without its monitor thread, as malloc gives each new thread an arena of its own. Other bars of the
+    process keep theirs."""
+    from tqdm import tqdm  # imported here, as most commands never need it
+
+    return type("Bar", (tqdm,), {"monitor_interval": 0})(file=sys.stderr, leave=False, **shape)
+
+
+def bar_format(name: str, part: float | None, numbers: list[str], columns: int) -> str:
+    """Return tqdm's format of a bar with its facts. They are left out, the last one first, where the line is too short.
 
     Args:
+        name: name of the activity.
         part: finished part, 0 to 1; None if it is unknown, which has no bar.
         numbers: facts of the moment, the most important first.
         columns: most characters.
@@ -125,10 +140,8 @@ def bar_line(name: str, part: float | None, numbers: list[str], columns: int) ->
     room = columns - len(head) - (0 if part is None else MIN_BAR + len(tail))
     while numbers and len(", ".join(numbers)) > room:
         numbers = numbers[:-1]
-    tail += ", ".join(numbers)
-    width = 0 if part is None else max(0, columns - len(head) - len(tail))
-    block = "█" if (sys.stderr.encoding or "").lower().startswith("utf") else "#"
-    return f"{head}{block * round(width * (part or 0.0)):<{width}}{tail}"[:columns]
+    text = (head, tail + ", ".join(numbers))
+    return ("" if part is None else "{bar}").join(each.replace("{", "{{").replace("}", "}}") for each in text)
 
 
 def is_terminal() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from tests.helpers.pages import ROOT
 
 _IMPORTED = (
-    "transformers.models.llama.modeling_llama", "flexengine.engine.engine", "flexengine.job.resume",
+    "tqdm", "transformers.models.llama.modeling_llama", "flexengine.engine.engine", "flexengine.job.resume",
     "flexengine.runtime.execute", "flexengine.commands.run", "flexengine.commands.evaluate",
     "flexengine.apps.evaluate.evaluation", "flexengine.commands.wrangle", "flexengine.apps.wrangle.run",
     "flexengine.apps.wrangle.plan", "tests.apps.wrangle.killed",

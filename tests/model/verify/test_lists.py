@@ -83,6 +83,18 @@ def test_names_of_our_own_lists_are_read_again(tmp_path: Path, cache: Path) -> N
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=directory, check=True)
 
 
+def test_progress_leaves_other_bars_as_they_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm's monitor thread is not started for flexengine's bars, and still is for other bars."""
+    from tqdm import tqdm
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)
+    monkeypatch.setattr(tqdm, "monitor", None)
+    verify.write_sums(model)
+    Verifier().directory(model)
+    assert tqdm.monitor_interval == 10
+    assert tqdm.monitor is None
+
+
 def test_the_recipe_lists_all_that_is_wanted(model: Path) -> None:
     """Templates in a folder, and hidden files, which globs find and `sha256sum *` does not."""
     (model / "additional_chat_templates").mkdir()
