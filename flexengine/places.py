@@ -18,23 +18,16 @@ COPIES = ("h2d", "d2h")  # links between host and device
 
 
 class Lane(str):
-    """A serial resource that runs tasks in order.
+    """A serial resource that runs tasks in order."""
 
-    Attributes:
-        place: the disk or attention worker whose data passes the lane; None for lanes of the device and the host.
-        way: read, write, h2d, d2h, send, attend or fetch; the lane's own name if it has no place.
-        link: h2d or d2h for a lane that uses this link, as several lanes may; else the lane's own name.
-        of_disk: whether it reads or writes a disk.
-        of_worker: whether it moves pages of an attention worker to or from RAM, or questions and answers, or attends.
-        queues: whether it queues its work on the GPU, if there is one. Other lanes work in their own thread.
-    """
-
+    # the disk or attention worker whose data passes the lane; None for lanes of the device and the host
     place: "Place | None"
-    way: str
-    link: str
-    of_disk: bool
+    way: str  # read, write, h2d, d2h, send, attend or fetch; the lane's own name if it has no place
+    link: str  # h2d or d2h for a lane that uses this link, as several lanes may; else the lane's own name
+    of_disk: bool  # whether it reads or writes a disk
+    # whether it moves pages of an attention worker to or from RAM, or questions and answers, or attends
     of_worker: bool
-    queues: bool
+    queues: bool  # whether it queues its work on the GPU, if there is one. Other lanes work in their own thread.
 
     def __new__(cls, name: str, way: str = "", place: "Place | None" = None) -> "Lane":
         lane = super().__new__(cls, name)

@@ -29,19 +29,16 @@ def _layers(name: str, value: Any) -> tuple[int, int]:
 class StagePlan:
     """One stage of a pipeline.
 
-    Attributes:
-        device: name of the device, as in the cluster file.
-        layers: (first, end) of the layers that the stage computes; `end` is not among them.
-        weights: for each of these layers, the format of its matrices, from FORMATS.
-        policy: block shape and placement on this device; None for the planner's choice on the device itself.
-
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
     """
 
-    device: Annotated[str, printable]
+    device: Annotated[str, printable]  # name of the device, as in the cluster file
+    # (first, end) of the layers that the stage computes; `end` is not among them
     layers: Annotated[tuple[int, int], _layers]
+    # for each of these layers, the format of its matrices, from FORMATS
     weights: tuple[Annotated[str | None, FORMATS[1:], ", or null (exact)"], ...]
+    # block shape and placement on this device; None for the planner's choice on the device itself
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
@@ -65,24 +62,16 @@ class StagePlan:
 class Strategy:
     """Stages of a pipeline, and sizes of the batches that pass through them.
 
-    Attributes:
-        model: shape of the model that the strategy was made for; see `plan.stages.shape_name`.
-        num_layers: layers of the model.
-        stages: in the order of their layers.
-        prefill_batch: sequences of one prefill micro-batch.
-        decode_batch: sequences of one decode micro-batch; a cohort.
-        cohorts: cohorts in the pipeline at once. At most decode_batch * cohorts sequences are alive.
-
     Raises:
         InvalidInput: a value is not allowed, or the stages do not hold each layer once, in order.
     """
 
-    model: Annotated[str, printable]
-    num_layers: Annotated[int, Limit(1, MOST_LAYERS)]
-    stages: Annotated[tuple[StagePlan, ...], Limit(1), "a list of at least one stage"]
-    prefill_batch: _Count
-    decode_batch: _Count
-    cohorts: _Count
+    model: Annotated[str, printable]  # shape of the model that the strategy was made for; see `plan.stages.shape_name`
+    num_layers: Annotated[int, Limit(1, MOST_LAYERS)]  # layers of the model
+    stages: Annotated[tuple[StagePlan, ...], Limit(1), "a list of at least one stage"]  # in the order of their layers
+    prefill_batch: _Count  # sequences of one prefill micro-batch
+    decode_batch: _Count  # sequences of one decode micro-batch; a cohort
+    cohorts: _Count  # cohorts in the pipeline at once. At most decode_batch * cohorts sequences are alive.
 
     def __post_init__(self) -> None:
         check(self, "strategy ")

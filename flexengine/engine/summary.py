@@ -11,34 +11,21 @@ from flexengine.policy import Policy
 
 @dataclass(frozen=True)
 class Verified:
-    """Comparisons of files with their checksums, since the engine was opened.
+    """Comparisons of files with their checksums, since the engine was opened."""
 
-    Attributes:
-        files: number of files.
-        bytes: bytes of these files.
-        seconds: seconds of reading and hashing.
-    """
-
-    files: int
-    bytes: int
-    seconds: float
+    files: int  # number of files
+    bytes: int  # bytes of these files
+    seconds: float  # seconds of reading and hashing
 
 
 @dataclass(frozen=True)
 class JobCounts:
-    """Rows of a job of a file, over all its runs.
+    """Rows of a job of a file, over all its runs."""
 
-    Attributes:
-        rows: rows of the input, up to `limit`.
-        done: rows that have a result without an error.
-        failed: rows that have a result with an error.
-        done_before: rows that had a result when this run began.
-    """
-
-    rows: int
-    done: int
-    failed: int
-    done_before: int
+    rows: int  # rows of the input, up to `limit`
+    done: int  # rows that have a result without an error
+    failed: int  # rows that have a result with an error
+    done_before: int  # rows that had a result when this run began
 
 
 @dataclass(frozen=True)

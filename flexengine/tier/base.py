@@ -24,13 +24,9 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """A region of bytes in a tier, where a tensor lies between uses.
+    """A region of bytes in a tier, where a tensor lies between uses."""
 
-    Attributes:
-        place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads
-            `place`.
-    """
-
+    # a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads `place`
     place: Any = field(repr=False)
     start: int  # first byte of the region in `place`
     nbytes: int  # size in bytes
@@ -98,19 +94,12 @@ class Ledger:
 class Tier(ABC):
     """One memory with its ledger. Wrappers (wrap.py) add throttling around a tier.
 
-    A subclass has `load` or `load_all`, which call each other, and `store` or `store_all`.
+    A subclass has `load` or `load_all`, which call each other, and `store` or `store_all`."""
 
-    Attributes:
-        name: for messages.
-        ledger: account of the bytes reserved in this tier.
-        bytes_read: bytes loaded from regions so far, in the encoding of the regions.
-        bytes_written: bytes stored to regions so far, in the encoding of the regions.
-    """
-
-    name: str
-    ledger: Ledger
-    bytes_read: int = 0
-    bytes_written: int = 0
+    name: str  # for messages
+    ledger: Ledger  # account of the bytes reserved in this tier
+    bytes_read: int = 0  # bytes loaded from regions so far, in the encoding of the regions
+    bytes_written: int = 0  # bytes stored to regions so far, in the encoding of the regions
     engines: int = 1  # that share it, if it is an attention worker
     slowed: tuple[dict[str, float | None], float] | None = None  # bytes per second by direction, latency in seconds
     _counting = threading.Lock()  # several lanes move data through one tier

@@ -76,16 +76,13 @@ class ReadPiece(NamedTuple):
 
 @dataclass
 class Chunk:
-    """A part of a read that is read at once.
-
-    Attributes:
-        direct: whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie
-            after the end of the file.
-    """
+    """A part of a read that is read at once."""
 
     read: DiskRead
     low: int  # first byte in the file
     high: int  # end in the file
+    # whether direct I/O reads it; `low` and `high` are then multiples of ALIGN, and `high` may lie after the end
+    # of the file
     direct: bool
     pieces: list[ReadPiece]  # its bytes, in order
 

@@ -81,22 +81,19 @@ class Links:
 
 @dataclass
 class Machine:
-    """A compute device with its tiers.
-
-    Attributes:
-        disks: tiers of the offload directories, one spill file each. The first also reads checkpoint files.
-        no_offload: reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK.
-            Empty if the directory can be used.
-    """
+    """A compute device with its tiers."""
 
     kind: str  # cpu, sim or cuda
     device: Tier  # tier of compute buffers; see the table above
     host: Tier  # tier of RAM
+    # tiers of the offload directories, one spill file each. The first also reads checkpoint files.
     disks: tuple[Tier, ...]
     workers: tuple[Tier, ...]  # tiers of the attention workers
     capacity: Capacity  # bytes per tier, for the planner
     routes: Routes  # hops that data takes between tiers
     directories: tuple[Path, ...]  # the offload directory of each disk
+    # reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if the
+    # directory can be used.
     no_offload: str = ""
     gpu: ClassVar = False  # whether the device computes without the processor, and does not wait for what is queued
     compute: ClassVar = torch.device("cpu")  # torch device of the kernels

@@ -15,14 +15,11 @@ _NODES = {"mapping": "fields", "sequence": "a list"}  # kinds of nodes, in words
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A place in a file.
-
-    Attributes:
-        lines: line of each field, from 1, by the field's names from the outermost to its own, joined by dots. "" is the
-            line of the whole document.
-    """
+    """A place in a file."""
 
     file: str
+    # line of each field, from 1, by the field's names from the outermost to its own, joined by dots. "" is the
+    # line of the whole document.
     lines: dict[str, int]
 
     def fault(self, field: str, text: str) -> InvalidInput:

@@ -46,12 +46,7 @@ _QUESTION = struct.Struct("<16q3d4q")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerQuestion:
-    """Attention of one gpu_batch in one layer, over pages of one worker.
-
-    Attributes:
-        partial: whether other workers hold other tokens of the sequences. The window is then in the page
-            tables.
-    """
+    """Attention of one gpu_batch in one layer, over pages of one worker."""
 
     NBYTES: ClassVar = _QUESTION.size  # packed
 
@@ -69,6 +64,7 @@ class WorkerQuestion:
     group: int  # group of layers
     window: int | None = None  # tokens that a query sees; None for all
     sinks: bool = False  # whether the layer has sinks, which came before
+    # whether other workers hold other tokens of the sequences. The window is then in the page tables.
     partial: bool = False
     first: bool = False  # whether queries go first: keys and values follow in a message ADD
     scale: float  # factor of the scores

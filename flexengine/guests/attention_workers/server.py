@@ -31,17 +31,14 @@ LOOK_SECONDS = 0.2  # between two looks at whether a connection that waits has b
 
 @dataclass
 class PendingQuestion:
-    """A question.
-
-    Attributes:
-        part: attention over the cached tokens, and its log-sum-exp; None before it is computed.
-    """
+    """A question."""
 
     ticket: int
     layer: int
     question: WorkerQuestion
     vectors: Tensor  # q, then k, then v; q alone if it goes first
     tables: WorkerTables
+    # attention over the cached tokens, and its log-sum-exp; None before it is computed
     part: tuple[Tensor, Tensor] | None = None
 
     @property
