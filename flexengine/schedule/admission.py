@@ -11,7 +11,7 @@ import numpy as np
 
 from flexengine.schedule.pages import Pool
 
-FOREVER = 1 << 32  # sweeps of a common prefix that sequences still wait for
+FOREVER = 1 << 32  # sweeps of a common prefix that waiting sequences will share
 
 
 class Growing(NamedTuple):
@@ -19,7 +19,8 @@ class Growing(NamedTuple):
 
     tokens: int  # tokens cached after the next sweep
     sweeps: int  # sweeps until the sequence, or the last one with the prefix, ends
-    shared: int = 0  # prompt tokens on shared pages that a common prefix counts, which ends no earlier; else 0
+    # prompt tokens on shared pages, which the entry of a common prefix counts; 0 if none. That prefix ends no earlier.
+    shared: int = 0
     grows: int = 1  # tokens added per sweep: 1, or 0 for a common prefix
 
 

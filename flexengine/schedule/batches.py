@@ -12,13 +12,13 @@ from flexengine.schedule.pages import Pool
 class Piece:
     """Tokens start .. start + count - 1 of a sequence in one gpu_batch."""
 
-    sequence: int
+    sequence: int  # id of the sequence; negative for a trunk, a common prefix that is computed once (schedule.sweeps)
     start: int  # position of the first token
     count: int  # number of tokens
     final: bool  # whether the sequence's prompt ends, or its last sampled token is computed, with this piece
     # Number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if there is none
     source: int | None = None
-    scored: int = 0  # number of its tokens that predict a given token
+    scored: int = 0  # number of its last tokens whose next token is given, to be scored
     # Whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not depend on
     # where the prompt is cut
     prompt: bool = False
@@ -55,7 +55,8 @@ class Batch(NamedTuple):
     pieces: tuple[Piece, ...]  # tokens to compute, of sequences with KV cache on one tier
     cache_home: str  # tier of the KV cache
     hidden_home: str  # tier of the hidden states between layers; those of a delegated gpu_batch stay on the device
-    # Place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
+    # Place that computes attention (`Policy.attends`): the device, or the host or attention worker that holds the KV
+    # cache. Off the device, every piece is a decode step.
     attention: str = "device"
     queries_first: bool = False  # whether queries are sent there before keys and values are computed
 
@@ -78,7 +79,7 @@ def split_prompt(
     Args:
         ends: whether the last piece is final.
         source: as in Piece.
-        scored: number of the last tokens that predict a given token.
+        scored: number of the last tokens whose next token is given, to be scored.
     """
     end = start + count
 

@@ -1,11 +1,12 @@
-"""Tasks of a cell whose attention is computed where its KV cache lies (FlexGen section 4.2, Lamina).
+"""Tasks of a cell whose attention is computed where its KV cache lies: on the host, or on an attention worker (FlexGen
+section 4.2, Lamina).
 
 | resource | meaning |
 |---|---|
-| ("near", k), ("far", k) | q, k, v of batch k, then the output of attention: on the device, and at the place |
+| ("near", k), ("far", k) | q, k, v of batch k, then the output of attention: on the device (near), at the place (far) |
 | ("near kv", k), ("far kv", k) | k, v of batch k, if its queries go first |
 
-A cell has five tasks: the layer up to attention (device), copy of q, k, v to the place, attention, copy of its output
+A cell has five tasks: the layer up to attention (device), copy of q, k, v to this place, attention, copy of its output
 to the device, rest of the layer (device). `Routes.attend` has the lanes of the copies and of attention. The place
 computes attention of one batch while the device computes other batches:
 
@@ -56,13 +57,13 @@ class DelegatedCell(WholeCell):
         send, attend, fetch = self.frame.routes.attend[place]
         k = cell.batch
         near, far, kv = ("near", k), ("far", k), ("kv", cell.layer, k)
-        asked: Resources = (far,)
+        queried: Resources = (far,)
         yield Delegate(Op.SEND, cell, send, (near,), (far,), place)
         if self.batch(step).queries_first:
             near_kv, far_kv = ("near kv", k), ("far kv", k)
             yield self.compute(Op.PROJECT_KEYS, step, writes=(near_kv,))
             yield Delegate(Op.SEND_KEYS, cell, send, (near_kv,), (far_kv,), place)
             yield Delegate(Op.ATTEND_CACHED, cell, attend, (far,), (far,), place)
-            asked = (far, far_kv)
-        yield Delegate(Op.ATTEND, cell, attend, asked, (kv, far), place)
+            queried = (far, far_kv)
+        yield Delegate(Op.ATTEND, cell, attend, queried, (kv, far), place)
         yield Delegate(Op.FETCH, cell, fetch, (far,), (near,), place)

@@ -7,7 +7,10 @@ Done = TypeVar("Done")
 
 
 class Edges(Generic[Done]):
-    """Read-after-write, write-after-read and write-after-write dependencies. `Done` is the type of a task's end."""
+    """Read-after-write, write-after-read and write-after-write dependencies.
+
+    `Done` is the type of the objects that stand for the end of a task: `runtime.lane.Done`, or a time in a simulation.
+    """
 
     def __init__(self) -> None:
         self.writer: dict[Hashable, Done] = {}
@@ -20,7 +23,7 @@ class Edges(Generic[Done]):
         for resource in writes:
             readers = self.readers.pop(resource, [])
             after += readers
-            if not readers and resource in self.writer:
+            if not readers and resource in self.writer:  # else the readers wait for the writer
                 after.append(self.writer[resource])
         for resource in reads:
             self.readers.setdefault(resource, []).append(done)

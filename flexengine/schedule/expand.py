@@ -1,4 +1,4 @@
-"""Tasks of a cell: FlexGen's six operations (algorithm 1). Parts of cells have expanders of their own."""
+"""Tasks of a cell: FlexGen's six operations (algorithm 1). Cells in parts: `delegated`, `rows`."""
 
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -24,7 +24,7 @@ class WholeCell:
         cache, hidden = self.take_buffers(step)
         yield from self.load_cache(step, cache)
         yield from self.load_hidden(step, hidden)
-        yield from self.prefetch.in_cell(step)  # load weight: those that are due
+        yield from self.prefetch.in_cell(step)  # load weight, of units ahead, if one is due
         yield self.compute(Op.COMPUTE, step, cache, hidden)
         yield from self.store_cache(step, cache)
         yield from self.store_hidden(step, hidden)

@@ -11,7 +11,7 @@ from flexengine.schedule.tasks import Resources
 
 @dataclass(frozen=True)
 class Demand:
-    """Tiers of the weights that are loaded by rows."""
+    """Tiers of the weights of which a sweep may load only the rows that its tokens use."""
 
     embedding: str = ""  # tier of the embedding table; "" if the table is on the device
     experts: Sequence[tuple[str, ...]] = ()  # by unit, the tiers of the experts' matrices. A row is one expert.
@@ -37,7 +37,10 @@ def num_buffers(slots: int) -> int:
 
 
 class Ring:
-    """Buffers 0 .. count - 1 of one kind, which cells take in turn. The names of the buffers order their tasks.
+    """Buffers 0 .. count - 1 of one kind, which cells take in turn.
+
+    The load of a cell waits for the tasks of the last cell with the same buffer. So the count limits how far ahead KV
+    and hidden states are loaded.
 
     Args:
         kind: "c" for KV pages, "h" for hidden states.
@@ -74,7 +77,7 @@ class ProgramFrame:
     layers: int  # number of units that are layers
     slots: int  # number of weight slots
     routes: Routes  # lanes of the machine
-    # Units with resident weights that are not read yet, rising; one entry per read. The first sweep reads them.
+    # Ascending numbers of the units whose resident weights the first sweep reads, once for each of a unit's reads
     arriving: Sequence[int] = ()
     demand: Demand = Demand()  # weights that are loaded by rows
     ports: Collection[str] = ()  # names of ports (schedule.ports), if the program is a stage of a pipeline
@@ -82,9 +85,9 @@ class ProgramFrame:
     # KV and hidden states are on the device.
     joined: Callable[[int, int], int] = lambda layer, batch: 1
     batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
-    # Functions that return resources which the first layer of a gpu_batch also reads; guests add theirs
+    # Functions that return resources which the first layer of a gpu_batch also reads: embedding rows, a port's buffer
     entering: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
-    # Functions that return resources which the last layer of a gpu_batch also writes; guests add theirs
+    # Functions that return resources which the last layer of a gpu_batch also writes: a port's buffer
     leaving: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:

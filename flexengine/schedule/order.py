@@ -5,7 +5,7 @@ are needed once per sweep, however many gpu_batches there are (zig-zag, FlexGen 
 
                 batch 0   batch 1   batch 2
     layer 0        1         2         3
-    layer 1        4         5         6          the next sweep begins when the last cell has ended
+    layer 1        4         5         6
     head           7         8         9
 
 All schedules have this order of cells; row, zigzag, diagonal and continuous differ in the admission of sequences
@@ -41,10 +41,10 @@ NO_LAYER = -1  # `Cell.layer` of a task before the first layer
 
 
 class Cell(NamedTuple):
-    """One layer of one gpu_batch in one sweep: the unit of compute."""
+    """One layer, or one chunk of the head, of one gpu_batch in one sweep. The device computes cell after cell."""
 
     sweep: int
-    layer: int  # number of the layer; numbers after the last layer are head chunks
+    layer: int  # number of the unit: layers come first, then head chunks
     batch: int  # number of the gpu_batch in the sweep
 
 

@@ -26,7 +26,7 @@ def pages_for(tokens: Count, page_tokens: int) -> Count:
 
 @dataclass(frozen=True)
 class Pool:
-    """Page pool of one tier for the layers with one window."""
+    """Page pool of one tier, for all layers with the same window."""
 
     pages: int  # number of pages for each of these layers
     page_tokens: int  # tokens per page

@@ -1,9 +1,11 @@
-"""Tasks of stages: hidden states enter before the first layer of a range of layers, and leave after the last one.
+"""Tasks of the stages of a pipeline: hidden states enter before the first layer of a stage, and leave after the last.
+
+A port is the object through which they pass from one stage to the next (`worker.stage_ports`).
 
 | resource | meaning |
 |---|---|
 | ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
-| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
+| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes, one per weight slot |
 """
 
 from collections.abc import Iterator

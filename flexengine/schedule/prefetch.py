@@ -1,11 +1,11 @@
-"""Prefetch of weights: which loads are emitted ahead of the cells that read them.
+"""Prefetch of weights: which loads the program emits (yields) ahead of the cells that read them.
 
 Streamed units (layers and head chunks with weights off the device) pass through the slots in ring order: unit number n
 since the job began uses slot n % slots. Its load is emitted when two conditions hold:
 
 - All cells of unit n - slots are emitted. Edges link a task to earlier tasks only, so a load must come after the last
   task that reads the previous content of its slot. So the number of slots bounds the depth: 1 means no overlap, 2
-  double buffering, 3 rides out jitter.
+  double buffering; 3 also hide a load that takes longer than others.
 - Within a layer, the loads of KV and hidden states of its first min(slots, gpu_batches) cells are emitted. A lane runs
   its tasks in order, and a weight load waits for its slot, so these loads must not queue behind it. Before the first
   cell of a sweep and after the last one, the first condition alone holds.
@@ -82,11 +82,11 @@ class Prefetch:
         slot = self.slot(unit) if self.demand.experts else None
         if slot is None:
             return ()
-        emitted = self._number[unit] < self.emitted
+        emitted = self._number[unit] < self.emitted  # then the load decided, maybe in the sweep before
         return self.demand.of(unit) if (self._without_experts[slot] if emitted else self._by_rows) else ()
 
     def in_cell(self, step: CellStep) -> Iterable[Task]:
-        """Return the loads that are due between the loads of a cell and its compute."""
+        """Return the loads that are due between the loads of a cell and its compute: the second condition."""
         return self.loads() if step.cell.batch >= min(self.slots, self._batches) - 1 else ()
 
     def loads(self, most: int | None = None) -> Iterator[Task]:

@@ -17,7 +17,7 @@ import numpy as np
 
 MIN_SHARED_TOKENS = 8  # a shorter common part is computed by each sequence: a stem takes a step and a page of its own
 
-MAX_STEMS = 16  # of one sequence; the first sweep computes one after the other
+MAX_STEMS = 16  # most stems of one sequence, which its first sweep computes one after the other
 
 Tokens = tuple[int, ...]
 
@@ -40,7 +40,7 @@ class Stem:
 def order_of(prefixes: Sequence[Tokens]) -> list[int]:
     """Return the indices of prefixes in an order in which those that share a stem are adjacent.
 
-    All of a stem move to the place of the first of them. Otherwise the order does not change.
+    Prefixes that share a stem move to the first of them. Otherwise the order does not change.
     """
     by_tokens = sorted(range(len(prefixes)), key=prefixes.__getitem__)
     chains = [stems_above(stem) for stem in stems_of([prefixes[i] for i in by_tokens])]

@@ -4,9 +4,11 @@
         yield from expanders[step.part](step)
 
 `schedule.order` has the order of the cells, `schedule.expand` the tasks of a cell, and `schedule.prefetch` the loads of
-weights ahead of it. Parts that a plain job does not need have modules of their own, which are imported on first use:
-`schedule.delegated` (attention at another place), `schedule.rows` (experts and embedding rows on demand),
-`schedule.ports` (stages).
+weights ahead of it. The numbers of buffers and of weight slots limit how far ahead data is loaded: `runtime.execute`
+submits all tasks of a sweep at once, and a lane waits for the edges of each task (`schedule.edges`).
+
+Parts that a plain job does not need have modules of their own, which are imported on first use: `schedule.delegated`
+(attention at another place), `schedule.rows` (experts and embedding rows on demand), `schedule.ports` (stages).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +45,7 @@ class Program(ProgramFrame):
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
         """Yield the tasks of one sweep in program order. more: whether to emit the first loads of the next sweep."""
         prefetch, units = self.prefetch, len(self.streamed)
-        expanders: dict[str, Expander] = {}  # by class; not kept, as they refer to the program
+        expanders: dict[str, Expander] = {}  # by class; as an attribute they would make a reference cycle
         self.batches = batches
         prefetch.begin(number, batches, more)
         if not prefetch.cycle:

@@ -80,6 +80,6 @@ def embedding_rows(frame: ProgramFrame, prefetch: Prefetch, sweep: int) -> Itera
     for cell in cells:
         reads = (("run", cell.batch), *prefetch.copied(0, home))
         yield Copy(Op.LOAD_ROWS, cell, lane, reads, (("embedded", cell.batch),), home)
-        # The first batch is computed while rows of the others are read.
+        # In this lane, the weights of layer 0 precede rows of later batches, which are read while batch 0 is computed.
         if cell.batch == 0 and any(frame.routes.load[tier][0] == lane for tier in frame.streamed[0]):
             yield from prefetch.loads(1)

@@ -129,7 +129,7 @@ class Sweeps:
         if not self.live and self.trunks:  # kept pages leave no room for the next sequence
             self._free(list(self.trunks), release)
             self._admit()
-        if not self.live and self.waiting:  # a stem takes pages of its own, which the next sequence does without
+        if not self.live and self.waiting:  # without its stem, the next sequence takes fewer pages
             self._note_entry(self.waiting[0].stem)
             self.waiting[0].stem = None
             self._admit()
@@ -212,7 +212,7 @@ class Sweeps:
         """
         for tier in self._by_load(forecast):
             pools = self.pools[tier]
-            # A file takes what is left of the share of all workers.
+            # A worker with pages in a file takes what is left of the share of all workers.
             taken = sum(counts[worker] for worker in workers_of(self.pools)) if place_of(tier).filed else counts[tier]
             if taken >= self.places[self._current].get(tier, 0):
                 continue

@@ -1,7 +1,8 @@
 """Tasks: operations of cells, which lanes run. `schedule.program` has the order of the tasks of a sweep.
 
-Each task names its lane, and the resources that it reads and writes. `schedule.edges` derives from these names which
-earlier tasks it waits for.
+A lane runs its tasks in this order. Each task names the resources that it reads and writes; `schedule.edges` derives
+from these names which earlier tasks it waits for. A sweep begins when all tasks of the sweep before have ended, except
+loads of weights (`runtime.execute`). So no name orders the KV of two sweeps.
 
 | resource | meaning |
 |---|---|
@@ -27,7 +28,7 @@ Resources = tuple[Hashable, ...]
 
 
 class Op(enum.Enum):
-    """Operations: the six of FlexGen's algorithm 1, then those that guests add."""
+    """Operations: the six of FlexGen's algorithm 1, then others (docs/architecture.md 7 says how to add one)."""
 
     LOAD_WEIGHT = "load weight"
     LOAD_CACHE = "load cache"
