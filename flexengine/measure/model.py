@@ -63,7 +63,7 @@ def _layers(
     with random_weights(skeleton, names, held, machine) as bound:
         times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
     tables: dict[str, Table] = {}
-    for name in {name for by in times.values() for name in by if name != START}:
+    for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
         points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
         numbers, seconds = zip(*points, strict=True)
         tables[name] = tuple(zip(numbers, without_falls(seconds), strict=True))

@@ -42,6 +42,8 @@ def seconds_per_call(
     while len(times) < MAX_CALLS:
         if before is not None:
             before()
+            if machine is not None:  # what `before` queued on a GPU must have ended, too
+                machine.synchronize()
         start = time.perf_counter()
         count = BURST if queued and number else 1
         for _ in range(count):

@@ -83,8 +83,8 @@ class DiskTier(Tier):
     def _place(self, size: int, what: str) -> tuple[File, int]:
         """Return the spill file and the offset of `size` free bytes in it. Raise InvalidInput if the disk is full."""
         if self._spill is None:
-            self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
             try:
+                self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
                 self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._spill = _nameless(self.directory)
             except OSError as error:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import torch
 
 from flexengine.errors import InvalidInput
 
@@ -53,6 +52,8 @@ def cgroup_cores(root: Path = Path("/")) -> float | None:
 
 def has_gpu() -> bool:
     """Return whether torch can use a CUDA GPU."""
+    import torch  # `doctor` reads limits in a process that must not import it
+
     return torch.cuda.is_available()
 
 

@@ -68,7 +68,10 @@ class Links:
     disk_read: _Rate = None
     disk_write: _Rate = None
     latency: Annotated[float, Limit(0), "a number of seconds of at least 0"] = 0.0
-    more_disks: tuple[Annotated[tuple[_Rate, _Rate], Limit(2, 2), "a pair (read, write) of rates"], ...] = ()
+    more_disks: Annotated[
+        tuple[Annotated[tuple[_Rate, _Rate], Limit(2, 2), "a pair (read, write) of rates"], ...],
+        "a list with a pair (read, write) of rates for each further offload directory",
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self)

@@ -227,6 +227,16 @@ def test_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Facts that need torch.
 
 
+def test_other_facts_are_found_without_torch(tmp_path: Path) -> None:
+    """A damaged torch may end the process that imports it, so `doctor` imports it in a process of its own."""
+    code = "import sys; from pathlib import Path; from flexengine.doctor import facts, findings, machine\n"
+    code += f"machine.cpu(), machine.memory(), machine.disk('offload', Path({str(tmp_path)!r}))\n"
+    code += f"facts._unwritable(Path({str(tmp_path)!r}))\n"
+    code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
+
+
 def test_torch_and_kernels() -> None:
     found = probe.torch_facts()
     assert (found["version"], found["threads"]) == (torch.__version__, torch.get_num_threads())

@@ -144,6 +144,22 @@ def test_seconds_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.seconds_per_call(call, 4.0) == 9.0
 
 
+def test_what_a_gpu_does_between_calls_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is queued at once, and takes its time when the thread waits for it."""
+    clock, queued = [0.0], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def queue(seconds: float) -> None:
+        queued[0] += seconds
+
+    def wait() -> None:
+        clock[0] += queued[0]
+        queued[0] = 0.0
+
+    gpu: Any = SimpleNamespace(gpu=True, synchronize=wait)
+    assert timing.seconds_per_call(lambda _: queue(1.0), 100.0, gpu, lambda: queue(8.0)) == 1.0
+
+
 def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs are reported only if they use cores that measuring needs."""
     clock, used = [0.0], [100.0]

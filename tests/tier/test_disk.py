@@ -32,6 +32,20 @@ def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
         tier.allocate(10, "KV cache")
 
 
+def test_directory_that_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a directory above it had lost its permissions since the plan."""
+
+    def hidden(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    tier = DiskTier("disk", Ledger("disk"), tmp_path / "off")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", hidden)
+        with pytest.raises(InvalidInput, match=r"off: .*Permission denied.*--offload-dir"):
+            tier.allocate(10, "KV cache")
+    tier.close()
+
+
 @pytest.mark.parametrize("throttled", [False, True])
 @pytest.mark.parametrize("direct", [True, False])
 def test_checkpoint_homes_at_any_offset(shard: Path, tmp_path: Path, direct: bool, throttled: bool) -> None:

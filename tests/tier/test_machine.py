@@ -99,3 +99,9 @@ def test_sim_machine_is_three(tmp_path: Path) -> None:
     made.disk.store(torch.zeros(300, dtype=torch.uint8), spilled)
     assert made.traffic() == {"disk_read": 0, "disk_write": 300, "h2d": 5 * ALIGN, "d2h": 0}
     made.close()
+
+
+def test_rates_of_further_disks_are_pairs() -> None:
+    assert Links(more_disks=[[1, None]]).more_disks == ((1.0, None),)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"more_disks is 5; it must be a list with a pair \(read, write\) of rates"):
+        Links(more_disks=5)  # type: ignore[arg-type]

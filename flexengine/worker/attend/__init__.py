@@ -58,8 +58,8 @@ class Attender(ABC):
       of prompts, and `attend` appends keys and values of every later token.
     - Page numbers are valid for one sweep. `Cache.tables(view, layer)` returns page numbers in the pool of this tier,
       as int32 tensors in RAM.
-    - A lane whose tasks read or write RAM with the CPU needs a name that starts with "cpu". On a GPU its tasks then
-      start after earlier copies have ended (`runtime.lane.new_lane`).
+    - A lane whose tasks read or write RAM with the CPU must not queue them (`places.Lane.queues`). On a GPU its tasks
+      then start after earlier copies have ended (`runtime.lane.new_lane`).
     - The constructor takes no more memory than `plan.layout` books. If the constructor raises, it frees what it took.
     - Errors are raised where they occur. The lane passes them on.
     """
