@@ -158,7 +158,7 @@ class NativeKernels(Kernels):
             checks.check_prompt(p.q, p.k, p.v, p.out, options)
         if options.sinks is not None:
             options = options._replace(sinks=options.sinks.to(torch.float32).contiguous())
-        if all(p.q.dtype == torch.float32 for p in prompts):
+        if all(x.dtype == torch.float32 for p in prompts for x in p[:3]):
             return self._attend_prompts(prompts, options)
         for p in prompts:  # one by one, as there are copies in fp32
             q, k, v = p.q.float(), p.k.float(), p.v.float()

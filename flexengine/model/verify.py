@@ -131,7 +131,7 @@ class Verifier:
         def compare(some: Iterable[Path]) -> None:
             self._compare(self._each(sorted(some), digest, unlisted), directory, says, len(files))
 
-        indexes = files & {directory / name for name in _INDEXES}
+        indexes = {file for name in _INDEXES if (file := directory / name) in files and os.path.lexists(file)}
         compare(indexes)  # first, as a damaged one may name other files
         shards = self._each(sorted(indexes), indexed_files, lambda faults: _some([*faults.values()]))
         files.update(*shards.values())  # they can have any name

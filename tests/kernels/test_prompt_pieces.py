@@ -162,6 +162,9 @@ class TestPieces:
         assert found.dtype == dtype
         expected = dense(q[0], torch.cat([k, new_k[0].float()]), torch.cat([v, new_v[0].float()]), 0.125)
         torch.testing.assert_close(found[0].double(), expected, atol=1e-2, rtol=1e-2)
+        mixed, wide = (kernel.attend_prompt(q.float(), x, y, AttentionOptions(0.125), past=past)
+                       for x, y in ((new_k, new_v), (new_k.float(), new_v.float())))  # fmt: skip
+        assert torch.equal(mixed, wide)
 
     @ONE_BUILD
     def test_misfits_are_refused(self, kernel: Kernels) -> None:

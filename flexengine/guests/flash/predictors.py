@@ -259,14 +259,16 @@ def _content(directory: Path) -> dict[str, Any]:
     """Return the content of ABOUT, without its digest. Raise BadCheckpoint if it is damaged or of another version."""
     about = directory / ABOUT
     try:
-        content = msgspec.json.decode(about.read_bytes())
+        content = json.loads(about.read_bytes())  # msgspec refuses names of files that are not UTF-8
+        known = content.pop("sha256", None) if isinstance(content, dict) else None
+        digest = _digest(content)  # refuses NaN and infinities, which `write` never writes
     except OSError as error:
         raise _damaged(about, f"cannot be read: {error}") from error
     except ValueError as error:
         raise _damaged(about, f"is truncated or damaged: {error}") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise _damaged(about, f"is not of version {VERSION}")
-    if content.pop("sha256", None) != _digest(content):
+    if known != digest:
         raise _damaged(about, "is damaged: its content does not have its digest")
     return content
 
@@ -320,7 +322,7 @@ class Latest:
         return _digest(_content(directory)) if (directory := self.find()) else ""
 
     def load(self, blocks: Sequence[FeedForward | None], layers: slice = slice(None)) -> Trained | None:
-        """Return the predictors; None if there are none. Arguments and errors as in `trained.load`."""
+        """Return the predictors; None if there are none. Arguments and errors as in `load`."""
         if self._loaded is None and (directory := self.find()) is not None:
             self._directory = None  # after an error they are searched again, as they may be trained again
             self._loaded = load(directory, checkpoint_key(self._files), blocks, layers)

@@ -1,6 +1,7 @@
 """Files of predictors: what is written is read, and damaged files and those of other checkpoints are refused."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -78,6 +79,12 @@ def test_what_is_written_is_read(directory: Path) -> None:
         assert mine.predictor.threshold == theirs.predictor.threshold
         for name, tensor in mine.predictor.tensors.items():
             assert torch.equal(tensor, theirs.predictor.tensors[name])
+
+
+def test_the_name_of_a_text_need_not_be_utf_8(tmp_path: Path) -> None:
+    named = Trained(TRAINED.layers, {"text": os.fsdecode(b"\xff.txt")})
+    write(named, "key", tmp_path)
+    assert load(tmp_path, "key", BLOCKS).about == named.about
 
 
 def test_predictors_of_some_layers(directory: Path) -> None:

@@ -99,6 +99,19 @@ def test_all_that_is_wrong_is_named_up_to_a_number(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 2000
 
 
+def test_a_missing_index_is_one_fault_and_hides_no_other(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json", "part.safetensors"):
+        (tmp_path / name).write_text(name)
+    list_sums(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    flip(tmp_path / "part.safetensors", 0)
+    with pytest.raises(BadCheckpoint, match=r"2 of 3 files .*index\.json \(missing\); part\.safetensors"):
+        Verifier().directory(tmp_path)
+    faults = list[str]()
+    Verifier(lambda file, why: faults.append(file.name)).directory(tmp_path)
+    assert faults == ["model.safetensors.index.json", "part.safetensors"]
+
+
 @pytest.mark.parametrize("name", [
     "model-2.safetensors", "tokenizer.json", "tokenizer", "vocab.txt", "spiece.model", "modeling.py", "merges.txt",
     "additional_chat_templates/rag.jinja", ".hidden.json"
