@@ -99,7 +99,7 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
             return value
     elif kind is int or kind is float:
         if isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high:
-            return value if isinstance(value, kind) else kind(value)
+            return value if type(value) is kind else kind(value)  # numbers of numpy become Python's
     elif kind is tuple and rule.item is not None:
         items = (value,) if isinstance(value, str) and rule.item.kinds == (str,) else value
         if isinstance(items, list | tuple) and low <= len(items) <= high:

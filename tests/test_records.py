@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput
@@ -80,6 +81,14 @@ def test_values_get_the_form_of_their_types() -> None:
     assert made.inner is not None
     assert type(made.inner.share) is float  # a record without rules of its own is checked, too
     assert Outer(file=Path("a")).file == Path("a")
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    made = Outer(pair=(np.float64(1.5), np.float64(2.5)), inner=read(Inner, {"share": np.float64(0.5)}, "file"))
+    assert made.inner is not None
+    assert [type(number) for number in (*made.pair, made.inner.share)] == [float] * 3
+    with pytest.raises(InvalidInput, match=r"size is np.int64\(3\); it must be a whole number"):
+        Outer(size=np.int64(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("given", "shown"), [(None, "null"), ([], "[]"), (3, "3"), ("text", "'text'")])

@@ -87,12 +87,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bare_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of an engine that `options.add_machine` adds."""
+    """Return the options of an engine that `options.MACHINE` has."""
     return {name: getattr(args, name) for name in (*_MACHINE, "dtype", "trust_remote_code", "allow_symlinks")}
 
 
 def open_rows(args: argparse.Namespace) -> "InputRows":
-    """Open the input, with the options that `options.add_rows` adds."""
+    """Open the input, with the options that `options.ROWS` has."""
     from flexengine.job.inputs import InputRows
 
     return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)

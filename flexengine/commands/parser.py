@@ -64,7 +64,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of one command. ParsedOptions must be written in full.
+    """Parser of one command. Options must be written in full.
 
     Every command has -h, --version, -q, -v and --config. An error is one line; for an option of another program, the
     line is the right command (see `habits`).

@@ -44,18 +44,15 @@ from flexengine.policy import Policy
 if TYPE_CHECKING:
     from flexengine.worker.open_model import OpenModel
 
-PROMPT_TOKENS = 512
+PROMPT_TOKENS, ROWS = 512, 1000
 _MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
 _END = """\
 MODEL may be a directory that holds only config.json. flexengine measure measures this machine.
 """
-_JOB = common.OptionTable(
-    f"""
+_JOB = f"""
 --prompt-tokens N  without --input: prompt tokens of each row (default: {PROMPT_TOKENS}, or less in a short context)
---rows N           without --input: number of rows (default: %(default)s)
-""",
-    {"rows": 1000},
-)
+--rows N           without --input: number of rows (default: {ROWS})
+"""
 _HARDWARE = f"""
 --hardware FILE.json  rates and capacities of a machine (default: this machine, measured): a file, or one of
                       {shipped.listed("hardware")}
@@ -286,7 +283,7 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
         if most and prompt + params.max_tokens > most:
             both = f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens}"
             raise InvalidInput(f"{both} make more than {context}; lower one")
-        return Workload({(prompt, params.max_tokens): args.rows * params.n})
+        return Workload({(prompt, params.max_tokens): (args.rows or ROWS) * params.n})
     from flexengine.engine import planner as planners
     from flexengine.engine.survey import Refused
 

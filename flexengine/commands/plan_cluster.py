@@ -33,19 +33,19 @@ _UNUSED = (
     *("calibrate", "calibration_text"),
 )
 CLUSTER_ONLY = ("theta", "harm", "group", "method", "batch", "search_seconds")
+# None is the default of each, so that one that is given without --cluster is refused, whatever its value.
 CLUSTER = OptionTable(
-    """
+    f"""
 --cluster CLUSTER.json    plan a pipeline over the devices of this file, or of a shipped cluster (docs/cluster.md);
                           --save then writes a strategy, for run --strategy
---theta SECONDS           seconds that a unit of harm to quality is worth (default: %(default)g)
+--theta SECONDS           seconds that a unit of harm to quality is worth (default: {ClusterTask.theta:g})
 --harm FILE.json          harm of each format to quality, by layer (default: assumed from parameters and bits)
---group N                 decide about N neighbouring layers together (default: %(default)s)
---method                  mixed-integer programs, or the bit-transfer heuristic (default: %(default)s, by size)
+--group N                 decide about N neighbouring layers together (default: {ClusterTask.group})
+--method                  mixed-integer programs, or the bit-transfer heuristic (default: {Limits.method}, by size)
 --batch N                 sequences alive at once (default: the fastest number)
---search-seconds SECONDS  most seconds of the search (default: %(default)g)
+--search-seconds SECONDS  most seconds of the search (default: {Limits.seconds:g})
 """,
-    {"theta": ClusterTask.theta, "group": ClusterTask.group, "method": Limits.method, "search_seconds": Limits.seconds},
-    {"method": {"choices": METHODS}},
+    more={"method": {"choices": METHODS}},
 )
 
 
@@ -78,8 +78,10 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
             rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
             say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")
     job = ClusterJob.of(workload(args, opened))
-    task = ClusterTask(cluster, models, job, formats, table, args.theta, args.group)
-    limits = Limits(seconds=args.search_seconds, method=args.method, batch=args.batch)
+    theta = ClusterTask.theta if args.theta is None else args.theta
+    task = ClusterTask(cluster, models, job, formats, table, theta, args.group or ClusterTask.group)
+    seconds, method = args.search_seconds or Limits.seconds, args.method or Limits.method
+    limits = Limits(seconds=seconds, method=method, batch=args.batch)
     with activity("planning", "searching the stages with the shortest predicted time"):
         found = search(task, limits)
         helps = whatif.helps(found, limits)

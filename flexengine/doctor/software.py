@@ -28,7 +28,10 @@ TRITON_INTERPRET LD_PRELOAD MALLOC_ARENA_MAX XDG_CACHE_HOME TMPDIR
 """
 _SECONDS = 20  # limit of `compiler --version`
 # Libraries that flexengine needs, if its own metadata is missing, as in a checkout that is not installed.
-_NEEDED = "torch transformers safetensors tokenizers gguf greenlet numpy psutil jinja2 pulp highspy scipy"
+_NEEDED = """
+torch transformers huggingface_hub safetensors tokenizers gguf greenlet numpy psutil msgspec tqdm pyyaml jinja2 pulp
+highspy scipy shtab
+"""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
 
     Args:
         axes: axes of matplotlib.
-        memories: as `explain.tiers` returns them.
+        memories: as `text.tiers` returns them.
 
     Returns:
         What each part of a bar shows, by the gid of its artist.

@@ -1,6 +1,8 @@
 """Facts about the machine, compared with what the system says, and of machines made of files."""
 
+import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import torch
 from flexengine import kernels
 from flexengine.doctor import Failed, attempt, probe
 from flexengine.doctor.machine import cpu, disk, memory
-from flexengine.doctor.software import COMPILERS, NEWEST_TESTED, compilers, software
+from flexengine.doctor.software import _NEEDED, COMPILERS, NEWEST_TESTED, compilers, software
 from flexengine.kernels import build
 from flexengine.measure import links, store
 from flexengine.tier.machine import make_machine
@@ -175,6 +177,14 @@ def test_the_newest_tested_versions_are_those_of_these_tests() -> None:
     """Raise NEWEST_TESTED when the tests pass with newer versions."""
     assert [library.name for library in software().libraries if not library.tested] == []
     assert set(NEWEST_TESTED) <= {library.name for library in software().libraries}
+
+
+def test_a_checkout_that_is_not_installed_knows_the_libraries_that_setup_cfg_names() -> None:
+    found = configparser.ConfigParser()
+    found.read(Path(__file__).parents[2] / "setup.cfg")
+    required = re.findall(r"^[A-Za-z_0-9]+", found["options"]["install_requires"], re.MULTILINE)
+    assert "tqdm" in required
+    assert {*required, "tokenizers"} == set(_NEEDED.split())  # transformers requires tokenizers
 
 
 @pytest.mark.parametrize(("version", "fits", "tested"), [

@@ -190,6 +190,7 @@ def test_plot_file(line: Line) -> None:
         (["--prompt-tokens", "-3"], "--prompt-tokens is -3; it must be at least 1 and at most 1,048,576"),
         (["--max-tokens", "0"], "max_tokens is 0; it must be a whole number"),
         (["--input", "x", "--rows", "3"], "leave one out"),
+        (["--input", "x", "--rows", "1000"], "--rows and --input are both given"),
         (["--latency", "nan"], "--latency is nan; it must be a positive number"),
         ([*SHAPE, "--latency", "1e-9"], "set the limit higher"),
         (["--frontier", "--policy", "x"], "leave --policy out"),

@@ -28,7 +28,7 @@ def requests_of(state: ScenarioState) -> list[dict[str, Any]]:
 
 
 def helm_result(found: Mapping[str, Any]) -> RequestResult:
-    """Return HELM's form of a result that `results.result_of` made."""
+    """Return HELM's form of a result that `requests.result_of` made."""
     completions = [
         GeneratedOutput(each["text"], each["logprob"], [Token(**token) for token in each["tokens"]])
         for each in found["completions"]

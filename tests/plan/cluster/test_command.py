@@ -52,6 +52,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster", "llm-pq-3", "--weights", "int4", "--quality", "near"], "--weights fixes the format"),
         (["--theta", "2"], "--theta is for a plan with --cluster"),
         (["--batch", "2"], "--batch is for a plan with --cluster"),
+        (["--theta", "1"], "--theta is for a plan with --cluster"),
+        (["--method", "auto"], "--method is for a plan with --cluster"),
         (["--cluster", "llm-pq-3", "--save", "/nowhere/s.json"], "there is no directory /nowhere"),
     ],
 )
