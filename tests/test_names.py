@@ -5,10 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "flexengine"
-# Names that several classes still share. A name is removed with its clash; none may be added.
-CLASHES = """
-Generation Machine Origin
-"""
 # The package may not grow beyond these; they are lowered when it has shrunk.
 MAX_LINES, MAX_FMT_SKIPS = 62_545, 318
 
@@ -27,11 +23,7 @@ def shared_names() -> set[str]:
 
 def test_class_names_are_unique() -> None:
     """A search for a name finds one class. If this fails, rename the new one."""
-    assert shared_names() - {*CLASHES.split()} == set()
-
-
-def test_clashes_are_removed_from_the_list_with_their_names() -> None:
-    assert {*CLASHES.split()} - shared_names() == set(), "these names are unique now; remove them from CLASHES"
+    assert shared_names() == set()
 
 
 def test_the_package_does_not_grow() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from flexengine.apps.evaluate.metrics import CHOICE, DEFAULT, GENERATION, KINDS, METRICS, PERPLEXITY
 from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.templates import columns_of
-from flexengine.apps.evaluate.yaml_fields import Origin, read
+from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
 from flexengine.records import Limit
@@ -101,7 +101,7 @@ class FewShot:
 
 
 @dataclass(frozen=True)
-class Generation:
+class AnswerGeneration:
     """How answers are generated, greedily.
 
     Attributes:
@@ -131,10 +131,10 @@ class Scenario:
     choices: Choices = Choices()
     label: Label | None = None
     few_shot: FewShot | None = None
-    generation: Generation = Generation()
+    generation: AnswerGeneration = AnswerGeneration()
     perturbations: Perturbations | None = None
     metrics: tuple[str, ...] = ()
-    origin: Origin = field(default=Origin("", {}), compare=False, metadata={"in_file": False})
+    origin: FieldLines = field(default=FieldLines("", {}), compare=False, metadata={"in_file": False})
 
     def path(self, name: str) -> Path:
         """Return the path of a file that the scenario names."""

@@ -14,7 +14,7 @@ _NODES = {"mapping": "fields", "sequence": "a list"}  # kinds of nodes, in words
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class FieldLines:
     """A place in a file."""
 
     file: str
@@ -29,7 +29,7 @@ class Origin:
         return InvalidInput(f"{self.file}, line {self.lines[field]}: {text}")
 
 
-def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
+def read(path: Path, kind: type[T]) -> tuple[T, FieldLines]:
     """Return the record of a YAML file, and the lines of its fields.
 
     Args:
@@ -39,7 +39,7 @@ def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
         InvalidInput: the file cannot be read, is no YAML mapping, or a field is unknown, missing, given twice, or has a
             value of another type.
     """
-    origin = Origin(str(path), {})
+    origin = FieldLines(str(path), {})
     try:
         node = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -55,7 +55,7 @@ def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
     return record, origin
 
 
-def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> Any:
+def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: FieldLines) -> Any:
     rules, values = _rules(kind), dict[str, Any]()
     for key, value in node.value:
         line = key.start_mark.line + 1
@@ -78,7 +78,7 @@ def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> A
     return kind(**values)
 
 
-def _value(node: yaml.Node, rule: Allowed, name: str, origin: Origin) -> Any:
+def _value(node: yaml.Node, rule: Allowed, name: str, origin: FieldLines) -> Any:
     if dataclasses.is_dataclass(record := rule.kinds[0]):
         if not isinstance(node, yaml.MappingNode):
             raise origin.fault(name, f"{name} must hold fields: {', '.join(_rules(record))}")

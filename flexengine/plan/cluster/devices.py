@@ -105,7 +105,7 @@ class Profiled:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """Rates of a hardware file, measured or not, through the cost model of a single machine.
 
     Attributes:

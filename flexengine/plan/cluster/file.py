@@ -9,7 +9,7 @@ import numpy as np
 
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, shown
-from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Latency, Link, Machine, Profiled
+from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Latency, Link, MachineRates, Profiled
 from flexengine.plan.cluster.model import Format, Harm
 from flexengine.plan.cluster.regression import fit
 from flexengine.plan.hardware import KINDS, Hardware, IfKnown, Rate, at, positive
@@ -174,7 +174,7 @@ def _device(entry: _DeviceFields, label: str, find: Find) -> Device:
 
 def _latency(entry: _DeviceFields, hardware: Hardware | None, label: str) -> Latency:
     if hardware is not None:
-        return Machine(hardware)
+        return MachineRates(hardware)
     if entry.profile is not None:
         return Profiled(_fitted(entry.profile, label), entry.head_seconds or 0.0)
     if entry.flops is None or entry.bandwidth is None:

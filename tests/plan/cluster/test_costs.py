@@ -9,7 +9,7 @@ import pytest
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster import model
 from flexengine.plan.cluster.costs import MOST_READING, ClusterTask, Costs, cohort_policy, stage_facts
-from flexengine.plan.cluster.devices import Cluster, Device, Link, Machine
+from flexengine.plan.cluster.devices import Cluster, Device, Link, MachineRates
 from flexengine.plan.cluster.job import ClusterJob, Shape
 from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cost import Cost
@@ -29,7 +29,7 @@ def untied(facts: ModelFacts) -> ModelFacts:
 def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape, kind: str) -> ClusterPlan:
     """The stages between the cuts, on equal machines."""
     hardware = replace(machine_of(random.Random(1), kind), task_seconds=1e-4)
-    devices = tuple(Device(f"d{k}", "d", 10**12, Machine(hardware), kind) for k in range(len(cuts) - 1))
+    devices = tuple(Device(f"d{k}", "d", 10**12, MachineRates(hardware), kind) for k in range(len(cuts) - 1))
     made = model.of_facts({None: facts})
     cluster = Cluster("c", devices, Link(1e9), Link(1e9))
     task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), model.assumed_harm(made, (None,)))

@@ -10,7 +10,7 @@ import pytest
 from bench.cluster.cases import decoder
 from flexengine import shipped
 from flexengine.errors import InvalidInput
-from flexengine.plan.cluster.devices import HandRates, Machine, Profiled
+from flexengine.plan.cluster.devices import HandRates, MachineRates, Profiled
 from flexengine.plan.cluster.file import from_json, load, load_harm
 from flexengine.plan.cluster.model import assumed_harm
 
@@ -52,7 +52,7 @@ def test_fields() -> None:
 def test_a_hardware_file_gives_memory_host_and_rates() -> None:
     values = {"devices": [{"name": "a", "hardware": "t4-16gb_208gb_ssd"}]}
     found = from_json(values, "file", lambda name: shipped.find_file("hardware", name)).devices[0]
-    assert isinstance(found.latency, Machine)
+    assert isinstance(found.latency, MachineRates)
     assert (found.memory, found.host_memory, found.kind) == (15_400_000_000, 200_000_000_000, "cuda")
     assert found.host_link == 1.37e10
 
