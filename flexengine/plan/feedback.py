@@ -46,7 +46,9 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return asdict(self) | {"error": self.error}
+        values = asdict(self)
+        lanes = values.pop("lanes")
+        return values | {"error": self.error, "lanes": lanes}
 
 
 class SweepMonitor:

@@ -16,7 +16,7 @@ ROWS = rows_of(ids_of("def f(x):\n    return x + 1\n" * 20), 4, CONTEXT - 1)
 
 def test_the_oracles_mask_changes_nothing(tmp_path: Path) -> None:
     model = make_relu(tmp_path)
-    oracles = [Predictor.oracle(b.fc1.weight.detach(), b.fc1.bias.detach()) for b in blocks(model)]
+    oracles = [Predictor(None, b.fc1.weight.detach(), b.fc1.bias.detach()) for b in blocks(model)]
     dense = nll(model, ROWS)
     with torch.no_grad(), masked(model, lambda number, x: oracles[number].active(x)):
         assert nll(model, ROWS) == pytest.approx(dense, abs=1e-6)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
     ("what", "passes"),
     [
         ("prompt", ["job.prompts", "engine.generation", "worker.worker", "job.results"]),
-        ("weight", ["model.loading", "worker.weights"]),
+        ("weight", ["model.checkpoint", "worker.weights"]),
         ("error", ["runtime.execute", "runtime.lane", "engine.stages"]),
     ],
 )
