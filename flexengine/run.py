@@ -2,7 +2,7 @@
 
 import sys
 
-from flexengine.commands.run import main
+from flexengine.shell.commands.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

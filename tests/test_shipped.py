@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from flexengine import shipped
-from flexengine.commands import plan, run
-from flexengine.commands.options import policy_of
-from flexengine.commands.parser import Parser
 from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
+from flexengine.shell.commands import plan, run
+from flexengine.shell.commands.options import policy_of
+from flexengine.shell.commands.parser import Parser
 
 FOLDER = Path(__file__).parents[1] / "policies"
 MODELS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")

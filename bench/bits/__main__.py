@@ -66,7 +66,7 @@ def by_chance(costs: Sequence[float]) -> Record:
 
 def stretches(engine: Any, rows: int, tokens: int) -> list[list[int]]:
     """Return stretches of the sample text, as `flexengine quality` takes them."""
-    from flexengine.commands import quality
+    from flexengine.shell.commands import quality
 
     return quality.stretches(quality.read(None, rows, tokens), engine.core.tokenizer, None)
 
@@ -156,9 +156,9 @@ def _versions() -> Record:
 def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list[Record]:
     """Measure all choices, and return a record for each."""
     from flexengine import Engine, Lossy
-    from flexengine.commands import quality
     from flexengine.guests.bits import Bits
     from flexengine.lossy import BUNDLED
+    from flexengine.shell.commands import quality
 
     with Engine(device="cpu", lossy=Lossy("mixed", budget="100M")) as engine:
         bits, harms = Bits(engine.core, engine.calibrator), harms_of(engine)

@@ -37,10 +37,10 @@ def _import(engine: bool) -> None:
     measured."""
     import numpy.ma  # noqa: F401
 
-    import flexengine.commands.run
     import flexengine.engine.file_job
     import flexengine.job.resume
     import flexengine.job.same_job
+    import flexengine.shell.commands.run
 
     if not engine:
         return

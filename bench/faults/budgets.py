@@ -34,7 +34,7 @@ def preadv(*how):
         count += got
     return got
 os.preadv = preadv  # all that is read of models passes there
-from flexengine.commands import run
+from flexengine.shell.commands import run
 code = run.main(sys.argv[1:])
 print("bytes read:", count, file=sys.stderr)
 sys.exit(code)
@@ -83,7 +83,7 @@ class Budgets:
                 "--offload-dir", str(self.work / "offload"), "--device", "cpu", "--ignore-eos"]  # fmt: skip
 
     def _in_peace(self) -> bytes:
-        from flexengine.commands import run
+        from flexengine.shell.commands import run
 
         ended = forked(lambda: run.main(self._arguments("whole")), [], Fault(), self.work / "log", SECONDS)
         if ended.code:
@@ -103,7 +103,7 @@ class Budgets:
             tally.note(f"--device-mem {size:,}", wrong, seconds=ended.seconds)
 
     def _growth(self, size: int) -> int:
-        from flexengine.commands import run
+        from flexengine.shell.commands import run
 
         before = rss()
         code = run.main([*self._arguments(f"given-{size}"), "--device-mem", str(size)])

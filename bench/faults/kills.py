@@ -120,7 +120,7 @@ class Folder:
             log = os.open(self.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            from flexengine.commands import run
+            from flexengine.shell.commands import run
 
             code = run.main(self.arguments)
         except KeyboardInterrupt:  # the signal came before the handler was set

@@ -331,8 +331,8 @@ class Stub:
 
 def stub_command(arguments: list[str]) -> int:
     """Run the command line with a Stub for an engine. The journal is synced after every sweep."""
-    from flexengine.commands import run
     from flexengine.job import journal
+    from flexengine.shell.commands import run
 
     setattr(run, "open_engine", lambda args, on_sweep, group: Stub(on_sweep))  # noqa: B010
     journal.SYNC_SECONDS = 0.0
@@ -341,8 +341,8 @@ def stub_command(arguments: list[str]) -> int:
 
 def real_command(arguments: list[str]) -> int:
     """Run the command line, with the journal synced after every sweep."""
-    from flexengine.commands import run
     from flexengine.job import journal
+    from flexengine.shell.commands import run
 
     journal.SYNC_SECONDS = 0.0
     return run.main(arguments)

@@ -31,7 +31,7 @@ def _hf(job: dict[str, Any], words: list[str]) -> None:
 
 
 def _flexengine(job: dict[str, Any], words: list[str]) -> None:
-    from flexengine.commands.main import main as command
+    from flexengine.shell.commands.main import main as command
 
     if code := command(["helm", "run", "--model", job["model"], "--name", job["name"], "--device", "cpu", *words]):
         sys.exit(code)

@@ -2,7 +2,7 @@
 
 import sys
 
-from flexengine.commands.main import main
+from flexengine.shell.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["plan", *sys.argv[1:]]))

@@ -24,11 +24,11 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from flexengine.apps.lm_eval import sampling  # noqa: E402
 from flexengine.apps.lm_eval.arguments import OWN  # noqa: E402
 from flexengine.apps.lm_eval.model import RECORD, FlexLM  # noqa: E402
-from flexengine.commands.lm_eval import split  # noqa: E402
-from flexengine.commands.main import main  # noqa: E402
 from flexengine.engine.options import EngineOptions  # noqa: E402
 from flexengine.errors import FlexError, InvalidInput  # noqa: E402
 from flexengine.lossy import Lossy  # noqa: E402
+from flexengine.shell.commands.lm_eval import split  # noqa: E402
+from flexengine.shell.commands.main import main  # noqa: E402
 from tests.helpers.pages import PAGES, blocks, commands  # noqa: E402
 from tests.helpers.speaker import TEMPLATE, make_byte_llama  # noqa: E402
 from tests.helpers.tokenizers import byte_tokenizer  # noqa: E402

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.wrangle.__main__ import CASES, TOLERANCE, compared
 from bench.wrangle.data import tables
-from flexengine.commands.wrangle import parser
+from flexengine.shell.commands.wrangle import parser
 
 FILES = {
     "restaurants/lbl_restnt_wf1.csv": "#key=_id\n_id,ltable_id,rtable_id,ltable_name,rtable_name,gold\n1,2,3,a,b,0\n",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.commands import messages
+from flexengine.shell.commands import messages
 from tests.helpers.pages import PAGES, ROOT, RUN, Block, Runner, blocks, commands
 
 WITH_BLOCKS = [page for page in PAGES if any(block.runs for block in blocks(page))]

@@ -3,8 +3,8 @@
 import re
 import tomllib
 
-from flexengine.commands.main import COMMANDS
-from flexengine.commands.run import parser
+from flexengine.shell.commands.main import COMMANDS
+from flexengine.shell.commands.run import parser
 from tests.helpers import command_line
 from tests.helpers.pages import blocks
 

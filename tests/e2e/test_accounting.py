@@ -206,7 +206,7 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
 
 _STREAM = """
 import json, sys
-import torch, transformers, psutil, greenlet, tqdm, highspy, flexengine.engine.engine, flexengine.commands.run
+import torch, transformers, psutil, greenlet, tqdm, highspy, flexengine.engine.engine, flexengine.shell.commands.run
 from transformers import AutoModelForCausalLM
 from transformers.models.opt import modeling_opt
 def rss(key): return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-from flexengine.commands import run
 from flexengine.errors import ModelNotFound
 from flexengine.model import source
 from flexengine.model.source import resolve
+from flexengine.shell.commands import run
 from tests.helpers.prepared import tensors_of
 
 SUBJECTS = ("a river", "the moon", "bread", "an old clock")

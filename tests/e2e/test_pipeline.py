@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flexengine import Policy
-from flexengine.commands.main import main
+from flexengine.shell.commands.main import main
 from tests.helpers.forked import Forked, children
 from tests.helpers.measuring import measure_quickly
 from tests.helpers.pages import ROOT
@@ -28,7 +28,7 @@ def slow(journal, result):
     add(journal, result)
     time.sleep(0.3)
 Journal.add = slow
-from flexengine.commands.main import main
+from flexengine.shell.commands.main import main
 sys.exit(main(sys.argv[1:]))
 """
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -5,8 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
-from flexengine.commands.run import parser
 from flexengine.policy import Policy
+from flexengine.shell.commands.run import parser
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

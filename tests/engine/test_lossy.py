@@ -259,8 +259,8 @@ class TestPlanner:
             assert engine.lossy == Lossy()
 
     def test_what_it_chose_is_kept_by_the_job(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.commands.exit_codes import DONE, REFUSED
-        from flexengine.commands.run import main
+        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -285,8 +285,8 @@ class TestSwitches:
             Lossy(**fields)
 
     def test_a_job_goes_on_with_its_own_switches_only(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.commands.exit_codes import DONE, REFUSED
-        from flexengine.commands.run import main
+        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -303,8 +303,8 @@ class TestSwitches:
     def test_a_job_does_not_go_on_in_other_groups(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.commands.exit_codes import DONE, REFUSED
-        from flexengine.commands.run import main
+        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.run import main
 
         base = job_of_two(families("opt"), tmp_path, "--cache", "int4")
         assert main([*base, "--limit", "1"]) == DONE
@@ -318,9 +318,9 @@ class TestSwitches:
     def test_groups_matter_in_the_form_that_the_planner_chose_alone(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.commands.exit_codes import DONE, REFUSED
-        from flexengine.commands.run import main
         from flexengine.engine.planner import Planner
+        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.run import main
 
         def least(planner: Planner, *_: Any) -> Lossy:
             planner.use(lossy := Lossy(cache="int4"))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
-from flexengine.commands import quality
-from flexengine.commands.exit_codes import DONE, REFUSED
-from flexengine.commands.run import main
 from flexengine.errors import BudgetTooSmall, InvalidInput
 from flexengine.model import encoding
+from flexengine.shell.commands import quality
+from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.run import main
 from tests.helpers.chained import chained
 from tests.helpers.families import NEW, reference
 from tests.helpers.rounded import rounded

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.commands import exit_codes, run
+from flexengine.shell.commands import exit_codes, run
 from tests.helpers.families import NEW
 
 ONE_BATCH = Policy(gpu_batch_size=8, num_gpu_batches=1)

@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.commands.exit_codes import DONE, REFUSED
-from flexengine.commands.run import main
 from flexengine.engine import planner as planning
 from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -25,6 +23,8 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.min_memory import smallest
 from flexengine.plan.workload import Workload
+from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.run import main
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel, open_model
 from tests.helpers.families import NEW

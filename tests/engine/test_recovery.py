@@ -15,13 +15,13 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams, Summary
 from flexengine.activity import Activity
-from flexengine.commands import exit_codes, run
 from flexengine.engine.recovery import REPLANS, halved
 from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.tasks import Op, Task
+from flexengine.shell.commands import exit_codes, run
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
 from tests.helpers.listening import Heard

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands import cache as command
+from flexengine.shell.commands import cache as command
 
 DAY = 24 * 3600
 K = {name: name * 32 for name in "abcdef0123456789"}  # keys

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexengine.commands.main import module_of
+from flexengine.shell.commands.main import module_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 GENERAL = {"help", "version", "quiet", "verbose", "config"}  # dests of the options of every command

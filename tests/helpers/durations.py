@@ -28,7 +28,7 @@ MIN_TESTS = 20  # recorded tests that tell how fast a machine is
 # Slow, whatever they take: tests that kill processes, need a browser or a wheel, or test benches and pages.
 SLOW_KINDS = (
     "tests/bench/", "tests/docs/test_blocks.py", "tests/docs/test_site.py", "tests/e2e/test_ray.py",
-    "tests/e2e/test_wheel.py", "tests/e2e/resume/", "tests/report/test_browser.py",
+    "tests/e2e/test_wheel.py", "tests/e2e/resume/", "tests/shell/report/test_browser.py",
 )  # fmt: skip
 PROPERTY = "processor seconds"  # of a report, which takes it from xdist's workers to the controller
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from flexengine.explain import text as explain
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
@@ -13,6 +12,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.shell.explain import text as explain
 
 GPU = Hardware(
     name="toy", kind="cuda", device_bytes=120 << 20, host_bytes=1 << 30, disk_bytes=4 << 30,

@@ -21,8 +21,8 @@ from tests.helpers.pages import ROOT
 
 _IMPORTED = (
     "tqdm", "transformers.models.llama.modeling_llama", "flexengine.engine.engine", "flexengine.job.resume",
-    "flexengine.runtime.execute", "flexengine.commands.run", "flexengine.commands.evaluate",
-    "flexengine.apps.evaluate.evaluation", "flexengine.commands.wrangle", "flexengine.apps.wrangle.run",
+    "flexengine.runtime.execute", "flexengine.shell.commands.run", "flexengine.shell.commands.evaluate",
+    "flexengine.apps.evaluate.evaluation", "flexengine.shell.commands.wrangle", "flexengine.apps.wrangle.run",
     "flexengine.apps.wrangle.plan", "tests.apps.wrangle.killed",
 )  # fmt: skip
 SLOW = """
@@ -33,7 +33,7 @@ def slow(journal, result):
     add(journal, result)
     time.sleep({seconds})
 Journal.add = slow
-from flexengine.commands.main import main
+from flexengine.shell.commands.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

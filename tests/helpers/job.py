@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands import run
+from flexengine.shell.commands import run
 from tests.helpers.families import NEW
 
 Rows = list[dict[str, Any]]

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from flexengine.commands.main import main
+from flexengine.shell.commands.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))

@@ -7,8 +7,8 @@ from typing import Any
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.plan.feedback import LaneSeconds, PlanReport
-from flexengine.report.record import DONE, Bucket, ErrorCounts, Lengths, Planned, ReportRecord
-from flexengine.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine
+from flexengine.shell.report.record import DONE, Bucket, ErrorCounts, Lengths, Planned, ReportRecord
+from flexengine.shell.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine
 
 GB = 10**9
 SPANS = (

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexengine.commands.run import main
 from flexengine.job.same_job import differences, rewritten
 from flexengine.model import identity
 from flexengine.model.identity import SAMPLE
+from flexengine.shell.commands.run import main
 from tests.helpers.tiny_gguf import tiny_gguf
 
 ROWS = "".join(json.dumps({"prompt_token_ids": [5 + i, 6]}) + "\n" for i in range(3))

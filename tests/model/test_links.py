@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from flexengine import Engine
-from flexengine.commands import measure, quality, run
 from flexengine.errors import BadCheckpoint
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import regular_file, set_links
 from flexengine.model.verify import SUMS, Verifier, write_sums
+from flexengine.shell.commands import measure, quality, run
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from math import inf
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.explain.text import report
 from flexengine.places import WORKERS, place_of
 from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.candidates import Options
@@ -21,6 +20,7 @@ from flexengine.plan.search import Search, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.place import cache_homes
+from flexengine.shell.explain.text import report
 from tests.helpers.plans import FLAT, both, opt
 
 MODEL = opt(12, 1024, 16, 4096)

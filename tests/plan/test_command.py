@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from flexengine import activity
-from flexengine.commands import measure, run
-from flexengine.commands import plan as command
 from flexengine.engine import rates
 from flexengine.engine.options import MachineOptions
-from flexengine.explain import whatif
-from flexengine.explain.text import hardware_text
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.search import Search, search
 from flexengine.policy import Policy
+from flexengine.shell.commands import measure, run
+from flexengine.shell.commands import plan as command
+from flexengine.shell.explain import whatif
+from flexengine.shell.explain.text import hardware_text
 from tests.helpers.explained import CPU, GPU
 
 # The command line.

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.explain.text import policy_words
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
@@ -15,6 +14,7 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
+from flexengine.shell.explain.text import policy_words
 from tests.helpers.plans import DEVICE, FLAT, HOST, OPT, both, machine_of, opt, predicted
 
 HALF: Split = (0.5, 0.5, 0)

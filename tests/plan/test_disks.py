@@ -8,8 +8,6 @@ from itertools import product
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.explain.text import hardware_text, report
-from flexengine.explain.whatif import changes, helps
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
@@ -20,6 +18,8 @@ from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, thousandths
 from flexengine.schedule.routes import Routes
+from flexengine.shell.explain.text import hardware_text, report
+from flexengine.shell.explain.whatif import changes, helps
 from tests.helpers.plans import both, opt
 
 MODEL = opt(16, 1024, 8, 20000)

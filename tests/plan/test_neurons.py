@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexengine.explain import text as explain
 from flexengine.guests.flash.arena import Arena
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
@@ -21,6 +20,7 @@ from flexengine.plan.search import search
 from flexengine.plan.terms import Sweeping
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.shell.explain import text as explain
 from tests.helpers.explained import CPU
 from tests.helpers.explained import model as toy_model
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from flexengine import shipped
-from flexengine.commands import plan as command
 from flexengine.errors import OutOfMemory
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
+from flexengine.shell.commands import plan as command
 from flexengine.worker.open_model import open_model
 
 ROOT = Path(__file__).parents[2]

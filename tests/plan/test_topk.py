@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from bench.kernels.delegation_rule import rule_of
-from flexengine.explain.text import topk_words
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.chosen import PICK_SECONDS, chosen_share, waiting
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
+from flexengine.shell.explain.text import topk_words
 from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, both, machine_of, opt, predicted
 
 HALF: Split = (0.5, 0.5, 0)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flexengine.apps.evaluate.report import RESULTS
-from flexengine.commands import evaluate
 from flexengine.config import Result
 from flexengine.job import whole_file
 from flexengine.job.journal import Journal
+from flexengine.shell.commands import evaluate
 from tests.helpers.forked import SlowCommand
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer

@@ -8,7 +8,7 @@ from flexengine.apps.evaluate.metrics import InstanceAnswer
 from flexengine.apps.evaluate.report import Evaluation
 from flexengine.apps.evaluate.runs import Run
 from flexengine.apps.evaluate.scenario import Data, Prompt, Scenario
-from flexengine.commands.evaluate import failures, text
+from flexengine.shell.commands.evaluate import failures, text
 
 ONE = Figure("s", "choice", "exact", "original", "accuracy", 0.5, 0.25, 0.75, 4, 0, "as 0", True)
 

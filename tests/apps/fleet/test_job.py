@@ -25,7 +25,6 @@ from flexengine.apps.fleet.member import (
     shards,
 )
 from flexengine.apps.fleet.space import Share
-from flexengine.commands.main import main
 from flexengine.config import Completion, Result, SamplingParams, Score
 from flexengine.engine.file_job import EngineRunner, FileJob
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, MemberFailed, OutOfMemory
@@ -33,6 +32,7 @@ from flexengine.guests.attention_workers.workers import RemoteWorker
 from flexengine.job.inputs import InputRows
 from flexengine.job.resume import open_job
 from flexengine.job.rows import Row
+from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import listening
 from tests.helpers.fleets import LocalFleet, sent
 

@@ -11,12 +11,12 @@ import pytest
 
 from flexengine.apps.helm.exchange import PARAMS, run_batch
 from flexengine.apps.helm.requests import ID
-from flexengine.commands.helm import parser
-from flexengine.commands.main import main
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
+from flexengine.shell.commands.helm import parser
+from flexengine.shell.commands.main import main
 from tests.helpers.speaker import make_speaker
 
 DATA = Path(__file__).parent / "data"

@@ -28,9 +28,9 @@ from flexengine.apps.helm import engines
 from flexengine.apps.helm.client import FlexClient
 from flexengine.apps.helm.plugin import register
 from flexengine.apps.helm.requests import truncated
-from flexengine.commands.main import main
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput
+from flexengine.shell.commands.main import main
 from tests.helpers.speaker import TEMPLATE, make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.commands.main import main
-from flexengine.commands.wrangle import parser
+from flexengine.shell.commands.main import main
+from flexengine.shell.commands.wrangle import parser
 from tests.apps.wrangle.helpers import CITIES, PAIRS, written
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.commands.main import main
 from flexengine.config import Result
 from flexengine.job.journal import Journal
+from flexengine.shell.commands.main import main
 from tests.apps.wrangle.helpers import PAIRS, written
 from tests.helpers.forked import SlowCommand
 from tests.helpers.speaker import make_byte_llama

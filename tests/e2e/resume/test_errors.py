@@ -188,7 +188,9 @@ def test_limits(job: Job, watch: Watch, whole: Any) -> None:
         assert job("--limit", str(limit)) == 0
         assert watch.ran == ran
         assert job.output.read_bytes() == b"".join(expected[:limit])
-    job.output.rename(job.folder / "longer")  # a longer output is not shortened; see tests/commands/test_streams.py
+    job.output.rename(
+        job.folder / "longer"
+    )  # a longer output is not shortened; see tests/shell/commands/test_streams.py
     watch.forget()
     assert job("--limit", "2") == 0
     assert watch.ran is None

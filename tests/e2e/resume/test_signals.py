@@ -75,7 +75,7 @@ def work(self, task, lane):
     if journal.read_bytes().count(b'"index"') > 1:  # a sweep that takes minutes, once rows are done
         time.sleep(1000)
 Executor._work = work
-from flexengine.commands import run
+from flexengine.shell.commands import run
 sys.exit(run.main(sys.argv[2:]))
 """
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from flexengine import Engine, Lossy, SamplingParams
-from flexengine.commands import plan, quality
-from flexengine.commands.exit_codes import DONE, REFUSED
-from flexengine.commands.run import main
 from flexengine.errors import InvalidInput
 from flexengine.guests import bits
 from flexengine.guests.bits import CONTEXT, PROBE_ROWS, Bits
 from flexengine.guests.calibration import ROWS
 from flexengine.lossy import BUNDLED
+from flexengine.shell.commands import plan, quality
+from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.run import main
 from tests.helpers.calibrated import SPREAD
 from tests.helpers.families import NEW, prompts_of, reference
 from tests.helpers.listening import Heard

@@ -11,16 +11,16 @@ import torch
 import transformers
 
 from flexengine import Engine, Lossy, SamplingParams, texts
-from flexengine.commands import quality
-from flexengine.commands.exit_codes import DONE, REFUSED
-from flexengine.commands.quality_choices import LossyCost
-from flexengine.commands.run import main
 from flexengine.engine.rates import RateStore
 from flexengine.errors import InvalidInput
 from flexengine.guests import calibration
 from flexengine.guests.calibration import Calibration
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import ImportanceRecorder
+from flexengine.shell.commands import quality
+from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.quality_choices import LossyCost
+from flexengine.shell.commands.run import main
 from tests.helpers.families import prompts_of
 from tests.helpers.tokenizers import byte_tokenizer
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands.main import main
 from flexengine.guests.attention_workers import workers
 from flexengine.plan.assumed import assumed
 from flexengine.plan.brief import waits_for
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.formatting import lane_name
+from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.measuring import measure_quickly
 

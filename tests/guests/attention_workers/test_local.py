@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.__main__ import listening
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.workers import JoinedWorker, LocalWorker, shared_workers
+from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.forked import SLOW, Forked, children
 

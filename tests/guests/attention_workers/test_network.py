@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.commands import serve_attention
-from flexengine.commands.main import main
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers import tier, workers
+from flexengine.shell.commands import serve_attention
+from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker, listening
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 POLICY = Policy(4, 2, cache={"workers": 1})
-SERVE = "import sys; from flexengine.commands.main import main; sys.exit(main(sys.argv[1:]))"
+SERVE = "import sys; from flexengine.shell.commands.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def free_port() -> int:

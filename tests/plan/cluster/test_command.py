@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.commands import plan
+from flexengine.shell.commands import plan
 from flexengine.strategy import Strategy
 
 SIZES = ["--rows", "32", "--prompt-tokens", "512", "--max-tokens", "100"]

@@ -1,0 +1,126 @@
+"""Options and processes of a pipeline: several stages on this machine, or those that torchrun started."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from flexengine.errors import InvalidInput
+from flexengine.guests.stages.launch import INTERFACE, ranks
+from flexengine.plan.formatting import clock, percent, place_name
+from flexengine.policy import shares
+from flexengine.shell.commands.open_engine import load_libraries, open_engine
+from flexengine.shell.commands.parser import refuse_given
+from flexengine.strategy import Strategy
+
+if TYPE_CHECKING:
+    from flexengine.guests.stages.group import PipelineGroup
+    from flexengine.guests.stages.remote import RemotePlan
+    from flexengine.plan.prediction import Prediction
+
+LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
+MOST_STAGES = 1000
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+PIPELINE = """
+--stages N            compute in N processes on this machine, each with a part of the layers; on several machines, start
+                      this command by torchrun instead (docs/pipeline.md)
+--strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster; starts as many
+                      processes as it has stages
+--interface NAME      network interface that joins the machines, such as eth0 (default: loopback, so one machine)
+"""
+
+
+def rank_of(args: argparse.Namespace) -> int:
+    """Return the number of this process's stage; 0 for the process that drives the job. Raise InvalidInput if the
+    options contradict each other or the environment."""
+    stages, launched = args.stages, LAUNCHED in os.environ
+    if stages is not None and not 1 <= stages <= MOST_STAGES:
+        raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
+    rank, size = ranks()
+    if args.strategy is not None:
+        args.strategy = Strategy.load(args.strategy)
+        count = len(args.strategy.stages)
+        if stages not in (None, count):
+            raise InvalidInput(f"--stages is {stages}, but the strategy has {count} stages; leave out --stages")
+        why = f"is {args.policy}, but --strategy has a block of its own; leave out one of them"
+        refuse_given(args, ["policy"], why)
+        why = "cannot be combined with --strategy, whose stages keep the KV cache; leave out one of them"
+        refuse_given(args, ["attention_workers"], why)
+        stages = args.stages = count if size == 1 or launched else None
+    if stages is not None and size > 1 and not launched:
+        raise InvalidInput(
+            f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage of its own;"
+            " leave out --stages"
+        )
+    if args.interface is not None and size == 1 and args.ray is None:
+        raise InvalidInput(
+            f"--interface is {args.interface}, but one process, or --stages on one machine, needs none; leave it out,"
+            " or start this command by torchrun"
+        )
+    address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
+        raise InvalidInput(
+            f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface unless another one"
+            " is named; name the interface that joins the machines by --interface, such as eth0"
+        )
+    return rank
+
+
+@contextlib.contextmanager
+def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
+    """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
+    the other processes, and end them at the end."""
+    stages = args.stages or 1
+    look: Callable[[], None] = lambda: None  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        if stages > 1 and LAUNCHED not in os.environ:
+            from flexengine.guests.stages.launch import LocalStages
+            from flexengine.model.source import named_layers
+            from flexengine.plan.stages import stage_layers
+
+            if (layers := named_layers(args.model)) is not None:  # else each stage compares its own
+                stage_layers(layers, 0, stages, args.strategy)
+            os.environ[LAUNCHED] = str(stages)
+            stack.callback(os.environ.pop, LAUNCHED)
+            started = stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
+            look = started.look
+        if ranks()[1] == 1:
+            yield None
+            return
+        load_libraries()
+        from flexengine.guests.stages.group import PipelineGroup
+
+        group = PipelineGroup(args.interface, look)
+        stack.callback(group.close)
+        yield group
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Carry out the orders of the driver, as one stage of a pipeline, until the driver ends the job."""
+    with pipeline(args) as group:
+        assert group is not None
+        from flexengine.guests.stages.server import StageServer
+
+        with open_engine(args, group=group) as engine:
+            StageServer(engine, group).run()
+
+
+def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[RemotePlan]", ram: bool) -> str:
+    """Return a line for each stage of a pipeline, and one for the slowest of them.
+
+    Args:
+        layers: first layer, and last layer + 1, of the first stage.
+        ram: whether device and host are one memory.
+    """
+    plans = [(layers, first.layout.policy, first.total_seconds), *((p.layers, p.policy, p.seconds) for p in others)]
+    lines = ["", "stages (above: stage 0 alone)"]
+    for rank, ((begin, end, *_), policy, seconds) in enumerate(plans):
+        split = shares(policy.weights).items()
+        weights = ", ".join(f"{percent(share)} {place_name(place, ram)}" for place, share in split if share)
+        lines.append(f"  {rank}: layers {begin} to {end - 1}, weights {weights}, {clock(seconds)} of work")
+    slowest = max(range(len(plans)), key=lambda rank: plans[rank][2])
+    lines.append(f"the job takes at least {clock(plans[slowest][2])}, the work of stage {slowest}")
+    return "\n".join(lines)

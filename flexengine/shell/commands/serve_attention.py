@@ -1,0 +1,67 @@
+"""flexengine serve-attention: hold KV cache for an engine on another machine, and compute attention over it."""
+
+import argparse
+import socket
+from pathlib import Path
+
+import psutil
+
+from flexengine.config import parse_size
+from flexengine.errors import InvalidInput
+from flexengine.shell.commands.exit_codes import DONE, interruptible
+from flexengine.shell.commands.messages import say
+from flexengine.shell.commands.options import add_options
+from flexengine.shell.commands.parser import Parser
+
+# Python handles a signal that arrives just before the system call of `accept` when the call returns.
+ACCEPT_SECONDS = 1.0
+
+
+_END = """\
+Several engines can use the worker at the same time, with flexengine run --attention-workers. Every program that reaches
+the address can use it: listen in a trusted network only.
+"""
+_OPTIONS = """
+--worker-mem SIZE  memory for KV cache of all engines together, e.g. 32G
+--worker-file DIR  hold the KV cache in a file in this directory instead: beside other workers, it takes the sequences
+                   that find no room there
+"""
+
+
+def parser() -> Parser:
+    p = Parser("serve-attention", "HOST:PORT", _END)
+    p.add_argument("address", nargs="?", metavar="HOST:PORT", help="address to listen at, such as 10.0.0.2:29600")
+    add_options(p, _OPTIONS)
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve engines until the process is interrupted. Raise InvalidInput if it cannot listen at the address."""
+    if args.address is None or args.worker_mem is None:
+        example = "flexengine serve-attention 10.0.0.2:29600 --worker-mem 32G"
+        raise InvalidInput(f"an address and --worker-mem are needed, as in {example}")
+    memory = parse_size(args.worker_mem, "--worker-mem")
+    if args.worker_file is None and memory > (free := psutil.virtual_memory().available):
+        remedy = "give less, or hold the KV cache in a file with --worker-file"
+        raise InvalidInput(f"--worker-mem is {memory:,} bytes, but {free:,} bytes of RAM are free; {remedy}")
+    from flexengine import kernels
+    from flexengine.guests.attention_workers.pool import WorkerPool
+    from flexengine.guests.attention_workers.workers import address_of, serve_forever
+
+    host, port = address_of(args.address)
+    pool = WorkerPool(memory, None if args.worker_file is None else Path(args.worker_file))
+    kernels.load()  # compiling them may take longer than an engine waits
+    try:
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        remedy = "give an address of this machine, and a free port"
+        raise InvalidInput(f"cannot listen at {args.address} ({error.strerror or error}); {remedy}") from error
+    with server:
+        where = f" in a file in {args.worker_file}" if pool.folder else ""
+        say(f"listening at {args.address}, with {memory:,} bytes for KV cache{where}; stop with Ctrl-C")
+        server.settimeout(ACCEPT_SECONDS)
+        serve_forever(server, pool, say)
+    return DONE
+
+
+main = interruptible(lambda words, _: run(parser().parse_args(words)), "interrupted: the worker has ended")

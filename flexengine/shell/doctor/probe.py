@@ -1,0 +1,120 @@
+"""Facts that need torch, printed as one line of JSON by a process of its own: importing a damaged torch, or starting a
+damaged GPU driver, can end or stop the process that does it.
+
+    python -m flexengine.shell.doctor.probe '{"offload": "/path", "disks": ["/path", ...], "measure": false}'
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexengine import kernels
+from flexengine.config import cache_root
+from flexengine.kernels import build
+from flexengine.kernels.onednn import has_onednn
+from flexengine.places import disks_of
+from flexengine.plan.hardware import Hardware, Table
+from flexengine.shell.doctor import Failed, attempt
+from flexengine.shell.doctor.software import compilers
+from flexengine.tier import cuda
+from flexengine.tier.limits import has_gpu
+from flexengine.tier.machine import Machine, make_machine
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def torch_facts() -> dict[str, Any]:
+    """Return version, build and threads of torch."""
+    return {
+        "version": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "hip_build": torch.version.hip,
+        "cuda_available": has_gpu(),
+        "threads": torch.get_num_threads(),
+        "onednn": has_onednn(),
+        "openmp": build.openmp_runtime(),
+    }
+
+
+def kernel_facts() -> dict[str, Any]:
+    """Return which kernels jobs use: name (native, or reference: plain torch), and of compiled native kernels the
+    library and the width of vectors in bits; `compiled` is false if the first job compiles them."""
+    library, loaded, name = None, None, "reference"
+    if kernels.choice() != "reference":
+        library = build.compiled()
+        loaded = kernels.load() if library is not None else None
+        usable = any(compiler.works for compiler in compilers())
+        name = loaded.name if loaded is not None else "native" if usable else "reference"
+    path = None if library is None else str(library)
+    features = {feature: getattr(loaded, feature, None) for feature in ("simd", "bf16")}
+    return {"name": name, "compiled": loaded is not None, "library": path, **features}
+
+
+def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
+    """Return the latest rates of this machine in the cache; None if there are none. disks: directories where models may
+    lie."""
+    if not any((cache_root() / "hardware").glob("*.json")):
+        return None
+    if not kernel_facts()["compiled"] and kernel_facts()["name"] != "reference":
+        return None  # rates belong to kernels, and finding their key would compile them
+    from flexengine.measure import store  # imported here, as it imports transformers
+
+    stored = []
+    for key in {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}:
+        file = cache_root() / "hardware" / f"{key}.json"
+        with suppress(OSError, ValueError):
+            stored.append((file.stat().st_mtime, Hardware.load(file)))
+    if not stored:
+        return None
+    when, hardware = max(stored, key=lambda pair: pair[0])
+    best = {dtype: _best(table) for dtype, table in hardware.products.items()}
+    return {"when": when, "flops": best} | _rates(machine, hardware.links, hardware.checkpoint_read, hardware.touch)
+
+
+def measured_rates(machine: Machine) -> dict[str, Any]:
+    """Measure and return the rates of the disks and the memory. Takes about ten seconds; kernels are compiled first
+    if necessary."""
+    from flexengine.measure.links import measure_links  # imported here, as it imports transformers
+
+    rates = measure_links(machine)
+    return _rates(machine, rates["links"], rates["checkpoint_read"], rates["touch"])
+
+
+def _rates(machine: Machine, links: Any, checkpoint: Table, touch: float) -> dict[str, Any]:
+    """Return bytes per second: of each directory (read, write), of the links and of page faults."""
+    disks = {}
+    for place, directory in zip(disks_of(machine.tiers), machine.directories, strict=True):
+        read, write = (_best(links[lane]) if lane in links else None for lane in place.lanes)
+        disks[str(directory)] = {"read": read, "write": write}
+    disks[str(machine.directories[0])]["checkpoint_read"] = _best(checkpoint)
+    others = {lane: _best(table) for lane, table in links.items() if lane in ("h2d", "d2h")}
+    return {"disks": disks, "touch": touch, **others}
+
+
+def _best(table: Table) -> float:
+    return max(rate for _, rate in table)
+
+
+def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
+    """Return all facts; a failed probe is {"error": text}. disks: directories on disks of their own."""
+    facts: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
+    facts["gpus"] = attempt(cuda.gpus)
+    facts["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
+    facts["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
+    return {name: asdict(value) if isinstance(value, Failed) else value for name, value in facts.items()}
+
+
+def _on(directories: list[Path], probe: Callable[[Machine], Any]) -> Any:
+    with closing(make_machine("auto", None, None, directories)) as machine:
+        return probe(machine)
+
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    print(json.dumps(facts(Path(wanted["offload"]), list(map(Path, wanted["disks"])), wanted["measure"])), flush=True)

@@ -1,0 +1,88 @@
+"""Options of pipelines: what is refused before anything is loaded or started."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.guests.stages import launch
+from flexengine.policy import Policy
+from flexengine.shell.commands.main import main
+from flexengine.strategy import StagePlan, Strategy
+
+
+@pytest.fixture(autouse=True)
+def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"prompt": "a"}\n')
+    stages = tuple(StagePlan(f"gpu{i}", (i, i + 1), (None,)) for i in range(2))
+    Path("two.json").write_text(Strategy("llama", 2, stages, 1, 1, 2).text())
+    Path("gap.json").write_text(json.dumps(Strategy("llama", 2, stages, 1, 1, 2).to_json() | {"num_layers": 3}))
+    Path("policy.json").write_text(json.dumps(Policy().to_json()))
+
+
+@pytest.mark.parametrize(("words", "environment", "why"), [
+    (["--stages", "0"], {}, "--stages is 0; it must be at least 1"),
+    (["--interface", "eth0"], {}, "--interface is eth0, but one process"),
+    (["--stages", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "--stages is 2, but WORLD_SIZE is 2"),
+    ([], {"RANK": "2", "WORLD_SIZE": "2"}, "the environment has RANK=2 and WORLD_SIZE=2"),
+    ([], {"RANK": "one", "WORLD_SIZE": "2"}, "the environment has RANK=one"),
+    ([], {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, "MASTER_ADDR is 10.0.0.1, another machine"),
+    (["--strategy", "none.json"], {}, "none.json"),
+    (["--strategy", "gap.json"], {}, "strategy stages end with layer 1, but the model has layers 0 to 2"),
+    (["--strategy", "two.json", "--stages", "3"], {}, "--stages is 3, but the strategy has 2 stages"),
+    (["--strategy", "two.json", "--policy", "policy.json"], {}, "--strategy has a block of its own"),
+    (["--strategy", "two.json", "--attention-workers", "a:1"], {}, "--strategy, whose stages keep the KV cache"),
+])  # fmt: skip
+def test_refusals(
+    words: list[str], environment: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "in.jsonl", "-o", "out.jsonl", *words]) == 2
+    assert why in capsys.readouterr().err
+    assert not Path("out.jsonl.journal").exists()
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["--stages", "4"], "there are 4 stages, but the model has 3 layers; give at most 3 stages"),
+    (["--strategy", "two.json"], "the strategy is for 2 layers, but the model has 3"),
+])  # fmt: skip
+def test_layers_are_counted_before_processes_start(
+    words: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("processes are started")
+
+    monkeypatch.setattr(launch, "LocalStages", started)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"text_config": {"num_hidden_layers": 3}, "num_hidden_layers": 7}')
+    assert main(["run", "in.jsonl", "-m", "model", "-o", "out.jsonl", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.usefixtures("sigint")
+def test_an_interrupt_while_stages_start_ends_those_that_run(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the third process is started, or after its fork but before Popen returns."""
+    real, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def starting(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == 2 and when == "before":
+            raise KeyboardInterrupt
+        started.append(real(*args, **options))
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", starting)
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt):
+        launch.LocalStages(5, ["-c", "import time; time.sleep(60)"])
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * (2 if when == "before" else 3)
+    assert dict(os.environ) == before

@@ -1,0 +1,159 @@
+"""Pages: text of a job is escaped, all sections are there, nothing refers to another file, pictures say what they
+show."""
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts
+from flexengine.shell.report.page import render
+from flexengine.shell.report.record import FAILED, INTERRUPTED, RUNNING, ErrorCounts, Lengths
+from tests.helpers.reports import PLAN, record
+
+pytest.importorskip("matplotlib")
+
+SECTIONS = ["placement", "sweep", "rates", "prediction", "lengths", "errors", "numbers", "machine", "again"]
+HOSTILE = ("</pre></style></script><script>alert(1)</script><img src=//e.example/x onerror=alert(2)>&lt;{{ 7*7 }}$x^2$"
+           "\x00\u202e'\"")  # fmt: skip
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Elements and text of a page. Raises AssertionError if an element is not closed, or closed in another order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+def test_all_sections_and_numbers() -> None:
+    page = Page(render(record()))
+    text = " ".join(page.texts)
+    assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
+    assert len(page.all("svg")) == 6
+    for words in ("2.00 tok/s", "5 of 5", "1 with an error", "15.0 tok/s", "2.00 GB (20 %)", "5.00 GB (50 %)",
+                  "the prediction for them is 14.0 s", "5 to 31 tokens, mean 18.8", "length 3, stop 1",
+                  "line 5: max_tokens is 0", "python -m flexengine.run in.jsonl --report r.html", "a processor",
+                  '{"gpu_batch_size": 3}', "device 1.00 GB"):  # fmt: skip
+        assert words in text, words
+
+
+def test_text_of_the_job_is_escaped() -> None:
+    errors = ErrorCounts()
+    errors.add(0, HOSTILE)
+    errors.add(1, "half a pair: \ud800")
+    plan = dataclasses.replace(PLAN, hardware=HOSTILE, text=HOSTILE, policy={"schedule": HOSTILE})
+    page = render(record(
+        model=HOSTILE, error=HOSTILE, state=FAILED, command=HOSTILE, folder=HOSTILE, errors=errors, plan=plan,
+        machine=[("processor", HOSTILE)], summary={**record().summary, "replanned": [HOSTILE]},
+    ))  # fmt: skip
+    parsed = Page(page)
+    assert len(parsed.all("script")) == 1
+    assert not parsed.all("img")
+    shown = HOSTILE.replace("\x00", "\\x00").replace("\u202e", "\\u202e")
+    assert "".join(parsed.texts).count(shown) == 10
+    assert "half a pair: \\ud800" in "".join(parsed.texts)
+    assert "{{ 7*7 }}" in page  # Jinja rendered no text of the job
+    page.encode()
+
+
+def test_names_in_pictures_are_escaped() -> None:
+    memories = [("<script>&lt;", {"</svg><img src=x>": 5}, 10)]
+    page = Page(render(record(plan=dataclasses.replace(PLAN, memories=memories))))
+    assert len(page.all("script")) == 1
+    assert not page.all("img")
+    assert "</svg><img src=x>" in page.texts
+
+
+def test_nothing_refers_to_another_file() -> None:
+    page = render(record())
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "@import" not in page
+    parsed = Page(page)
+    for _, attrs in parsed.elements:
+        for name, value in attrs.items():
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                assert (value or "").startswith("#"), (name, value)
+            assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", value or ""))
+    ids = [attrs["id"] for _, attrs in parsed.elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    references = set(re.findall(r"(?:href=\"|url\()#([\w-]+)", page))
+    assert references <= set(ids)
+    assert references
+    policy = next(attrs["content"] or "" for attrs in parsed.all("meta") if "http-equiv" in attrs)
+    assert "default-src 'none'" in policy
+
+
+def test_pictures_have_titles_and_colors_of_the_page() -> None:
+    page = render(record())
+    parsed = Page(page)
+    ids = {attrs.get("id") for _, attrs in parsed.elements}
+    for attrs in parsed.all("svg"):
+        assert attrs["role"] == "img"
+        assert set((attrs["aria-labelledby"] or "").split()) <= ids
+        assert attrs["viewbox"]
+        assert "width" not in attrs
+    svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    colors = {color for svg in svgs for color in re.findall(r"#[0-9a-f]{6}\b", svg)}
+    assert colors <= {"#000000"}
+    for words in ("disk read: load weight, layer 1, 400 ms from 500 ms on", "device: KV cache 1.00 GB, 25.0 %",
+                  "compute: compute, layers 0 to 1, gpu_batches 0 to 2, 600 ms from 400 ms on; 3 tasks, 600 ms of work",
+                  "decode, 5.00 s to 15.0 s: 2.60 tok/s in 5 sweeps", "disk read: predicted 10.0 s",
+                  "30 tokens: 1 row", "15 tokens: 2 samples"):  # fmt: skip
+        assert f"<title>{words}</title>" in page, words
+
+
+@pytest.mark.parametrize("state", [RUNNING, INTERRUPTED, FAILED])
+def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
+    page = Page(render(record(
+        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=ErrorCounts(), summary={},
+        counts=JobCounts(0, 0, 0, 0), totals=Progress(), machine=[],
+    )))  # fmt: skip
+    assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
+    assert not page.all("svg")
+    assert "No sweep has ended." in " ".join(page.texts)
+
+
+def test_a_large_job_is_a_small_page() -> None:
+    """The bounds of all series together stay below 1 MB."""
+    from flexengine.shell.report.record import MOST_BUCKETS, Bucket
+    from flexengine.shell.report.timeline import KINDS, MOST_DRAWN, LaneSpan, SweepLine
+
+    lanes = ["disk_read", "cpu", "h2d", "device", "d2h", "disk_write"]
+    spans = tuple(LaneSpan(lanes[i % 6], "compute from the rows on", KINDS[i % 4], i / 1000, (i + 4) / 1000, (i, i + 9),
+                       (0, 99), 10, 0.0039) for i in range(MOST_DRAWN))  # fmt: skip
+    rates = [Bucket(100, 1.1 + i % 7, 2.2, 1000 + i, 200) for i in range(MOST_BUCKETS)]
+    lengths = Lengths()
+    for i in range(2000):
+        lengths.prompts[i] += 1
+        lengths.completions[i] += 1
+    line = SweepLine(1, False, 1.0, spans, dict.fromkeys(lanes, 0.5))
+    page = render(record(sweep=line, rates=rates, lengths=lengths))
+    assert len(page) < 600_000
+    assert page.count("<title>") > MOST_DRAWN + 2 * MOST_BUCKETS
