@@ -5,7 +5,8 @@ python -m bench.walk prompt|weight|error
 Runs a job of a tiny model with a trace function in all threads. A module is a *room* of the walk if one of its
 functions is called with the thing: the prompt's text or its token ids, the weight's name or its bytes, the error; or
 with a record that holds it, at most DEPTH records deep; or if the error is raised through it. A *turn* is a move from a
-room to one that was entered earlier; equal moves count once. Prints the rooms in the order of first entry, and counts.
+room to one that was entered earlier; equal moves count once. Prints the rooms in the order of first entry, each with the
+numbers of the rooms that the walk turns back to from it, and counts. docs/architecture.md has the three walks.
 """
 
 import argparse
@@ -72,6 +73,17 @@ class Walk:
             self.turns.add((self._last, room))
         self.rooms.setdefault(room, function)
         self._last = room
+
+
+def drawing(walk: Walk) -> list[str]:
+    """Return a line per room: its number, its name, and the numbers of the rooms that the walk turns back to from it."""
+    numbers = {room: n for n, room in enumerate(walk.rooms, 1)}
+    lines = []
+    for room, n in numbers.items():
+        back = sorted(numbers[target] for start, target in walk.turns if start == room)
+        marks = "back to " + " ".join(map(str, back)) if back else ""
+        lines.append(f"{n:2} {room.removeprefix(PACKAGE + '.'):22} {marks}".rstrip())
+    return lines
 
 
 def parts(value: Any) -> Iterator[Any]:
@@ -171,10 +183,7 @@ def main() -> None:
     what = parser.parse_args().what
     with tempfile.TemporaryDirectory() as folder:
         walk = run(what, Path(folder))
-    for room, function in walk.rooms.items():
-        print(f"{room.removeprefix(PACKAGE + '.')}: {function}")
-    for caller, callee in sorted(walk.turns):
-        print(f"turn: {caller.removeprefix(PACKAGE + '.')} -> {callee.removeprefix(PACKAGE + '.')}")
+    print(*drawing(walk), sep="\n")
     print(f"{len(walk.rooms)} rooms, {len(walk.turns)} turns")
 
 
