@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexengine.plan.cluster.case_costs import Array, CaseCosts
-from flexengine.plan.cluster.costs import ClusterTask, Costs, Order, orders
+from flexengine.plan.cluster.costs import ClusterPlan, ClusterTask, Costs, Order, orders
 from flexengine.plan.cluster.job import Shape, batches
-from flexengine.plan.cluster.plan import ClusterPlan
 
 Partition = Callable[[CaseCosts, int], Sequence[int] | None]
 

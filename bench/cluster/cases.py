@@ -1,9 +1,11 @@
 """Cases of the cluster planner's bench: skewed clusters, LLM-PQ's clusters with its numbers, and a large one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
-from flexengine.plan.cluster.model import Format, LayerSizes, Model
+from flexengine.plan.cluster.job import ClusterJob, Format, Model
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.workload import Workload
 from flexengine.strategy import BITS
 
 GROUP = 64  # elements of a matrix that share a scale and a minimum of 16 bits each
@@ -62,27 +64,31 @@ LARGE = cluster("six devices of three types", [
 ])  # fmt: skip
 
 
-def encoded_bytes(elements: float, form: Format, itemsize: int) -> float:
-    """Return the bytes of a matrix in a format. itemsize: bytes per element of the exact matrix."""
-    return elements * itemsize if form is None else elements * (BITS[form] + 32 / GROUP) / 8
+def uniform_job(rows: int, prompt: int, output: int) -> ClusterJob:
+    """Return a job of equal rows."""
+    return ClusterJob(Workload({(prompt, output): rows}))
 
 
-def decoder(
-    name: str, layers: int, hidden: int, width: int, vocabulary: int, kv_share: float = 1.0, itemsize: int = 2
-) -> Model:
-    """Return a decoder described by hand, with a plain FFN of two matrices and an untied head.
+def decoder(name: str, layers: int, hidden: int, width: int, vocabulary: int, tied: bool = False) -> Model:
+    """Return a decoder in 16 bits, with a plain FFN of two matrices.
 
     Args:
-        name: shown in messages.
+        name: kind of the model.
         layers: number of layers.
         hidden, width: elements of the hidden state and of the FFN.
         vocabulary: number of tokens.
-        kv_share: KV heads per query head.
-        itemsize: bytes per element.
+        tied: whether the head is the embedding.
     """
-    matrices = 2 * hidden * hidden * (1 + kv_share) + 2 * hidden * width
-    norms = 4 * hidden * itemsize
-    nbytes = {form: round(encoded_bytes(matrices, form, itemsize)) + norms for form in BITS}
-    layer = LayerSizes(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
-    edge = vocabulary * hidden
-    return Model(name, (layer,) * layers, hidden, width, itemsize, vocabulary, edge * itemsize, edge * itemsize, edge)
+    matrices = [hidden * hidden] * 4 + [hidden * width] * 2
+
+    def tensors(form: Format) -> tuple[TensorFact, ...]:
+        encoded = (0 if form is None else round(n * (BITS[form] + 32 / GROUP) / 8) for n in matrices)
+        made = [TensorFact(f"matrix {k}", n, 2, 2, encoded=nbytes, form=form or "")
+                for k, (n, nbytes) in enumerate(zip(matrices, encoded, strict=True))]  # fmt: skip
+        return (*made, TensorFact("norms", 4 * hidden, 2, 2, matrix=False))
+
+    embedding, head = (TensorFact(table, vocabulary * hidden, 2, 2) for table in ("embedding", "head"))
+    heads = max(1, hidden // 64)
+    exact = ModelFacts((tensors(None),) * layers, (), embedding, None if tied else head, vocabulary, hidden, width,
+                       heads, heads, hidden // heads, 2, name)  # fmt: skip
+    return Model({form: replace(exact, layers=(tensors(form),) * layers) for form in BITS})

@@ -8,7 +8,7 @@ bf16, as most are. (Products with fp32 weights are padded to 2, 4, 8 or 16 rows,
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.harness import Record
 from bench.pipeline.models import VOCABULARY, make_model
-from flexengine.plan.cluster.regression import errors, fit
+from flexengine.plan.cluster.devices import Regression, fit
 
 HIDDEN = 1024
 LAYERS = (2, 8)
@@ -28,6 +28,11 @@ STEPS = 24  # decode sweeps of a job
 FORMS = (None, "int8", "int4")
 
 Point = tuple[float, float, float]
+
+
+def errors(line: Regression, points: Iterable[Point]) -> list[float]:
+    """Return predicted / measured - 1 of points (batch, tokens, seconds)."""
+    return [line(v, t) / y - 1 for v, t, y in points]
 
 
 def shapes() -> Iterator[tuple[int, int, bool]]:

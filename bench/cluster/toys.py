@@ -3,12 +3,11 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from flexengine.plan.cluster.case_costs import EXACT, PAPER, CaseCosts, UnitChoice
-from flexengine.plan.cluster.model import Format
+from flexengine.plan.cluster.case_costs import CaseCosts, UnitChoice
+from flexengine.plan.cluster.job import Format
 
 INSTANCES = 20
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
@@ -41,11 +40,8 @@ def cost(m: CaseCosts, stage_of: list[int], picked: tuple[int, ...]) -> float:
             hop_dec.append(m.hop_decode[last, j])
         last = j
     slow_pre, slow_dec = max(pre + hop_pre), max(dec + hop_dec)
-    if m.form == PAPER:
-        seconds = (m.prefills - 1) * slow_pre + sum(pre) + (m.cohorts - 1) * m.steps * slow_dec + sum(dec)
-    else:
-        step = max(m.cohorts * slow_dec, sum(dec) + sum(hop_dec) + (m.back if len(pre) > 1 else 0.0))
-        seconds = (m.prefills - 1) * slow_pre + sum(pre) + sum(hop_pre) + m.steps * step
+    step = max(m.cohorts * slow_dec, sum(dec) + sum(hop_dec) + (m.back if len(pre) > 1 else 0.0))
+    seconds = (m.prefills - 1) * slow_pre + sum(pre) + sum(hop_pre) + m.steps * step
     return float(m.rounds * seconds + m.theta * sum(m.harm[i, picked[i]] for i in range(m.units)))
 
 
@@ -56,10 +52,10 @@ def brute_force(m: CaseCosts) -> float:
 
 
 def instance(seed: int) -> CaseCosts:
-    """Return a random case of one of four shapes, every fifth with the paper's objective."""
+    """Return a random case of one of four shapes."""
     rng = np.random.default_rng(seed)
     units, stages, formats, host = ((6, 2, 2, False), (5, 3, 2, False), (4, 3, 3, False), (4, 2, 2, True))[seed % 4]
-    return replace(random_numbers(rng, units, stages, formats, host), form=PAPER if seed % 5 == 4 else EXACT)
+    return random_numbers(rng, units, stages, formats, host)
 
 
 def random_numbers(rng: np.random.Generator, units: int, stages: int, formats: int, host: bool) -> CaseCosts:

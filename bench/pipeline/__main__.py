@@ -92,7 +92,7 @@ def decode(turns: int, directory: Path) -> tuple[Record, bool]:
 
 def simulated(turns: int, directory: Path) -> tuple[Record, bool]:
     """Return the record of case simulated, and whether tokens are those of one process."""
-    from flexengine.plan.cluster.events import Pipeline
+    from bench.cluster.events import Pipeline
 
     stages, layers, hidden, link, new = 3, 6, 512, 100e6, 12
     layer, rng = make_model(directory / "model", layers, hidden), random.Random(1)

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from bench import harness
 from bench.harness import Record
+from bench.simulate import simulate
 from bench.stagger.engines import LIMIT, engines
 from bench.stagger.orders import POOL, Stagger, fixed, interleaved, replica_lane, rotational, steady
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op, Task
 
 ORDERS: dict[str, Callable[[int], Stagger]] = {"fixed": fixed, "rotational": rotational, "interleaved": interleaved}

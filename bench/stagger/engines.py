@@ -22,8 +22,8 @@ from statistics import median
 from bench import harness
 from bench.harness import Record
 from bench.models import LlamaShape, make
+from bench.simulate import simulate
 from bench.stagger.orders import fixed, steady
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op
 
 SHAPE = LlamaShape(6, 320, 880, 4, vocab=64, positions=256, dtype="float32", kv_heads=2)

@@ -19,12 +19,12 @@ from typing import Any
 
 from bench.harness import Record
 from bench.models import LlamaShape, make
+from bench.simulate import simulate
 from bench.workers import slowed
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import Routes
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op, Task
 
 LAYERS, HEADS, VOCABULARY = 4, 16, 2000

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bench.simulate import Forecast, simulate
 from flexengine.places import lane_of, place_of
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
@@ -25,7 +26,6 @@ from flexengine.schedule.frame import Demand
 from flexengine.schedule.order import Cell
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
-from flexengine.schedule.simulate import Forecast, simulate
 from flexengine.schedule.tasks import Copy, Delegate, Op, Task
 
 ROW_ORDER_SEED = 0  # shuffles a workload's rows if no order is given

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from bench.simulate import Forecast
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
@@ -10,7 +11,6 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
-from flexengine.schedule.simulate import Forecast
 from flexengine.schedule.tasks import Task
 from tests.helpers.clock import simulated
 from tests.helpers.drawn import model_of

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.simulate import simulate
 from flexengine.places import TIERS
 from flexengine.plan.cost import LOAD_BYTES, Cost
 from flexengine.plan.facts import TensorFact
@@ -18,7 +19,6 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import STAGED
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers.clock import Clock

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.simulate import simulate
 from flexengine.errors import InvalidInput
 from flexengine.runtime.execute import Executor, TaskFailed
 from flexengine.runtime.lane import Stream
@@ -16,7 +17,6 @@ from flexengine.runtime.trace import Trace
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import DIRECT, STAGED
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers import pretend_gpu
 from tests.helpers.toy import uniform

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from bench.simulate import simulate
 from flexengine.places import DISK, place_names
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.frame import Demand
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Program
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Copy, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import TWO_DISKS, Homes, tasks_of, uniform, weight

@@ -1,73 +1,60 @@
-"""Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device."""
+"""Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device. And plans:
+a case with its stages, formats and price, and the strategy that runs it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import permutations
+from itertools import chain, permutations, product
 
 import numpy as np
 
-from flexengine.errors import InvalidInput
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.cluster.case_costs import EXACT, Array, CaseCosts, UnitChoice
+from flexengine.plan.cluster.case_costs import Array, CaseCosts, Priced, UnitChoice, price
 from flexengine.plan.cluster.devices import DECODE, PREFILL, Cluster, Device
-from flexengine.plan.cluster.job import ClusterJob, Shape
-from flexengine.plan.cluster.model import Format, Harm, Model
+from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, Shape
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned
-from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.plan.stages import shape_name
+from flexengine.policy import Policy, thousandths
+from flexengine.strategy import StagePlan, Strategy
 
 MOST_READING = aligned(READ_BUFFERS * READ) + SHORT_READERS * aligned(SHORT_READ + 2 * ALIGN)
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
 MOST_PERMUTED = 4  # types whose orders are all tried: 64 of them
 TOKEN_BYTES = 4  # of a token's number on its way back to the first stage
+MOST_SIMULATED = 200_000  # stages and links that all micro-batches of a round pass
 
 Order = tuple[Device, ...]
 
 
 @dataclass(frozen=True)
 class ClusterTask:
-    """What is planned.
+    """What is planned."""
 
-    Attributes:
-        cluster: devices and links.
-        models: the model by kind of device.
-        job: rows.
-        formats: formats that a layer may have.
-        harm: [layers, formats] harm of each format.
-        theta: seconds per unit of harm.
-        group: neighbouring layers that are decided together.
-        offload: whether weights may be on the host.
-        form: form of the objective.
-    """
-
-    cluster: Cluster
-    models: Mapping[str, Model]
-    job: ClusterJob
-    formats: tuple[Format, ...]
-    harm: Harm
-    theta: float = 1.0
-    group: int = 1
-    offload: bool = True
-    form: str = EXACT
+    cluster: Cluster  # devices and links
+    models: Mapping[str, Model]  # the model by kind of device
+    job: ClusterJob  # rows
+    formats: tuple[Format, ...]  # formats that a layer may have
+    harm: Harm  # [layers, formats] harm of each format
+    theta: float = 1.0  # seconds per unit of harm
+    group: int = 1  # neighbouring layers that are decided together
 
     @property
     def model(self) -> Model:
-        """Return the model as the first device holds it. Names and numbers of layers are equal for all."""
+        """Return the model as the first device holds it. Shapes and numbers of layers are equal for all."""
         return self.models[self.cluster.devices[0].kind]
 
     @cached_property
     def choices(self) -> tuple[UnitChoice, ...]:
         """Return the choices of a unit, those on the device first."""
-        hosts = (False, True) if self.offload and any(d.offloads for d in self.cluster.devices) else (False,)
+        hosts = (False, True) if any(d.offloads for d in self.cluster.devices) else (False,)
         return tuple(UnitChoice(form, host) for host in hosts for form in self.formats)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of each unit."""
-        count = len(self.model.layers)
+        count = len(self.model.kinds)
         return tuple(tuple(range(j, min(j + self.group, count))) for j in range(0, count, self.group))
 
     @cached_property
@@ -98,25 +85,23 @@ class Costs:
             order: devices in the order of their stages. The first and the last must have layers.
             shape: micro-batches.
         """
-        task, job = self.task, self.task.job
+        task, job, last = self.task, self.task.job, len(order) - 1
         size = (len(order), len(task.kinds), len(task.choices))
         prefill, decode, load = np.zeros(size), np.zeros(size), np.zeros(size)
         memory, host, slots = np.zeros(size), np.zeros(size), np.zeros(size)
         cached = job.cached(min(shape.batch, job.rows))
-        for j, device in enumerate(order):
+        cells = product(enumerate(order), enumerate(task.kinds), enumerate(task.choices))
+        for (j, device), (k, layers), (c, choice) in cells:
             model = task.models[device.kind]
-            for k, layers in enumerate(task.kinds):
-                kv = sum(model.layers[i].kv_token for i in layers) * cached
-                for c, choice in enumerate(task.choices):
-                    weights = [model.layers[i].bytes[choice.form] for i in layers]
-                    fits = not choice.host or device.offloads
-                    for table, phase, batch in ((prefill, PREFILL, shape.prefill), (decode, DECODE, shape.decode)):
-                        seconds = sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
-                        table[j, k, c] = seconds if fits else np.inf
-                    memory[j, k, c] = kv + (0 if choice.host else sum(weights))
-                    if choice.host and fits:
-                        load[j, k, c] = sum(weights) / device.host_link
-                        host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)
+            weights = [model.bytes[choice.form][i] for i in layers]
+            fits = not choice.host or device.offloads
+            for table, phase, batch in ((prefill, PREFILL, shape.prefill), (decode, DECODE, shape.decode)):
+                seconds = sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
+                table[j, k, c] = seconds if fits else np.inf
+            memory[j, k, c] = model.exact.kv_token * len(layers) * cached + (0 if choice.host else sum(weights))
+            if choice.host and fits:
+                load[j, k, c] = sum(weights) / device.host_link
+                host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)
         harm = np.array(
             [[task.harm[list(unit), task.formats.index(c.form)].sum() for c in task.choices] for unit in task.groups]
         )
@@ -124,13 +109,13 @@ class Costs:
             choices=task.choices, classes=task.classes, prefill=prefill, decode=decode, load=load, memory=memory,
             host=host, slots=slots,
             fixed_prefill=self._fixed(order, shape.prefill), fixed_decode=self._fixed(order, shape.decode),
-            fixed_memory=self._fixed_memory(order, shape),
+            fixed_memory=np.array([self._booked(d, shape, (j == 0, j == last)) for j, d in enumerate(order)]),
             capacity=np.array([float(d.memory) for d in order]),
             host_capacity=np.array([float(d.host_memory) for d in order]),
             hop_prefill=self._hops(order, shape.prefill * job.prompt), hop_decode=self._hops(order, shape.decode),
             back=task.cluster.link(order[-1], order[0]).seconds(TOKEN_BYTES * shape.decode),
             harm=harm, theta=task.theta, prefills=shape.prefills, cohorts=shape.cohorts, steps=job.output - 1,
-            rounds=shape.rounds(job.rows), form=task.form,
+            rounds=shape.rounds(job.rows),
         )  # fmt: skip
 
     def unordered(self, shape: Shape) -> CaseCosts:
@@ -138,12 +123,11 @@ class Costs:
         head."""
         order = self.task.cluster.devices
         numbers, hops = self.numbers(order, shape), np.zeros((len(order), len(order)))
-        tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
-        inner = [self._booked(device, tokens, shape.decode, (False, False)) for device in order]
-        kept = np.minimum(np.array(inner, dtype=float), numbers.fixed_memory)
+        inner = np.array([self._booked(device, shape, (False, False)) for device in order])
         prefill, decode = ([d.latency.fixed(rows) / d.speed for d in order] for rows in (shape.prefill, shape.decode))
-        return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0, fixed_memory=kept,
-                       fixed_prefill=np.array(prefill), fixed_decode=np.array(decode))  # fmt: skip
+        return replace(numbers, hop_prefill=hops, hop_decode=hops, back=0.0,
+                       fixed_memory=np.minimum(inner, numbers.fixed_memory), fixed_prefill=np.array(prefill),
+                       fixed_decode=np.array(decode))  # fmt: skip
 
     def _layer(self, device: Device, layer: int, form: Format, phase: str, batch: int) -> float:
         model, job = self.task.models[device.kind], self.task.job
@@ -160,39 +144,33 @@ class Costs:
         fixed[-1] += last.latency.head(self.task.models[last.kind], rows) / last.speed
         return fixed
 
-    def _fixed_memory(self, order: Order, shape: Shape) -> Array:
-        """Return the bytes besides layers, by stage: temporary tensors, embedding and head."""
-        tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
-        last = len(order) - 1
-        made = [self._booked(device, tokens, shape.decode, (j == 0, j == last)) for j, device in enumerate(order)]
-        return np.array(made, dtype=float)
-
-    def _booked(self, device: Device, tokens: int, rows: int, ends: tuple[bool, bool]) -> int:
-        """Return the bytes of a stage besides layers: with facts of the model those of its layout, else an estimate.
+    def _booked(self, device: Device, shape: Shape, ends: tuple[bool, bool]) -> float:
+        """Return the bytes of a stage besides weights and KV cache of its layers: those of its layout.
 
         Args:
             device: the stage's device.
-            tokens: tokens that are computed together.
-            rows: sequences of a cohort.
+            shape: micro-batches.
             ends: whether the stage has the first and the last layer of the model.
         """
-        model, (first, last) = self.task.models[device.kind], ends
-        if not model.facts:
-            edges = model.embedding_bytes * first + model.head_bytes * (last and not (first and model.tied))
-            return model.workspace(tokens, rows, last) + edges
-        key = (device.kind, tokens, rows, ends)
+        key = (device.kind, shape.prefill, shape.decode, ends)
         if key not in self._bytes:
-            policy, shared = cohort_policy(rows, tokens), device.kind == "cpu"
-            self._bytes[key] = fixed_bytes(model.facts[None], self.task.job.workload, policy, shared, ends)
-        return self._bytes[key]
+            job, shared = self.task.job, device.kind == "cpu"
+            made = stage_facts(self.task.models[device.kind].exact, slice(1), ends)
+            capacity = Capacity(None, None, None, shared, not shared)
+            layout = lay_out(made, cohort_policy(shape, job), job.workload, capacity)
+            account, weights = layout.account["device"], sum(aligned(t.held_bytes) for t in made.layers[0])
+            rest = layout.total("device") - weights - account.get("KV cache", 0)
+            # Read buffers in RAM grow with the stage's weights up to this size.
+            self._bytes[key] = rest + (MOST_READING - account.get(READING, 0) if shared else 0)
+        return float(self._bytes[key])
 
     def _hops(self, order: Order, tokens: int) -> Array:
+        """Return the seconds of sending the hidden states of some tokens from one stage to another."""
         hops = np.zeros((len(order), len(order)))
-        for a, sender in enumerate(order):
-            for b, receiver in enumerate(order):
-                if a != b:
-                    nbytes = self.task.models[sender.kind].hop_bytes(tokens)
-                    hops[a, b] = self.task.cluster.link(sender, receiver).seconds(nbytes)
+        for (a, sender), (b, receiver) in permutations(enumerate(order), 2):
+            facts = self.task.models[sender.kind].exact
+            link = self.task.cluster.link(sender, receiver)
+            hops[a, b] = link.seconds(tokens * facts.hidden * facts.itemsize)
         return hops
 
 
@@ -203,83 +181,126 @@ def orders(cluster: Cluster) -> list[Order]:
     than MOST_PERMUTED types, only orders by memory and that of the file are tried, both ways, also without their first
     types.
     """
-    found: dict[tuple[str, ...], Order] = {}
-    for types in _type_orders(cluster):
-        order = tuple(device for name in types for device in cluster.of_type(name))
-        found.setdefault(tuple(d.name for d in order), order)
-    for name in cluster.types:
-        device = cluster.of_type(name)[0]
-        found.setdefault((device.name,), (device,))
-    return list(found.values())
-
-
-def _type_orders(cluster: Cluster) -> Iterator[Sequence[str]]:
-    """Yield the orders of types, those of all types first."""
     types = cluster.types
+    by_memory = tuple(sorted(types, key=lambda name: cluster.of_type(name)[0].memory))
     if len(types) <= MOST_PERMUTED:
-        for length in range(len(types), 0, -1):
-            yield from permutations(types, length)
-        return
-    by_memory = sorted(types, key=lambda name: cluster.of_type(name)[0].memory)
-    for dropped in range(len(types)):
-        for kept in (types[dropped:], by_memory[dropped:]):
-            yield kept
-            yield kept[::-1]
+        kept = [names for length in range(len(types), 0, -1) for names in permutations(types, length)]
+    else:
+        kept = [names[k:][::way] for k in range(len(types)) for names in (types, by_memory) for way in (1, -1)]
+    tried = [tuple(device for name in names for device in cluster.of_type(name)) for names in kept]
+    tried += [cluster.of_type(name)[:1] for name in types]
+    return list({tuple(device.name for device in order): order for order in tried}.values())
 
 
-def check(task: ClusterTask) -> None:
-    """Raise InvalidInput if a device has no kernel for any allowed format."""
-    shape = Shape(1, 1, 1)
-    costs = Costs(task)
-    for device in task.cluster.devices:
-        seconds = costs.numbers((device,), shape).decode
-        if not np.any(np.isfinite(seconds)):
-            names = ", ".join(form or "exact" for form in task.formats)
-            raise InvalidInput(
-                f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
-                " or allow other formats"
-            )
-
-
-def stage_facts(facts: ModelFacts, first: int, end: int) -> ModelFacts:
-    """Return the facts of layers `first` to `end` - 1, with the embedding or the head if they are at an end."""
-    begins, ends = first == 0, end == len(facts.layers)
-    head = facts.head or (None if begins else facts.embedding)
-    return replace(
-        facts, layers=facts.layers[first:end], windows=facts.windows[first:end], leaves=not ends,
-        embedding=facts.embedding if begins else None, head=head if ends else None,
-        others=facts.others if begins or ends else (),
-    )  # fmt: skip
-
-
-def cohort_policy(rows: int, tokens: int) -> Policy:
-    """Return the policy of a stage that computes cohorts of `rows` sequences, at most `tokens` tokens together."""
-    return Policy(gpu_batch_size=rows, num_gpu_batches=1, prefill_tokens=tokens)
-
-
-def fixed_bytes(facts: ModelFacts, workload: Workload, policy: Policy, shared: bool, ends: tuple[bool, bool]) -> int:
-    """Return the device bytes of a stage besides weights and KV cache of its layers.
+def stage_facts(facts: ModelFacts, layers: slice, ends: tuple[bool, bool]) -> ModelFacts:
+    """Return the facts of a range of layers, with the embedding or the head if it has the first or the last layer.
 
     Args:
         facts: the whole model.
-        workload: rows of the job.
-        policy: the stage's policy, with all data on the device.
-        shared: whether host and device are one memory.
-        ends: whether the stage has the first and the last layer of the model.
+        layers: the range.
+        ends: whether it has the first and the last layer.
     """
     begins, finishes = ends
-    one = replace(facts, layers=facts.layers[:1], windows=facts.windows[:1])
-    made = stage_facts(one, 0, 1)
-    if not begins:
-        made = replace(made, embedding=None, head=facts.head or facts.embedding)
-    if not finishes:
-        made = replace(made, head=None, leaves=True)
-    if not (begins or finishes):
-        made = replace(made, others=())
-    layout = lay_out(made, policy, workload, Capacity(None, None, None, shared, not shared))
-    weights = sum(aligned(t.held_bytes) for t in made.layers[0])
-    rest = layout.total("device") - weights - layout.account["device"].get("KV cache", 0)
-    if not shared:
-        return rest
-    # Read buffers grow with the stage's weights up to this size.
-    return rest - layout.account["device"].get(READING, 0) + MOST_READING
+    head = facts.head or (None if begins else facts.embedding)
+    return replace(
+        facts, layers=facts.layers[layers], windows=facts.windows[layers], leaves=not finishes,
+        embedding=facts.embedding if begins else None, head=head if finishes else None,
+        others=facts.others if begins or finishes else (),
+    )  # fmt: skip
+
+
+def cohort_policy(shape: Shape, job: ClusterJob) -> Policy:
+    """Return the policy of a stage that computes cohorts, and the longest prompts of a prefill micro-batch together."""
+    tokens = max(shape.prefill * job.workload.prompt_tokens(1), shape.decode)
+    return Policy(gpu_batch_size=shape.decode, num_gpu_batches=1, prefill_tokens=tokens)
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Stages of one case."""
+
+    task: ClusterTask  # what was planned
+    order: Order  # devices of the case; some may have no layers
+    shape: Shape  # micro-batches
+    numbers: CaseCosts  # costs of the case
+    # stage_of, choice_of: by unit, the position of its device in `order`, and its choice
+    stage_of: Sequence[int]
+    choice_of: Sequence[int]
+
+    @cached_property
+    def priced(self) -> Priced:
+        """Return seconds, bytes and cost."""
+        return price(self.numbers, self.stage_of, self.choice_of)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that have layers, in order."""
+        return tuple(self.order[j] for j in self.priced.used)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """Return (first, end) of the layers of each used device."""
+        ranges = []
+        for j in self.priced.used:
+            units = [i for i, stage in enumerate(self.stage_of) if stage == j]
+            ranges.append((self.task.groups[units[0]][0], self.task.groups[units[-1]][-1] + 1))
+        return tuple(ranges)
+
+    @cached_property
+    def choices(self) -> tuple[UnitChoice, ...]:
+        """Return the choice of every layer."""
+        return tuple(
+            self.numbers.choices[c] for c, unit in zip(self.choice_of, self.task.groups, strict=True) for _ in unit
+        )
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Return the format of every layer."""
+        return tuple(choice.form for choice in self.choices)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the generated tokens per second of the job."""
+        return self.task.job.rows * self.task.job.output / self.priced.seconds
+
+    @cached_property
+    def simulated_seconds(self) -> float | None:
+        """Return the seconds of the job in virtual time: every micro-batch on every stage and link, each of which
+        serves them in order; None if there are too many events.
+
+        Prefill parts of all cohorts flow first. A cohort's first decode step waits for all of its parts, and every
+        further step for the tokens of the step before, which travel from the last stage back to the first.
+
+            stage 0   p0 p1 p2 p3 d0 d1 d2 d3 d0 d1 ...
+            stage 1      p0 p1 p2 p3 d0 d1 d2 d3 d0 ...
+        """
+        numbers, priced, num_stages = self.numbers, self.priced, len(self.devices)
+        if (numbers.prefills + numbers.steps * numbers.cohorts) * 2 * num_stages > MOST_SIMULATED:
+            return None
+        free = [0.0] * (2 * num_stages)  # by stage, and by the link after it: when it has served all so far
+
+        def pass_through(ready: float, stages: Sequence[float], links: Sequence[float]) -> float:
+            """Return when a micro-batch that may begin at a time has passed all stages and links."""
+            for k, seconds in enumerate(chain(*zip(stages, (*links, priced.back), strict=True))):
+                ready = free[k] = max(ready, free[k]) + seconds
+            return ready
+
+        parts = range(numbers.prefills // numbers.cohorts)
+        ready = [
+            max(pass_through(0.0, priced.prefill, priced.hop_prefill) for _ in parts) for _ in range(numbers.cohorts)
+        ]
+        for _ in range(numbers.steps):
+            ready = [pass_through(begin, priced.decode, priced.hop_decode) for begin in ready]
+        return numbers.rounds * max(free)
+
+    def strategy(self) -> Strategy:
+        """Return the strategy that `flexengine run --strategy` executes."""
+        stages = []
+        for device, (first, end) in zip(self.devices, self.layers, strict=True):
+            nbytes = self.task.models[device.kind].bytes
+            sizes = [(nbytes[self.choices[j].form][j], self.choices[j].host) for j in range(first, end)]
+            host = sum(size for size, on_host in sizes if on_host) / sum(size for size, _ in sizes)
+            policy = replace(cohort_policy(self.shape, self.task.job), weights=thousandths((1 - host, host, 0.0)))
+            stages.append(StagePlan(device.name, (first, end), self.formats[first:end], policy))
+        facts, shape = self.task.model.exact, self.shape
+        return Strategy(shape_name(facts), len(facts.layers), tuple(stages), shape.prefill, shape.decode, shape.cohorts)

@@ -3,19 +3,39 @@
 `Latency` is the interface of the seconds: from rates by hand, from a fitted profile, or from a measured machine. It is
 phase-aware, as in LLM-PQ (Zhao et al. 2024, section 4.1): prefill computes whole prompts, decode computes one token of
 each sequence.
+
+A profile gives two linear regressions per device type, format and layer shape (LLM-PQ, section 4.1):
+
+    prefill  seconds = a0 + a1 v + a2 s + a3 v s + a4 v s^2         v sequences of s prompt tokens
+    decode   seconds = c0 + c1 v + c2 t + c3 v t + c4 max(0, v - knee)    v sequences with t cached tokens
+
+LLM-PQ's decode has no knee: products of few sequences take the time in which the weights are read, those of many the
+time of their FLOP, and a straight line through both is wrong at either end. Profiles with few points get none.
+
+Coefficients are not negative: a larger batch never takes less time. Least squares without this limit gives negative
+seconds for small batches.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flexengine.plan.cluster.model import Format, Model
-from flexengine.plan.cluster.regression import Regression
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from flexengine.errors import InvalidInput
+from flexengine.plan.cluster.job import Format, Model
 from flexengine.plan.hardware import Hardware, IfKnown, Rate
 from flexengine.plan.rates import Rates
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
+LEAST = {PREFILL: 5, DECODE: 4}  # points of a profile
+WITH_KNEE = 10  # points of a profile: twice the coefficients
+CLEARLY = 0.9  # a knee must lower the norm of the errors to this share
+NOISE = 1e-3  # mean relative error below which a line needs no knee
 
 
 class Latency(Protocol):
@@ -37,61 +57,105 @@ class Latency(Protocol):
         """Return the seconds of the logits of some sequences."""
 
     def fixed(self, rows: int) -> float:
-        """Return the seconds of bookkeeping of one micro-batch."""
-
-
-@dataclass(frozen=True)
-class HandRates:
-    """Rates by hand: a roofline.
-
-    A layer takes the longer of computing its FLOP and of moving its bytes (weights, KV cache, and in prefill the hidden
-    states), and `layer_seconds` more.
-
-    Attributes:
-        flops: FLOP per second of matrix products, by format; a format that is absent has no kernel.
-        bandwidth: bytes per second of the device's memory while a product reads weights, by format.
-        layer_seconds: fixed seconds of a layer.
-    """
-
-    flops: Mapping[Format, float]
-    bandwidth: Mapping[Format, float]
-    layer_seconds: float = 0.0
-
-    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
-        if form not in self.flops or form not in self.bandwidth:
-            return float("inf")
-        part, exact = model.layers[layer], self.flops.get(None, self.flops[form])
-        if phase == PREFILL:
-            flop, pairs = 2 * part.active * batch * tokens, batch * tokens * (tokens + 1) / 2
-            moved = part.bytes[form] + batch * tokens * (part.kv_token + model.hop_bytes(2))
-        else:
-            flop, pairs = 2 * part.active * batch, batch * tokens
-            moved = part.bytes[form] + batch * tokens * part.kv_token
-        computed = flop / self.flops[form] + pairs * part.pair_flop / exact
-        return max(computed, moved / self.bandwidth[form]) + self.layer_seconds
-
-    def head(self, model: Model, rows: int) -> float:
-        form = None if None in self.flops else next(iter(self.flops))
-        return max(
-            2 * model.head_elements * rows / self.flops[form],
-            (model.head_bytes + 4 * model.vocabulary * rows) / self.bandwidth[form],
-        )
-
-    def fixed(self, rows: int) -> float:
+        """Return the seconds of bookkeeping of one micro-batch that the seconds of its layers do not include."""
         return 0.0
 
 
 @dataclass(frozen=True)
-class Profiled:
-    """Regressions over measured layers (LLM-PQ section 4.1), for the one shape of layer that was measured.
+class HandRates(Latency):
+    """Rates by hand: a roofline.
 
-    Attributes:
-        lines: by (format, phase), the fitted seconds of a layer.
-        head_seconds: seconds of the logits of a micro-batch.
+    A layer takes the longer of computing its FLOP and of moving its bytes (weights, KV cache, and in prefill the hidden
+    states), and `layer_seconds` more.
     """
 
-    lines: Mapping[tuple[Format, str], Regression]
-    head_seconds: float = 0.0
+    # FLOP per second of matrix products, by format; a format that is absent has no kernel
+    flops: Mapping[Format, float]
+    # bytes per second of the device's memory while a product reads weights, by format
+    bandwidth: Mapping[Format, float]
+    layer_seconds: float = 0.0  # fixed seconds of a layer
+
+    def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
+        if form not in self.flops or form not in self.bandwidth:
+            return float("inf")
+        facts, nbytes, active = model.exact, model.bytes[form][layer], model.active[layer]
+        kv, hidden = facts.kv_token, facts.hidden * facts.itemsize  # bytes of a token
+        if phase == PREFILL:
+            flop, pairs = 2 * active * batch * tokens, batch * tokens * (tokens + 1) / 2
+            moved = nbytes + batch * tokens * (kv + 2 * hidden)
+        else:
+            flop, pairs = 2 * active * batch, batch * tokens
+            moved = nbytes + batch * tokens * kv
+        attended = pairs * (4.0 * facts.heads * facts.head_dim) / self.flops.get(None, self.flops[form])
+        return max(flop / self.flops[form] + attended, moved / self.bandwidth[form]) + self.layer_seconds
+
+    def head(self, model: Model, rows: int) -> float:
+        form = None if None in self.flops else next(iter(self.flops))
+        head, logits = model.exact.output, model.exact.logits * rows
+        if head is None:
+            return 0.0
+        return max(2 * head.elements * rows / self.flops[form], (head.held_bytes + logits) / self.bandwidth[form])
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A fitted regression."""
+
+    phase: str  # PREFILL or DECODE
+    coefficients: tuple[float, ...]  # in the order of the formulas above, in seconds
+    knee: float = math.inf  # sequences from which on a product takes the time of its FLOP; infinite if there is none
+
+    def __call__(self, batch: float, tokens: float) -> float:
+        """Return the seconds of a layer. Arguments as in `Latency.layer`."""
+        terms = _features(self.phase, batch, tokens, self.knee)
+        return sum(a * x for a, x in zip(self.coefficients, terms, strict=True))
+
+
+def _features(phase: str, batch: float, tokens: float, knee: float) -> tuple[float, ...]:
+    """Return the terms of the regression of a phase, in the order above."""
+    last = batch * tokens * tokens if phase == PREFILL else max(0.0, batch - knee)
+    return 1.0, batch, tokens, batch * tokens, last
+
+
+def fit(phase: str, points: Sequence[tuple[float, float, float]]) -> Regression:
+    """Return the regression with the least relative errors.
+
+    Args:
+        phase: PREFILL or DECODE.
+        points: (batch, tokens, seconds); seconds must be positive.
+
+    Raises:
+        InvalidInput: there are fewer points than coefficients.
+    """
+    if len(points) < LEAST[phase]:
+        raise InvalidInput(
+            f"a {phase} profile has {len(points)} points, but the regression has {LEAST[phase]}"
+            " coefficients; measure as many points or more"
+        )
+    norm, line = _fit(phase, points, math.inf)
+    if phase == DECODE and len(points) >= WITH_KNEE and norm > NOISE * len(points) ** 0.5:
+        knees = sorted({v for v, _, _ in points})[1:-1]
+        better = min((_fit(phase, points, knee) for knee in knees), key=lambda pair: pair[0], default=(norm, line))
+        if better[0] < CLEARLY * norm:
+            return better[1]
+    return line
+
+
+def _fit(phase: str, points: Sequence[tuple[float, float, float]], knee: float) -> tuple[float, Regression]:
+    """Return the norm of the relative errors, and the regression."""
+    rows: NDArray[np.float64] = np.array([_features(phase, v, t, knee) for v, t, _ in points], dtype=float)
+    seconds = np.array([y for _, _, y in points], dtype=float)
+    scale = np.maximum(rows.max(axis=0), 1e-300)  # without a knee, a term is 0
+    found, norm = nnls(rows / scale / seconds[:, None], np.ones(len(points)))
+    return float(norm), Regression(phase, tuple(float(a) for a in found / scale), knee if found[-1] else math.inf)
+
+
+@dataclass(frozen=True)
+class Profiled(Latency):
+    """Regressions over measured layers, which include bookkeeping, for the one shape of layer that was measured."""
+
+    lines: Mapping[tuple[Format, str], Regression]  # by (format, phase), the fitted seconds of a layer
+    head_seconds: float = 0.0  # seconds of the logits of a micro-batch
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
         line = self.lines.get((form, phase))
@@ -100,19 +164,12 @@ class Profiled:
     def head(self, model: Model, rows: int) -> float:
         return self.head_seconds
 
-    def fixed(self, rows: int) -> float:
-        return 0.0  # the measured layers include it
-
 
 @dataclass(frozen=True)
-class MachineRates:
-    """Rates of a hardware file, measured or not, through the cost model of a single machine.
+class MachineRates(Latency):
+    """Rates of a hardware file, measured or not, through the cost model of a single machine."""
 
-    Attributes:
-        hardware: the machine.
-    """
-
-    hardware: Hardware
+    hardware: Hardware  # the machine
     _rates: dict[tuple[int, Format], tuple[object, Rates]] = field(default_factory=dict, compare=False, repr=False)
 
     def layer(self, model: Model, layer: int, form: Format, phase: str, batch: int, tokens: float) -> float:
@@ -145,15 +202,10 @@ class MachineRates:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two devices.
+    """A link between two devices."""
 
-    Attributes:
-        bandwidth: bytes per second.
-        latency: seconds of a message of no bytes.
-    """
-
-    bandwidth: Rate
-    latency: IfKnown = 0.0
+    bandwidth: Rate  # bytes per second
+    latency: IfKnown = 0.0  # seconds of a message of no bytes
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of one message."""
@@ -162,29 +214,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """One device."""
 
-    Attributes:
-        name: unique in the cluster.
-        type: devices of one type are alike and stay neighbours in the pipeline.
-        memory: bytes that a stage may use.
-        latency: seconds of layers.
-        kind: as `Hardware.kind`; decides in which dtype a model is held.
-        node: machine that holds the device; links within a node may be faster.
-        host_memory: bytes of host RAM for weights of this device.
-        host_link: bytes per second from host RAM to the device; 0 if weights cannot be on the host.
-        speed: factor by which the device is faster than `latency` says.
-    """
-
-    name: str
-    type: str
-    memory: int
-    latency: Latency
-    kind: str = "cuda"
-    node: str = ""
-    host_memory: int = 0
-    host_link: float = 0.0
-    speed: float = 1.0
+    name: str  # unique in the cluster
+    type: str  # devices of one type are alike and stay neighbours in the pipeline
+    memory: int  # bytes that a stage may use
+    latency: Latency  # seconds of layers
+    kind: str = "cuda"  # as `Hardware.kind`; decides in which dtype a model is held
+    node: str = ""  # machine that holds the device; links within a node may be faster
+    host_memory: int = 0  # bytes of host RAM for weights of this device
+    host_link: float = 0.0  # bytes per second from host RAM to the device; 0 if weights cannot be on the host
+    speed: float = 1.0  # factor by which the device is faster than `latency` says
 
     @property
     def offloads(self) -> bool:
@@ -194,19 +234,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and links.
+    """Devices and links."""
 
-    Attributes:
-        name: shown in reports.
-        devices: in the order of the file; names are unique.
-        within, between: links of devices of one node, and of different nodes.
-        pairs: links of certain pairs of device names, in place of `within` and `between`.
-    """
-
-    name: str
-    devices: tuple[Device, ...]
+    name: str  # shown in reports
+    devices: tuple[Device, ...]  # in the order of the file; names are unique
+    # within, between: links of devices of one node, and of different nodes
     within: Link
     between: Link
+    # links of certain pairs of device names, in place of `within` and `between`
     pairs: Mapping[frozenset[str], Link] = field(default_factory=dict)
 
     def link(self, a: Device, b: Device) -> Link:

@@ -9,9 +9,8 @@ import numpy as np
 
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput, shown
-from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Latency, Link, MachineRates, Profiled
-from flexengine.plan.cluster.model import Format, Harm
-from flexengine.plan.cluster.regression import fit
+from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Link, MachineRates, Profiled, fit
+from flexengine.plan.cluster.job import Format, Harm
 from flexengine.plan.hardware import KINDS, Hardware, IfKnown, Rate, at, positive
 from flexengine.records import Limit, known_fields, printable, read, read_object
 from flexengine.strategy import BITS
@@ -99,6 +98,11 @@ class _FileFields:
     name: Annotated[str, printable] = "cluster"
 
 
+@dataclass(frozen=True)
+class _HarmFields:
+    layers: Annotated[tuple[Mapping[str, IfKnown], ...], "a list with an object of formats for each layer"]
+
+
 def load(path: str | Path, find: Find = str) -> Cluster:
     """Read a cluster file.
 
@@ -172,7 +176,7 @@ def _device(entry: _DeviceFields, label: str, find: Find) -> Device:
     return Device(entry.name, entry.type, memory, _latency(entry, hardware, label), kind, entry.node, host or 0, link)
 
 
-def _latency(entry: _DeviceFields, hardware: Hardware | None, label: str) -> Latency:
+def _latency(entry: _DeviceFields, hardware: Hardware | None, label: str) -> MachineRates | Profiled | HandRates:
     if hardware is not None:
         return MachineRates(hardware)
     if entry.profile is not None:
@@ -228,24 +232,11 @@ def load_harm(path: str | Path, layers: int, formats: Sequence[Format]) -> Harm:
         InvalidInput: the file has no table for a model of so many layers with these formats.
     """
     what = f"harm file {path}"
-    values = read_object(path, "harm file")
-    if set(values) != {"layers"} or not isinstance(values["layers"], list):
-        raise InvalidInput(f"{what} has fields {sorted(values)}; it must have layers, a list with an object per layer")
-    table: list[Any] = values["layers"]
+    table = read(_HarmFields, read_object(path, "harm file"), what).layers
     if len(table) != layers:
         raise InvalidInput(f"{what} has {len(table)} layers, but the model has {layers}; make it for this model")
-    return np.array([_harm_row(entry, f"{what}, layer {j}", formats) for j, entry in enumerate(table)])
-
-
-def _harm_row(entry: object, what: str, formats: Sequence[Format]) -> list[float]:
-    if not isinstance(entry, dict):
-        raise InvalidInput(f"{what} is {shown(entry)}; it must be an object of formats")
-    if unknown := sorted(set(entry) - set(FORMATS)):
-        raise InvalidInput(f"{what} has unknown formats {unknown}; formats are {', '.join(FORMATS)}")
-    row = []
-    for form in formats:
-        value = entry.get(form or EXACT_NAME, 0 if form is None else None)
-        if value is None:
-            raise InvalidInput(f"{what} has no harm of {form}; give it, or do not allow {form}")
-        row.append(float(value) if value == 0 and not isinstance(value, bool) else positive(f"{what}: {form}", value))
-    return row
+    for j, row in enumerate(table):
+        known_fields(row, FORMATS, f"{what}, layer {j}")
+        if missing := [form for form in formats if form and form not in row]:
+            raise InvalidInput(f"{what}, layer {j} has no harm of {missing[0]}; give it, or do not allow {missing[0]}")
+    return np.array([[row.get(form or EXACT_NAME, 0.0) for form in formats] for row in table])

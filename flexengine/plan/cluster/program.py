@@ -11,8 +11,7 @@ Decided for units i, stages j (in the order of the case), choices c (format, and
 
     minimise rounds * ((prefills - 1) Tmax_pre + T_pre + steps * R) + theta * harm                          seconds
     with     T_pre = sum of stages and hops,  Tmax_pre >= every stage and hop
-             R >= cohorts * Tmax_dec,  R >= T_dec        (a sequence's next token needs its last one; in the paper's
-                                                          form R = (cohorts - 1) Tmax_dec, + T_dec once)
+             R >= cohorts * Tmax_dec,  R >= T_dec         a sequence's next token needs its last one
              stage >= compute, stage >= load              streaming overlaps computing
              hop into j >= hop[k,j] (w_k + w_j - 1 - stages with units between)
              bytes of device and host <= capacity
@@ -32,7 +31,7 @@ import pulp
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.case_costs import PAPER, Array, CaseCosts
+from flexengine.plan.cluster.case_costs import Array, CaseCosts
 from flexengine.plan.lp import NoSolver, SolverFailed
 
 GB = 1e9
@@ -47,35 +46,22 @@ _EXTREME = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """The optimum of a case.
+    """The optimum of a case."""
 
-    Attributes:
-        stage_of: stage of each unit.
-        choice_of: choice of each unit.
-        bound: lower bound of the cost of every assignment, as the solver proved it.
-    """
-
-    stage_of: tuple[int, ...]
-    choice_of: tuple[int, ...]
-    bound: float
+    stage_of: tuple[int, ...]  # stage of each unit
+    choice_of: tuple[int, ...]  # choice of each unit
+    bound: float  # lower bound of the cost of every assignment, as the solver proved it
 
 
 @dataclass
 class _StagesProgram:
-    """A program under construction.
+    """A program under construction."""
 
-    Attributes:
-        numbers: the case.
-        relaxed: whether all variables are real, units are in no order, and only links of neighbours count: a lower
-            bound.
-        quality: whether only harm counts, not seconds.
-        anywhere: whether the first and the last stage may be empty, too.
-    """
-
-    numbers: CaseCosts
+    numbers: CaseCosts  # the case
+    # whether all variables are real, units are in no order, and only links of neighbours count: a lower bound
     relaxed: bool = False
-    quality: bool = False
-    anywhere: bool = False
+    quality: bool = False  # whether only harm counts, not seconds
+    anywhere: bool = False  # whether the first and the last stage may be empty, too
     lp: pulp.LpProblem = field(default_factory=lambda: pulp.LpProblem("stages"))
 
     def __post_init__(self) -> None:
@@ -87,11 +73,11 @@ class _StagesProgram:
         inner = range(m.stages) if self.anywhere else range(1, m.stages - 1)
         self.w = {j: self._variable(f"w_{j}", 1) for j in inner}
         self._units()
-        stages = self._stages()
+        tables = (("pre", m.prefill, m.fixed_prefill), ("dec", m.decode, m.fixed_decode))
+        stages = [] if self.quality else [self._stages(*table) for table in tables]
         self._memory()
-        seconds = Expression() if self.quality else self._seconds(*stages)
-        self.harm = self._harm()
-        self.lp.setObjective(seconds * m.rounds + self.harm * (1.0 if self.quality else m.theta))
+        seconds = self._seconds(*stages) if stages else Expression()
+        self.lp.setObjective(seconds * m.rounds + self._harm() * (1.0 if self.quality else m.theta))
 
     def _variable(self, name: str, most: float | None, whole: bool = True) -> pulp.LpVariable:
         kind = pulp.LpInteger if whole and not self.relaxed else pulp.LpContinuous
@@ -99,22 +85,17 @@ class _StagesProgram:
 
     def add(self, terms: Expression | Terms, sense: int, limit: float, name: str) -> None:
         """Add the row: terms <= limit (sense -1), == (0) or >= (1)."""
-        made = Expression(terms)
-        self.lp.addConstraint(pulp.LpConstraint(made, sense, name, limit))
+        self.lp.addConstraint(pulp.LpConstraint(Expression(terms), sense, name, limit))
 
     def _used(self, j: int) -> Expression:
         """Return whether stage j has units."""
         return Expression([(self.w[j], 1.0)]) if j in self.w else Expression(constant=1.0)
 
-    def _in(self, j: int) -> Terms:
-        """Return the number of units of stage j."""
-        return [(n, 1.0) for (stage, _, _), n in self.n.items() if stage == j]
-
     def _units(self) -> None:
         """Add the rows that put each unit into one stage, in order."""
         m = self.numbers
         for j in range(m.stages):
-            count = self._in(j)
+            count = [(n, 1.0) for (stage, _, _), n in self.n.items() if stage == j]
             if j in self.w:
                 self.add([*count, (self.w[j], -float(m.units))], -1, 0.0, f"only_if_used_{j}")
                 self.add([*count, (self.w[j], -1.0)], 1, 0.0, f"used_{j}")
@@ -143,31 +124,26 @@ class _StagesProgram:
             self.add([*inside, *count], 0, -constant, f"units_of_stage_{j}_{k}")
 
     def _inside(self, i: int, j: int) -> tuple[Terms, float]:
-        """Return whether unit i is in stage j, as terms and a constant."""
+        """Return whether unit i is in stage j, as terms and a constant: 1 if the program has no variables y."""
         terms = [(self.y[i, j], 1.0)] if (i, j) in self.y else []
         if j > 0:
             terms.append((self.y[i, j - 1], -1.0))
         return terms, 0.0 if (i, j) in self.y else 1.0
 
-    def _sum(self, table: Array, j: int) -> Terms:
-        return [(n, float(table[key])) for key, n in self.n.items() if key[0] == j and table[key]]
+    def _sum(self, table: Array, j: int, unit: float = 1.0) -> Terms:
+        return [(n, float(table[key]) / unit) for key, n in self.n.items() if key[0] == j and table[key]]
 
-    def _stages(self) -> tuple[list[pulp.LpVariable], list[pulp.LpVariable]]:
-        """Return the seconds of prefill and of decode of each stage."""
-        m, both = self.numbers, []
-        if self.quality:
-            return [], []
-        for name, table, fixed in (("pre", m.prefill, m.fixed_prefill), ("dec", m.decode, m.fixed_decode)):
-            times = []
-            for j in range(m.stages):
-                time = self._variable(f"{name}_{j}", None, whole=False)
-                self.add(Expression([*self._sum(table, j), (time, -1.0)]) + self._used(j) * fixed[j], -1, 0.0,
-                         f"compute_{name}_{j}")  # fmt: skip
-                if load := self._sum(m.load, j):
-                    self.add([*load, (time, -1.0)], -1, 0.0, f"load_{name}_{j}")
-                times.append(time)
-            both.append(times)
-        return both[0], both[1]
+    def _stages(self, name: str, table: Array, fixed: Array) -> list[pulp.LpVariable]:
+        """Return the seconds of each stage in a phase."""
+        times = []
+        for j in range(self.numbers.stages):
+            time = self._variable(f"{name}_{j}", None, whole=False)
+            computed = Expression([*self._sum(table, j), (time, -1.0)]) + self._used(j) * fixed[j]
+            self.add(computed, -1, 0.0, f"compute_{name}_{j}")
+            if load := self._sum(self.numbers.load, j):
+                self.add([*load, (time, -1.0)], -1, 0.0, f"load_{name}_{j}")
+            times.append(time)
+        return times
 
     def _hops(self, name: str, table: Array) -> list[pulp.LpVariable]:
         """Return the seconds of the hop into each stage but the first."""
@@ -190,8 +166,6 @@ class _StagesProgram:
             for part in (*times, *sent):
                 self.add([(part, 1.0), (longest, -1.0)], -1, 0.0, f"{longest.name}_{part.name}")
         first = Expression([(slow[0], m.prefills - 1.0), *((t, 1.0) for t in prefill)])
-        if m.form == PAPER:
-            return first + Expression([(slow[1], (m.cohorts - 1.0) * m.steps), *((t, 1.0) for t in decode)])
         step = self._variable("step", None, whole=False)
         self.add([(slow[1], float(m.cohorts)), (step, -1.0)], -1, 0.0, "all_cohorts")
         through = Expression([*((t, 1.0) for t in (*decode, *hops[1])), (step, -1.0)])
@@ -203,53 +177,41 @@ class _StagesProgram:
         m = self.numbers
         hosts = [c for c, choice in enumerate(m.choices) if choice.host]
         for j in range(m.stages):
-            used = Expression(self._scaled(self._sum(m.memory, j))) + self._used(j) * (m.fixed_memory[j] / GB)
+            used = Expression(self._sum(m.memory, j, GB)) + self._used(j) * (m.fixed_memory[j] / GB)
             streams = [key for key in self.n if key[0] == j and key[2] in hosts]
             if streams:
                 slot = self._variable(f"slots_{j}", None, whole=False)
                 used = used + slot
-                self.add(self._scaled(self._sum(m.host, j)), -1, m.host_capacity[j] / GB, f"host_memory_{j}")
+                self.add(self._sum(m.host, j, GB), -1, m.host_capacity[j] / GB, f"host_memory_{j}")
                 for _, k, c in streams:
                     on = self._variable(f"streams_{j}_{k}_{c}", 1)
                     self.add([(self.n[j, k, c], 1.0), (on, -float(self.per_class[k]))], -1, 0.0, f"if_{j}_{k}_{c}")
                     self.add([(on, m.slots[j, k, c] / GB), (slot, -1.0)], -1, 0.0, f"slot_{j}_{k}_{c}")
             self.add(used, -1, m.capacity[j] / GB, f"memory_{j}")
 
-    @staticmethod
-    def _scaled(terms: Terms) -> Terms:
-        return [(variable, nbytes / GB) for variable, nbytes in terms]
-
     def _harm(self) -> Expression:
+        """Return the harm of all units. Relaxed, every unit could have the choice of any stage: a lower bound."""
         m = self.numbers
-        if self.relaxed and self.by_unit:
-            return self._harm_anywhere()
         if not self.by_unit:
             least = np.array([m.harm[np.array(m.classes) == k].min(axis=0) for k in range(len(self.per_class))])
             return Expression([(n, float(least[k, c])) for (_, k, c), n in self.n.items() if least[k, c]])
+        allowed = self.allowed.any(axis=0, keepdims=True) if self.relaxed else self.allowed
+        stages, kinds, choices = map(range, allowed.shape)
         z: dict[tuple[int, int, int], pulp.LpVariable] = {}
-        for i, (j, c) in product(range(m.units), product(range(m.stages), range(len(m.choices)))):
-            if self.allowed[j, m.classes[i], c]:
+        for i, j, c in product(range(m.units), stages, choices):
+            if allowed[j, m.classes[i], c]:
                 z[i, j, c] = self._variable(f"z_{i}_{j}_{c}", 1, whole=False)
-        for i, j in product(range(m.units), range(m.stages)):
+        for i, j in product(range(m.units), stages):
             terms, constant = self._inside(i, j)
-            picked = [(z[i, j, c], 1.0) for c in range(len(m.choices)) if (i, j, c) in z]
+            picked = [(z[i, j, c], 1.0) for c in choices if (i, j, c) in z]
             self.add([*picked, *((y, -k) for y, k in terms)], 0, constant, f"one_choice_{i}_{j}")
-        for (j, k, c), n in self.n.items():
-            same = [(z[i, j, c], 1.0) for i in range(m.units) if m.classes[i] == k]
-            self.add([*same, (n, -1.0)], 0, 0.0, f"number_{j}_{k}_{c}")
+        for j, k, c in product(stages, kinds, choices):
+            if allowed[j, k, c]:
+                same = [(z[i, j, c], 1.0) for i in range(m.units) if m.classes[i] == k]
+                counted = range(m.stages) if self.relaxed else (j,)
+                number = [(self.n[stage, k, c], -1.0) for stage in counted if self.allowed[stage, k, c]]
+                self.add([*same, *number], 0, 0.0, f"number_{j}_{k}_{c}")
         return Expression([(v, float(m.harm[i, c])) for (i, _, c), v in z.items() if m.harm[i, c]])
-
-    def _harm_anywhere(self) -> Expression:
-        """Return the harm if every unit could have the choice of any stage: a lower bound."""
-        m = self.numbers
-        z = {(i, c): self._variable(f"z_{i}_{c}", 1) for i, c in product(range(m.units), range(len(m.choices)))}
-        for i in range(m.units):
-            self.add([(z[i, c], 1.0) for c in range(len(m.choices))], 0, 1.0, f"one_choice_{i}")
-        for k, c in product(range(len(self.per_class)), range(len(m.choices))):
-            chosen = [(z[i, c], 1.0) for i in range(m.units) if m.classes[i] == k]
-            number = [(n, -1.0) for (_, kind, choice), n in self.n.items() if (kind, choice) == (k, c)]
-            self.add([*chosen, *number], 0, 0.0, f"number_{k}_{c}")
-        return Expression([(v, float(m.harm[i, c])) for (i, c), v in z.items() if m.harm[i, c]])
 
 
 def solve(
@@ -271,8 +233,7 @@ def solve(
     """
     program = _StagesProgram(numbers, quality=quality)
     if below is not None:
-        objective = program.lp.objective
-        program.add(objective.copy(), -1, below, "better_than_the_best")
+        program.add(program.lp.objective.copy(), -1, below, "better_than_the_best")
     solver = pulp.HiGHS(msg=False, gapRel=gap, timeLimit=seconds)
     status = _run(program.lp, solver)
     highs = program.lp.solverModel

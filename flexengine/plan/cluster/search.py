@@ -11,15 +11,14 @@ import heapq
 import itertools
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.errors import OutOfMemory
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cluster.case_costs import CaseCosts
-from flexengine.plan.cluster.costs import ClusterTask, Costs, Order, check, orders
+from flexengine.plan.cluster.costs import ClusterPlan, ClusterTask, Costs, Order, orders
 from flexengine.plan.cluster.job import Shape, batches, shapes
-from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.plan.cluster.program import Assignment, lower_bound, solve
 from flexengine.plan.cluster.transfer import transfer
 
@@ -32,40 +31,44 @@ TRANSFERS = 8  # cases that the bit transfer improves, those with the least boun
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a search.
+    """Limits of a search."""
 
-    Attributes:
-        gap: relative gap to the bound at which the search ends.
-        seconds: most seconds; the best plan so far is then returned.
-        method: one of METHODS.
-        batch: sequences alive at once; None tries several numbers.
-    """
-
-    gap: float = 1e-3
-    seconds: float = 60.0
-    method: str = AUTO
-    batch: int | None = None
+    gap: float = 1e-3  # relative gap to the bound at which the search ends
+    seconds: float = 60.0  # most seconds; the best plan so far is then returned
+    method: str = AUTO  # one of METHODS
+    batch: int | None = None  # sequences alive at once; None tries several numbers
 
 
 @dataclass
 class Found:
-    """Result of a search.
+    """A search, and its result."""
 
-    Attributes:
-        plan: the best plan.
-        bound: proven lower bound of the cost of all plans.
-        seconds: seconds that the search took.
-        solved: number of cases that were solved.
-        bounded: number of programs without whole numbers.
-        method: PROGRAM or TRANSFER.
-    """
+    task: ClusterTask  # what is planned
+    limits: Limits  # limits of the search
+    best: ClusterPlan | None = None  # the best plan so far; None if none fits
+    # proven lower bound of the cost of all plans
+    bound: float = math.inf  # during the search, of the cases that were not solved to the end
+    seconds: float = 0.0  # seconds that the search took
+    solved: int = 0  # number of cases that were solved
+    bounded: int = 0  # number of programs without whole numbers
+    method: str = PROGRAM  # PROGRAM or TRANSFER
 
-    plan: ClusterPlan
-    bound: float
-    seconds: float
-    solved: int
-    bounded: int
-    method: str
+    def __post_init__(self) -> None:
+        self.costs = Costs(self.task)
+        self.began = time.monotonic()
+        self.orders = orders(self.task.cluster)
+        self.heap: list[tuple[float, int, int, tuple[Order | None, Shape]]] = []  # bound, level, tie, case
+        self.ties = itertools.count()
+        size = len(self.task.groups) * max(map(len, self.orders)) * len(self.task.choices)
+        if self.limits.method == TRANSFER or (self.limits.method == AUTO and size >= LARGE):
+            self.method = TRANSFER
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """Return the best plan. Raise OutOfMemory if none fits."""
+        if self.best is None:
+            raise self._too_little()
+        return self.best
 
     @property
     def gap(self) -> float:
@@ -73,36 +76,12 @@ class Found:
         cost = self.plan.priced.cost
         return max(0.0, (cost - self.bound) / cost) if cost > 0 else 0.0
 
-
-@dataclass
-class _Search:
-    """A search under way. The heap has (bound, level, tie, case)."""
-
-    task: ClusterTask
-    limits: Limits
-    costs: Costs = field(init=False)
-    best: ClusterPlan | None = None
-    solved: int = 0
-    bounded: int = 0
-    floor: float = math.inf  # least bound of the cases that were not solved to the end
-
-    def __post_init__(self) -> None:
-        self.costs = Costs(self.task)
-        self.began = time.monotonic()
-        self.orders = orders(self.task.cluster)
-        self.heap: list[tuple[float, int, int, tuple[Order | None, Shape]]] = []
-        self.ties = itertools.count()
-        widest = max(len(order) for order in self.orders)
-        size = len(self.task.groups) * widest * len(self.task.choices)
-        self.program = self.limits.method == PROGRAM or (self.limits.method == AUTO and size < LARGE)
-
-    def run(self) -> Found:
-        """Return the best plan."""
-        devices = self.orders[0]
+    def run(self) -> None:
+        """Search until the plan is good enough, or time is up."""
         sizes = [self.limits.batch] if self.limits.batch else batches(self.task.job.rows)
         for batch in sizes:
             for shape in shapes(min(batch, self.task.job.rows), len(self.task.cluster.devices)):
-                self._push(quick_bound(self.costs.numbers(devices, shape)), FIRST, (None, shape))
+                self._push(quick_bound(self.costs.numbers(self.orders[0], shape)), FIRST, (None, shape))
         while self.heap and not self._done():
             bound, level, _, (order, shape) = heapq.heappop(self.heap)
             if level == FIRST:
@@ -110,21 +89,24 @@ class _Search:
                 found = lower_bound(self.costs.unordered(shape), anywhere=True)
                 self._push(max(bound, found), SECOND, (None, shape))
                 if self.best is None and math.isfinite(found):  # a first plan, in the first order
-                    order = next(order for order in self.orders if len(order) <= len(self.task.groups))
-                    numbers = self.costs.numbers(order, shape)
-                    self._take(transfer(numbers), order, shape, numbers)
+                    self._transfer(next(order for order in self.orders if len(order) <= len(self.task.groups)), shape)
             elif order is None:
-                self._branch(shape, bound)
+                for order in self.orders:
+                    if len(order) <= len(self.task.groups):
+                        self.bounded += 1
+                        found = lower_bound(self.costs.numbers(order, shape))
+                        self._push(max(bound, found), THIRD, (order, shape))
+            elif self.method == TRANSFER:
+                self.solved += 1
+                self._transfer(order, shape)
+                self.bound = min(self.bound, bound)
             else:
                 self._solve(order, shape, bound)
-        if self.best is None:
-            raise self._too_little()
-        left = min([self.floor, self.best.priced.cost, *(entry[0] for entry in self.heap)])
-        return Found(self.best, left, time.monotonic() - self.began, self.solved, self.bounded,
-                     PROGRAM if self.program else TRANSFER)  # fmt: skip
+        self.bound = min([self.bound, self.plan.priced.cost, *(entry[0] for entry in self.heap)])
+        self.seconds = time.monotonic() - self.began
 
     def _done(self) -> bool:
-        if not self.program and self.solved >= TRANSFERS and self.best is not None:
+        if self.method == TRANSFER and self.solved >= TRANSFERS and self.best is not None:
             return True
         late = time.monotonic() - self.began > self.limits.seconds
         return self.best is not None and (late or self.heap[0][0] >= self.best.priced.cost * (1 - self.limits.gap))
@@ -133,35 +115,26 @@ class _Search:
         if math.isfinite(bound):
             heapq.heappush(self.heap, (bound, level, next(self.ties), case))
 
-    def _branch(self, shape: Shape, bound: float) -> None:
-        """Add the cases of all orders of a shape."""
-        for order in self.orders:
-            if len(order) <= len(self.task.groups):
-                self.bounded += 1
-                found = lower_bound(self.costs.numbers(order, shape))
-                self._push(max(bound, found), THIRD, (order, shape))
+    def _transfer(self, order: Order, shape: Shape) -> None:
+        numbers = self.costs.numbers(order, shape)
+        if (answer := transfer(numbers)) is not None:
+            self._take(answer, order, shape, numbers)
 
     def _solve(self, order: Order, shape: Shape, bound: float) -> None:
         self.solved += 1
         numbers = self.costs.numbers(order, shape)
-        if not self.program:
-            self._take(transfer(numbers), order, shape, numbers)
-            self.floor = min(self.floor, bound)
-            return
         left = max(1.0, self.limits.seconds - (time.monotonic() - self.began))
         below = self.best.priced.cost * (1 - self.limits.gap) if self.best else None
         answer = solve(numbers, self.limits.gap, left, below)
         if answer is not None:
             self._take(answer, order, shape, numbers)
-            self.floor = min(self.floor, max(bound, answer.bound))
+            self.bound = min(self.bound, max(bound, answer.bound))
         elif time.monotonic() - self.began > self.limits.seconds:
-            self.floor = min(self.floor, bound)
+            self.bound = min(self.bound, bound)
         elif below is not None:
-            self.floor = min(self.floor, below)
+            self.bound = min(self.bound, below)
 
-    def _take(self, answer: Assignment | None, order: Order, shape: Shape, numbers: CaseCosts) -> None:
-        if answer is None:
-            return
+    def _take(self, answer: Assignment, order: Order, shape: Shape, numbers: CaseCosts) -> None:
         plan = ClusterPlan(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
         if plan.priced.fits and (self.best is None or plan.priced.cost < self.best.priced.cost):
             self.best = plan
@@ -169,7 +142,9 @@ class _Search:
     def _too_little(self) -> OutOfMemory:
         """Return the error of a cluster that is too small."""
         devices, batch = self.task.cluster.devices, self.limits.batch or 1
-        least = min_bytes(self.costs.numbers(self.orders[0], Shape(batch, 1, 1)))
+        numbers = self.costs.numbers(self.orders[0], Shape(batch, 1, 1))
+        both = np.where(np.isfinite(numbers.decode), numbers.memory + numbers.host, np.inf).min(axis=(0, 2))
+        least = int(both[list(numbers.classes)].sum() + numbers.fixed_memory[[0, -1]].min())
         have, hosts = sum(d.memory for d in devices), sum(d.host_memory for d in devices if d.offloads)
         names = ", ".join(form or "exact" for form in self.task.formats)
         rows = "one sequence at a time" if batch == 1 else f"{batch:,} sequences at once (--batch)"
@@ -191,8 +166,16 @@ def search(task: ClusterTask, limits: Limits | None = None) -> Found:
         OutOfMemory: no plan fits.
         NoSolver: highspy is not installed.
     """
-    check(task)
-    return _Search(task, limits or Limits()).run()
+    found = Found(task, limits or Limits())
+    for device in task.cluster.devices:
+        if not np.any(np.isfinite(found.costs.numbers((device,), Shape(1, 1, 1)).decode)):
+            names = ", ".join(form or "exact" for form in task.formats)
+            raise InvalidInput(
+                f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
+                " or allow other formats"
+            )
+    found.run()
+    return found
 
 
 def quick_bound(numbers: CaseCosts) -> float:
@@ -209,12 +192,6 @@ def quick_bound(numbers: CaseCosts) -> float:
         through.append(float(least @ units))
         with np.errstate(divide="ignore"):  # a layer without seconds
             slow.append(max(float(n / np.sum(1 / fastest[:, k])) for k, n in enumerate(units)))
-    seconds = numbers.round_seconds((slow[0], slow[1]), (through[0], through[1]))
-    return numbers.rounds * seconds + numbers.theta * float(numbers.harm.min(axis=1).sum())
-
-
-def min_bytes(numbers: CaseCosts) -> int:
-    """Return a lower bound of the bytes of all devices and hosts together."""
-    units = np.bincount(numbers.classes, minlength=numbers.memory.shape[1])
-    both = np.where(np.isfinite(numbers.decode), numbers.memory + numbers.host, np.inf)
-    return int(both.min(axis=(0, 2)) @ units + numbers.fixed_memory[[0, -1]].min())
+    first, step = numbers.passes((slow[0], slow[1]), (through[0], through[1]))
+    seconds = numbers.rounds * (first + numbers.steps * step)
+    return float(seconds + numbers.theta * numbers.harm.min(axis=1).sum())

@@ -31,31 +31,23 @@ FIT = 0.02  # share by which an estimate may exceed a memory: classes differ in 
 Counts = NDArray[np.int64]  # [stages, choices] units
 
 
-def transfer(numbers: CaseCosts, start: Assignment | None = None) -> Assignment | None:
-    """Return a good assignment, or None if none fits.
-
-    Args:
-        numbers: the case.
-        start: assignment to start from; None starts from the least harmful one that fits, and from the fastest one.
-    """
-    if start is not None:
-        return _descended(numbers, _counted(numbers, start))
-    careful = solve(flattened(numbers), gap=1e-2, seconds=START_SECONDS, quality=True)
+def transfer(numbers: CaseCosts) -> Assignment | None:
+    """Return a good assignment, or None if none fits."""
+    kinds = np.array(numbers.classes)
+    means = np.array([numbers.harm[kinds == k].mean(axis=0) for k in range(kinds.max() + 1)])
+    # The program of a case in which all units of a class have its mean harm is small, and has the same numbers of units
+    # by stage and choice if harm is proportional to a factor of the unit.
+    careful = solve(replace(numbers, harm=means[kinds]), gap=1e-2, seconds=START_SECONDS, quality=True)
     if careful is None:
         return None
-    ends = [_descended(numbers, _counted(numbers, careful)), _descended(numbers, fastest(numbers))]
+    counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
+    np.add.at(counts, (np.array(careful.stage_of), np.array(careful.choice_of)), 1)
+    ends = [_descended(numbers, start) for start in (counts, _fastest(numbers))]
     found = [answer for answer in ends if answer is not None]
     return min(found, key=lambda answer: price(numbers, answer.stage_of, answer.choice_of).cost, default=None)
 
 
-def _counted(numbers: CaseCosts, answer: Assignment) -> Counts:
-    """Return the numbers of units by stage and choice."""
-    counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
-    np.add.at(counts, (np.array(answer.stage_of), np.array(answer.choice_of)), 1)
-    return counts
-
-
-def fastest(numbers: CaseCosts) -> Counts:
+def _fastest(numbers: CaseCosts) -> Counts:
     """Return numbers of units in each stage's fastest choice, in proportion to the stages' speeds."""
     share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1])
     seconds = np.tensordot(share, np.maximum(numbers.decode, numbers.load), axes=(0, 1))  # [stages, choices]
@@ -70,7 +62,7 @@ def fastest(numbers: CaseCosts) -> Counts:
 
 def _descended(numbers: CaseCosts, counts: Counts) -> Assignment | None:
     """Return the assignment at which no change lowers the cost; None if it does not fit."""
-    best = assigned(numbers, counts)
+    best = _assigned(numbers, counts)
     if best is None:
         return None
     priced = price(numbers, *best)
@@ -82,14 +74,6 @@ def _descended(numbers: CaseCosts, counts: Counts) -> Assignment | None:
     return Assignment(*best, -np.inf) if priced.fits else None
 
 
-def flattened(numbers: CaseCosts) -> CaseCosts:
-    """Return the case with the mean harm of its class for each unit. Its program is small, and has the same numbers of
-    units by stage and choice if harm is proportional to a factor of the unit."""
-    kinds = np.array(numbers.classes)
-    means = np.array([numbers.harm[kinds == k].mean(axis=0) for k in range(kinds.max() + 1)])
-    return replace(numbers, harm=means[kinds])
-
-
 def _first_better(
     numbers: CaseCosts, counts: Counts, priced: Priced
 ) -> tuple[Counts, tuple[tuple[int, ...], tuple[int, ...]], Priced] | None:
@@ -97,9 +81,9 @@ def _first_better(
     changes = np.array(list(_changes(numbers, counts, priced)))
     if not len(changes):
         return None
-    guess = estimates(numbers, changes)
+    guess = _estimates(numbers, changes)
     for k in np.argsort(guess, kind="stable")[:TRIED]:
-        placed = assigned(numbers, changes[k]) if np.isfinite(guess[k]) else None
+        placed = _assigned(numbers, changes[k]) if np.isfinite(guess[k]) else None
         if placed is None:
             continue
         found = price(numbers, *placed)
@@ -109,15 +93,11 @@ def _first_better(
     return None
 
 
-def estimates(numbers: CaseCosts, changes: Counts) -> Array:
+def _estimates(numbers: CaseCosts, changes: Counts) -> Array:
     """Return about the cost of each change, infinite if it clearly does not fit.
 
     Layers count as their mean over classes, and harm of a choice as its mean over units. For units of one class and
-    equal harm this is the cost, but for links past empty stages.
-
-    Args:
-        numbers: the case.
-        changes: [M, stages, choices] numbers of units.
+    equal harm this is the cost, but for links past empty stages. changes: [M, stages, choices] numbers of units.
     """
     share = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1]) / numbers.units
 
@@ -137,10 +117,11 @@ def estimates(numbers: CaseCosts, changes: Counts) -> Array:
     hops = [float(hop[after, after + 1].max(initial=0.0)) for hop in (numbers.hop_prefill, numbers.hop_decode)]
     passed = used.sum(axis=1) - 1
     slow = [np.maximum(times.max(axis=1), hop * (passed > 0)) for times, hop in ((pre, hops[0]), (dec, hops[1]))]
-    step = np.maximum(numbers.cohorts * slow[1], dec.sum(axis=1) + passed * hops[1] + numbers.back * (passed > 0))
-    seconds = (numbers.prefills - 1) * slow[0] + pre.sum(axis=1) + passed * hops[0] + numbers.steps * step
+    through = pre.sum(axis=1) + passed * hops[0], dec.sum(axis=1) + passed * hops[1] + numbers.back * (passed > 0)
+    first, step = numbers.passes((slow[0], slow[1]), through)
     harm = changes.sum(axis=1) @ numbers.harm.mean(axis=0)
-    guess: Array = np.where(fits, numbers.rounds * seconds + numbers.theta * harm, np.inf)
+    seconds = numbers.rounds * (first + numbers.steps * step)
+    guess: Array = np.where(fits, seconds + numbers.theta * harm, np.inf)
     return guess
 
 
@@ -151,23 +132,18 @@ def _changes(numbers: CaseCosts, counts: Counts, priced: Priced) -> Iterator[Cou
         busy[j] = pre * max(1, numbers.prefills - 1) + dec * numbers.steps * numbers.cohorts
     by_load = sorted(range(numbers.stages), key=lambda j: busy[j])
     kinds = range(len(numbers.choices))
-    for slow in by_load[: -STRAGGLERS - 1 : -1]:
-        for pioneer in by_load[:PIONEERS]:
-            if pioneer == slow:
-                continue
-            for number, given in product(MOVED, kinds):
-                yield from _moves(counts, (slow, pioneer), number, given)
+    pairs = product(by_load[: -STRAGGLERS - 1 : -1], by_load[:PIONEERS])
+    for (slow, pioneer), number, given in product(pairs, MOVED, kinds):
+        if pioneer != slow and counts[slow, given] >= number:
+            yield from _moves(counts, slow, pioneer, number, given)
     for j in reversed(by_load):
         for number, old, new in product(MOVED, kinds, kinds):
             if old != new and counts[j, old] >= number:
                 yield _added(counts, [(j, old, -number), (j, new, number)])
 
 
-def _moves(counts: Counts, pair: tuple[int, int], number: int, given: int) -> Iterator[Counts]:
-    """Yield the rules by which the first of two stages gives `number` units of a choice to the second."""
-    slow, pioneer = pair
-    if counts[slow, given] < number:
-        return
+def _moves(counts: Counts, slow: int, pioneer: int, number: int, given: int) -> Iterator[Counts]:
+    """Yield the rules by which one stage gives `number` units of a choice to another."""
     gift = [(slow, given, -number), (pioneer, given, number)]
     yield _added(counts, gift)
     for returned in range(counts.shape[1]):
@@ -184,16 +160,9 @@ def _added(counts: Counts, changes: Sequence[tuple[int, int, int]]) -> Counts:
     return made
 
 
-def assigned(numbers: CaseCosts, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return stage and choice of each unit with the least harm.
-
-    Args:
-        numbers: the case.
-        counts: [stages, choices] number of units.
-
-    Returns:
-        None if the first or the last stage has no unit, or a device has no kernel for a choice of a unit.
-    """
+def _assigned(numbers: CaseCosts, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return stage and choice of each unit with the least harm; None if the first or the last stage has no unit, or a
+    device has no kernel for a choice of a unit."""
     sizes = counts.sum(axis=1)
     if not sizes[0] or not sizes[-1]:
         return None

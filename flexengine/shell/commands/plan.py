@@ -36,7 +36,7 @@ from flexengine.shell.commands.plan_cluster import check as check_cluster
 from flexengine.shell.commands.plan_slices import check as check_slices
 from flexengine.shell.commands.plan_slices import print_slices
 from flexengine.shell.commands.written import check_written, write, writing
-from flexengine.shell.explain import links, stagger
+from flexengine.shell.explain import stagger
 from flexengine.shell.explain import text as explain
 from flexengine.shell.explain.picture import check, plot
 from flexengine.shell.explain.whatif import ideas
@@ -157,7 +157,7 @@ def _report(
     searched: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
 ) -> str:  # fmt: skip
     """Return the text to print: a comparison, a frontier, or the report. head: first fields of JSON output."""
-    model, hardware, workload = case
+    _, hardware, workload = case
     title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
     values: dict[str, Any]
     if compared:
@@ -180,8 +180,8 @@ def _report(
         text = title + explain.frontier_text(curve, len(curve) if args.verbose else explain.MAX_FRONTIER_LINES)
     else:
         better = ideas(*case, prediction, searched is not None, Options(latency_limit=args.latency), args.verbose)
-        values = explain.as_json(prediction, hardware) | links.as_json(*case, prediction)
-        values |= stagger.as_json(model, hardware, prediction) | {"helps": [each._asdict() for each in better]}
+        values = explain.as_json(prediction, hardware) | stagger.as_json(*case, prediction)
+        values |= {"helps": [each._asdict() for each in better]}
         text = explain.report(name, *case, prediction, better, args.verbose)
     return json.dumps(head | values, allow_nan=False) if args.json else text
 

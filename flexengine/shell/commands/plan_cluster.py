@@ -9,11 +9,10 @@ from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.errors import InvalidInput
 from flexengine.lossy import ALLOW, QUALITY, Lossy
-from flexengine.plan.cluster import file, model, report, whatif
+from flexengine.plan.cluster import file
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
-from flexengine.plan.cluster.job import ClusterJob
-from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Limits, search
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
@@ -21,6 +20,7 @@ from flexengine.shell.commands.open_engine import load_libraries, open_bare
 from flexengine.shell.commands.options import OptionTable
 from flexengine.shell.commands.parser import check_least, refuse_given
 from flexengine.shell.commands.written import check_written, write
+from flexengine.shell.explain import cluster as explain
 from flexengine.strategy import FORMATS
 
 if TYPE_CHECKING:
@@ -71,24 +71,24 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     models, opened = _models(args, cluster, formats)
     first = next(iter(models.values()))
     if args.harm:
-        table = file.load_harm(args.harm, len(first.layers), formats)
+        table = file.load_harm(args.harm, len(first.kinds), formats)
     else:
-        table = model.assumed_harm(first, formats)
+        table = assumed_harm(first, formats)
         if len(formats) > 1:
             rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
             say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")
-    job = ClusterJob.of(workload(args, opened))
+    job = ClusterJob(workload(args, opened))
     theta = ClusterTask.theta if args.theta is None else args.theta
     task = ClusterTask(cluster, models, job, formats, table, theta, args.group or ClusterTask.group)
     seconds, method = args.search_seconds or Limits.seconds, args.method or Limits.method
     limits = Limits(seconds=seconds, method=method, batch=args.batch)
     with activity("planning", "searching the stages with the shortest predicted time"):
         found = search(task, limits)
-        helps = whatif.helps(found, limits)
+        helps = explain.cluster_helps(found, limits)
     if args.json:
-        print(json.dumps({"model": opened.source.name} | report.as_json(found, helps), allow_nan=False))
+        print(json.dumps({"model": opened.source.name} | explain.as_json(found, helps), allow_nan=False))
     else:
-        print(report.report(found, opened.source.name, helps))
+        print(explain.report(found, opened.source.name, helps))
     if args.save:
         write(args.save, found.plan.strategy().text())
 
@@ -122,6 +122,6 @@ def _models(
         for form in dict.fromkeys((None, *formats, *FORMATS)):
             opened.use(Lossy(weights=form))
             facts[form] = opened.facts
-        models[kind] = model.of_facts(facts)
+        models[kind] = Model(facts)
         opened.use(Lossy())
     return models, opened

@@ -4,5 +4,6 @@ text.py      policy, placement, memory, bottleneck and totals of a prediction; t
 links.py     attention workers: their links, and the prompts for which they pay
 stagger.py   engines that share attention workers
 whatif.py    changes of machine or weights that would help most
+cluster.py   stages of a pipeline over several devices, and changes of the cluster that would help
 picture.py   a prediction as PNG
 """

@@ -12,8 +12,8 @@ holds as many sequences as its memory has room for, so long contexts shrink the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flexengine.places import DEVICE, place_of, workers_of
 from flexengine.plan.cost import Cost
@@ -194,7 +194,7 @@ class WorkerLinks:
 
 def worker_words(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
     """Return lines on the attention workers of a plan; [] if there are none."""
-    links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
+    links = WorkerLinks.of(model, hardware, prediction)
     if links is None:
         return []
     assumed = "" if links.measured else " if as fast as copies to the device"
@@ -207,16 +207,6 @@ def worker_words(model: ModelFacts, hardware: Hardware, workload: Workload, pred
         f"            {_verdict(links)}",
         f"            {_crossing(span(model, hardware, workload, prediction.policy))}",
     ]
-
-
-def as_json(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> dict[str, Any]:
-    """Return `WorkerLinks` and the lengths of prompts at which workers pay; {} if there are no workers."""
-    links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
-    if links is None:
-        return {}
-    found = span(model, hardware, workload, prediction.policy)
-    more = {"meanwhile": links.meanwhile, "longest": links.longest, "hides": links.hides, "pays": found}
-    return {"workers": asdict(links) | more}
 
 
 def price_words(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:

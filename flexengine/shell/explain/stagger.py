@@ -21,8 +21,9 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count, digits, duration
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.prediction import Prediction
+from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS
-from flexengine.shell.explain.links import NEGLIGIBLE, WorkerLinks, token_bytes
+from flexengine.shell.explain.links import NEGLIGIBLE, WorkerLinks, span, token_bytes
 
 MOST_ENGINES = 64
 ROUNDING = 1e-9  # relative; of quotients that are whole numbers
@@ -128,7 +129,7 @@ class EngineSharing:
     @staticmethod
     def of(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> "EngineSharing | None":
         """Return the numbers for a prediction; None if workers attend to nothing."""
-        links = WorkerLinks.of(model, hardware, prediction) if prediction.policy.works else None
+        links = WorkerLinks.of(model, hardware, prediction)
         if links is None or hardware.filed:  # a file is slower than the others, and takes only what they cannot hold
             return None
         numbers = (w for w in range(1, MOST_WORKERS + 1) if links.partition != HEADS or model.kv_heads % w == 0)
@@ -216,7 +217,12 @@ def _fewest(s: EngineSharing) -> str:
     return f"with {workers} its device is always busy" if s.fewest > s.workers else (f"this engine needs {workers}")
 
 
-def as_json(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
-    """Return `EngineSharing` as a JSON object; {} if there are no workers."""
-    sharing = EngineSharing.of(model, hardware, prediction)
-    return {} if sharing is None else {"sharing": asdict(sharing)}
+def as_json(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> dict[str, Any]:
+    """Return `WorkerLinks`, the lengths of prompts at which workers pay, and `EngineSharing`; {} without workers."""
+    links, sharing = WorkerLinks.of(model, hardware, prediction), EngineSharing.of(model, hardware, prediction)
+    if links is None:
+        return {}
+    more = {"meanwhile": links.meanwhile, "longest": links.longest, "hides": links.hides}
+    pays = span(model, hardware, workload, prediction.policy)
+    values = {"workers": asdict(links) | more | {"pays": pays}}
+    return values if sharing is None else values | {"sharing": asdict(sharing)}

@@ -1,5 +1,6 @@
 """Explain a prediction as text: policy, placement of the data, memory, the bottleneck, and what would help."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,25 +51,17 @@ def report(
     """
     words = worker_words(model, hardware, workload, prediction) if alone else []
     parts = [
-        [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
-        policy_words(prediction.policy),
-        topk_words(model, prediction),
-        [""],
+        [f"{model_name} on {machine(hardware)}", job_size(workload)],
+        [*policy_words(prediction.policy), *topk_words(model, prediction)],
         placement(model, workload, prediction, hardware.shared),
-        [""],
-        memory(prediction, hardware, verbose),
-        neuron_words(model, prediction),
-        [""],
+        [*memory(prediction, hardware, verbose), *neuron_words(model, prediction)],
         lanes_table(prediction, hardware),
-        [""],
         bottleneck(model, hardware, workload, prediction),
-        [""],
-        *([words, sharing_words(model, hardware, prediction), [""]] if words else []),
-        totals(prediction),
-        price_words(model, hardware, workload, prediction),
-        [] if helps is None else ["", *help_lines(helps)],
+        [*words, *sharing_words(model, hardware, prediction)] if words else [],
+        [*totals(prediction), *price_words(model, hardware, workload, prediction)],
+        [] if helps is None else help_lines(helps),
     ]
-    return "\n".join(line.rstrip() for part in parts for line in part)
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
 
 def machine(hardware: Hardware) -> str:
@@ -150,10 +143,8 @@ def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[st
     account, capacity = prediction.layout.account, hardware.capacity
     if not hardware.shared:
         return [(place, account[place], capacity.limits[place]) for place in hardware.places]
-    ram = {
-        what: account["device"].get(what, 0) + account["host"].get(what, 0)
-        for what in dict.fromkeys([*account["device"], *account["host"]])
-    }
+    ram = Counter(account["device"])
+    ram.update(account["host"])
     others = [(place, account[place], capacity.limits[place]) for place in hardware.places if place.staged]
     return [("RAM", ram, capacity.device), *others]
 
@@ -230,11 +221,11 @@ def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, predic
     spent = {kind: prediction.counts[kind] * s for kind, s in prediction.sweep_seconds.items()}
     total = sum(spent.values()) or 1.0
     order = sorted((kind for kind in spent if spent[kind] > 0), key=lambda kind: -spent[kind])
-    heads = ["Bottleneck  ", *["            "] * len(order)]
     cost = Cost(model, hardware, workload)
     return [
-        f"{head}{kind} ({percent(spent[kind] / total)} of the job) {_waits(cost, prediction, kind)}"
-        for head, kind in zip(heads, order, strict=False)
+        f"{'' if k else 'Bottleneck':<12}{kind} ({percent(spent[kind] / total)} of the job)"
+        f" {_waits(cost, prediction, kind)}"
+        for k, kind in enumerate(order)
     ]
 
 
@@ -319,12 +310,6 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
     return "\n".join(lines)
 
 
-def splits(prediction: Prediction) -> str:
-    """Return the realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
-    rows = {kind: "/".join(f"{100 * x:.0f}" for x in prediction.shares(kind).values()) for kind in KINDS.values()}
-    return "  ".join(f"{kind[0]} {row}" for kind, row in rows.items())
-
-
 def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LINES) -> str:
     """Return a table of predictions: latency, tok/s, block, mean sequences alive, splits.
 
@@ -333,6 +318,12 @@ def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LI
     """
     step = -(-(len(predictions) - 1) // max(1, rows - 1)) or 1
     shown = [p for i, p in enumerate(predictions) if i % step == 0 or i == len(predictions) - 1]
+
+    def splits(prediction: Prediction) -> str:
+        """Return the realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
+        rows = {kind: "/".join(f"{100 * x:.0f}" for x in prediction.shares(kind).values()) for kind in KINDS.values()}
+        return "  ".join(f"{kind[0]} {row}" for kind, row in rows.items())
+
     lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}{'alive':>8}  schedule    slots  device/host/disk % of w, c, h"]
     lines += [
         f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}{digits(p.alive):>8}"

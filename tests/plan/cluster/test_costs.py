@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.cluster import model
-from flexengine.plan.cluster.costs import MOST_READING, ClusterTask, Costs, cohort_policy, stage_facts
+from flexengine.plan.cluster.costs import MOST_READING, ClusterPlan, ClusterTask, Costs, cohort_policy, stage_facts
 from flexengine.plan.cluster.devices import Cluster, Device, Link, MachineRates
-from flexengine.plan.cluster.job import ClusterJob, Shape
-from flexengine.plan.cluster.plan import ClusterPlan
+from flexengine.plan.cluster.job import ClusterJob, Model, Shape, assumed_harm
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import lay_out
+from flexengine.plan.stages import shape_name
 from flexengine.plan.workload import Workload
 from tests.helpers.plans import machine_of, opt
 
@@ -30,9 +29,9 @@ def planned(facts: ModelFacts, cuts: list[int], workload: Workload, shape: Shape
     """The stages between the cuts, on equal machines."""
     hardware = replace(machine_of(random.Random(1), kind), task_seconds=1e-4)
     devices = tuple(Device(f"d{k}", "d", 10**12, MachineRates(hardware), kind) for k in range(len(cuts) - 1))
-    made = model.of_facts({None: facts})
+    made = Model({None: facts})
     cluster = Cluster("c", devices, Link(1e9), Link(1e9))
-    task = ClusterTask(cluster, {kind: made}, ClusterJob.of(workload), (None,), model.assumed_harm(made, (None,)))
+    task = ClusterTask(cluster, {kind: made}, ClusterJob(workload), (None,), assumed_harm(made, (None,)))
     stages = [k for k in range(len(cuts) - 1) for _ in range(cuts[k + 1] - cuts[k])]
     numbers = Costs(task).numbers(devices, shape)
     return ClusterPlan(task, devices, shape, numbers, stages, [0] * len(stages))
@@ -45,10 +44,11 @@ def test_bytes_are_those_of_the_layout(facts: ModelFacts, kind: str, cuts: list[
     """To the byte for one cohort: weights, KV pages, ports, workspace, embedding and head of each stage."""
     workload, facts = Workload({(100, 20): 6, (37, 9): 2}), replace(facts, gpu=kind == "cuda")
     plan = planned(facts, cuts, workload, Shape(8, 8, 4), kind)
-    policy = cohort_policy(8, 400)
+    policy = cohort_policy(Shape(8, 8, 4), ClusterJob(workload))
+    assert policy.prefill_tokens == 4 * 100
     for k, (first, end) in enumerate(itertools.pairwise(cuts)):
         capacity = Capacity(None, None, None, kind == "cpu", kind != "cpu")
-        layout = lay_out(stage_facts(facts, first, end), policy, workload, capacity)
+        layout = lay_out(stage_facts(facts, slice(first, end), (first == 0, end == 6)), policy, workload, capacity)
         read = layout.account["device"].get("read buffers", MOST_READING)  # in RAM they are booked at their largest
         assert plan.priced.memory[k] - MOST_READING == layout.total("device") - read
 
@@ -59,13 +59,13 @@ def test_seconds_are_those_of_the_cost_model(kind: str) -> None:
     workload, facts = Workload({(128, 40): 8}), replace(TINY, gpu=kind == "cuda")
     plan = planned(facts, [0, 6], workload, Shape(8, 8, 8), kind)
     hardware = plan.devices[0].latency.hardware  # type: ignore[attr-defined]
-    layout = lay_out(facts, cohort_policy(8, 8 * 128), workload, hardware.capacity)
+    layout = lay_out(facts, cohort_policy(Shape(8, 8, 8), ClusterJob(workload)), workload, hardware.capacity)
     predicted = Cost(facts, hardware, workload).predict(layout)
     assert plan.priced.decode[0] == pytest.approx(predicted.sweep_seconds["decode"], rel=1e-6)
     assert plan.priced.seconds == pytest.approx(predicted.seconds, rel=1e-3)
 
 
 def test_names_of_shapes() -> None:
-    assert model.shape_name(TINY) == "model, 6 layers of 512, 8 heads of 64, vocabulary 50272"
+    assert shape_name(TINY) == "model, 6 layers of 512, 8 heads of 64, vocabulary 50272"
     grouped = replace(TINY, kv_heads=2, kind="llama")
-    assert model.shape_name(grouped) == "llama, 6 layers of 512, 8/2 heads of 64, vocabulary 50272"
+    assert shape_name(grouped) == "llama, 6 layers of 512, 8/2 heads of 64, vocabulary 50272"

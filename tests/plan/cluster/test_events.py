@@ -1,13 +1,19 @@
 """A pipeline in virtual time against the formulas of its seconds, utilisation and bubbles."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from bench.cluster.events import Pipeline
+from bench.cluster.toys import instance
+from bench.simulate import Forecast
+from flexengine.plan.cluster.costs import ClusterPlan
 from flexengine.plan.cluster.devices import DECODE, PREFILL
-from flexengine.plan.cluster.events import Pipeline
-from flexengine.schedule.simulate import Forecast
+from flexengine.plan.cluster.job import Shape
+from flexengine.schedule.tasks import Op
+from tests.plan.cluster import toys
 
 
 def phases(forecast: Forecast) -> dict[str, tuple[float, float]]:
@@ -24,7 +30,7 @@ def utilisation(forecast: Forecast, stages: int, phase: str | None = None) -> li
     begin, end = phases(forecast)[phase] if phase else (0.0, forecast.seconds)
     busy = [0.0] * stages
     for task, start, stop in forecast.spans:
-        if task.lane.startswith("stage") and (phase is None or task.phase == phase):
+        if task.op is Op.COMPUTE and (phase is None or task.phase == phase):
             busy[task.cell.layer] += stop - start
     return [seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
 
@@ -96,3 +102,21 @@ def test_no_lane_does_two_things_at_once(seed: int) -> None:
         spans.sort()
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
     assert len(lanes["stage 0"]) == 3 * (2 + 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_seconds_of_a_plan_are_those_of_its_tasks(seed: int) -> None:
+    """Of stages in order, with units anywhere: unequal links, empty inner stages, parts of cohorts."""
+    rng, numbers = np.random.default_rng(seed), instance(seed)
+    stage_of = [0, *sorted(rng.integers(0, numbers.stages, numbers.units - 2).tolist()), numbers.stages - 1]
+    made = toys.task(toys.cluster(*(toys.device(f"d{j}", 1, 1) for j in range(numbers.stages))))
+    plan = ClusterPlan(made, made.cluster.devices, Shape(1, 1, 1), numbers, stage_of, [0] * numbers.units)
+    assert plan.simulated_seconds == Pipeline.of(plan).simulate().seconds * numbers.rounds
+
+
+def test_a_plan_of_too_many_micro_batches_is_not_simulated() -> None:
+    numbers = replace(instance(0), steps=10**6)
+    made = toys.task(toys.cluster(*(toys.device(f"d{j}", 1, 1) for j in range(numbers.stages))))
+    units = [0, *[numbers.stages - 1] * (numbers.units - 1)]
+    plan = ClusterPlan(made, made.cluster.devices, Shape(1, 1, 1), numbers, units, [0] * numbers.units)
+    assert plan.simulated_seconds is None

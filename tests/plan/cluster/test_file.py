@@ -12,7 +12,7 @@ from flexengine import shipped
 from flexengine.errors import InvalidInput
 from flexengine.plan.cluster.devices import HandRates, MachineRates, Profiled
 from flexengine.plan.cluster.file import from_json, load, load_harm
-from flexengine.plan.cluster.model import assumed_harm
+from flexengine.plan.cluster.job import assumed_harm
 
 LINK = {"bandwidth": 1e9, "latency": 1e-4}
 FAST = {"memory": "8GiB", "flops": 1e13, "bandwidth": 1e11}
@@ -164,8 +164,11 @@ def test_harm_tables(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             load_harm(path, layers, formats)
-    for values, message in (({"rows": []}, "it must have layers"), ({"layers": [1]}, "layer 0 is 1"),
-                            ({"layers": [{"int5": 1}]}, "unknown formats"), ({"layers": [{"int8": -1}]}, "positive"),
+    for values, message in (({"rows": []}, r"unknown fields \['rows'\]; it takes \['layers'\]"),
+                            ({}, r"lacks fields \['layers'\]"), ({"layers": 1}, "it must be a list with an object"),
+                            ({"layers": [1]}, r"layers\[0\] is 1; it must be an object"),
+                            ({"layers": [{"int5": 1}]}, r"layer 0 has unknown fields \['int5'\]; it takes \['exact'"),
+                            ({"layers": [{"int8": -1}]}, "positive"),
                             ({"layers": [{"int8": True}]}, "must be a positive number")):  # fmt: skip
         path.write_text(json.dumps(values))
         with pytest.raises(InvalidInput, match=message):

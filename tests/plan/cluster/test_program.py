@@ -14,7 +14,7 @@ from flexengine.plan.cluster.transfer import transfer
 
 
 def test_brute_force_on_toy_instances() -> None:
-    """Two classes of layers, unequal links, offloading, empty inner stages, both forms of the objective."""
+    """Two classes of layers, unequal links, offloading, empty inner stages."""
     solved, heuristic = 0, []
     for seed in range(INSTANCES):
         m = instance(seed)

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from bench.cluster import baselines
-from bench.cluster.cases import decoder
+from bench.cluster.cases import decoder, uniform_job
+from bench.cluster.events import Pipeline
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.cluster import whatif
 from flexengine.plan.cluster.case_costs import price
-from flexengine.plan.cluster.costs import Costs, orders
+from flexengine.plan.cluster.costs import ClusterPlan, Costs, orders
 from flexengine.plan.cluster.devices import Cluster, HandRates
-from flexengine.plan.cluster.events import Pipeline
-from flexengine.plan.cluster.job import ClusterJob, Shape, batches, shapes
-from flexengine.plan.cluster.plan import ClusterPlan
+from flexengine.plan.cluster.job import Shape, batches, shapes
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import Limits, search
 from flexengine.plan.cluster.transfer import transfer
+from flexengine.shell.explain.cluster import cluster_helps
+from flexengine.shell.explain.whatif import MIN_SPEEDUP
 from tests.plan.cluster.toys import cluster, device, task
 
 # Skewed clusters: speed and memory (GB) of each device differ.
@@ -51,6 +51,7 @@ def test_beats_simpler_plans_on_skewed_clusters(name: str) -> None:
     plan = chosen(name)
     ours = simulated(plan)
     seconds = Pipeline.of(plan).simulate().seconds * plan.numbers.rounds
+    assert plan.simulated_seconds == seconds
     assert plan.priced.seconds == pytest.approx(seconds, rel=0.02)
     for other in (baselines.uniform(plan.task), baselines.pipe_edge(plan.task)):
         assert other is not None
@@ -65,7 +66,7 @@ def test_shapes() -> None:
     assert max(batches(100_000)) <= 4096
     assert Shape(10, 4, 2).cohorts == 3
     assert Shape(10, 4, 2).prefills == 6
-    job = ClusterJob.uniform(10, 100, 20)
+    job = uniform_job(10, 100, 20)
     assert (job.past, job.cached(3), Shape(4, 2, 1).rounds(10)) == (110, 3 * 128, 3)  # pages of 16 tokens
 
 
@@ -88,7 +89,7 @@ def test_many_types_have_few_orders() -> None:
 
 def test_pruning_loses_nothing() -> None:
     """Against the best of all cases, each solved to optimality."""
-    made = task(SKEWED["fast and slow"], decoder("toy", 6, 2048, 8192, 32000), ClusterJob.uniform(4, 64, 8), theta=0.1)
+    made = task(SKEWED["fast and slow"], decoder("toy", 6, 2048, 8192, 32000), uniform_job(4, 64, 8), theta=0.1)
     found = search(made, Limits(gap=0.0, seconds=60.0))
     costs, best = Costs(made), np.inf
     for order, batch in itertools.product(orders(made.cluster), batches(4)):
@@ -156,9 +157,9 @@ def test_a_device_without_kernels_is_refused() -> None:
 def test_what_would_help() -> None:
     made = task(SKEWED["fast but small"], formats=(None, "int8"), theta=0.0)
     found = search(made, QUICK)
-    helps = {h.label: h.ratio for h in whatif.helps(found, QUICK)}
+    helps = {h.label: h.ratio for h in cluster_helps(found, QUICK)}
     assert helps
-    assert all(ratio >= whatif.MIN_SPEEDUP for ratio in helps.values())
+    assert all(ratio >= MIN_SPEEDUP for ratio in helps.values())
     assert "links ten times as fast" not in helps  # links are fast already
 
 

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from bench.cluster.cases import decoder
+from bench.cluster.cases import decoder, uniform_job
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
-from flexengine.plan.cluster.job import ClusterJob
-from flexengine.plan.cluster.model import Format, Model, assumed_harm
+from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.strategy import BITS
 
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
@@ -35,5 +34,5 @@ def task(
     made = model or decoder("toy", 12, 2048, 8192, 32000)
     table = assumed_harm(made, formats)
     rng = np.random.default_rng(1)
-    table = table * rng.uniform(0.3, 3.0, (len(made.layers), 1))
-    return ClusterTask(devices, {"cuda": made}, job or ClusterJob.uniform(16, 256, 32), formats, table, theta, group)
+    table = table * rng.uniform(0.3, 3.0, (len(made.kinds), 1))
+    return ClusterTask(devices, {"cuda": made}, job or uniform_job(16, 256, 32), formats, table, theta, group)

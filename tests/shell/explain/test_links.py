@@ -13,7 +13,8 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.shell.explain import text as explain
-from flexengine.shell.explain.links import WorkerLinks, as_json, least_bandwidth, price_words, token_bytes, worker_words
+from flexengine.shell.explain.links import WorkerLinks, least_bandwidth, price_words, token_bytes, worker_words
+from flexengine.shell.explain.stagger import as_json
 from flexengine.shell.explain.whatif import changes, helps
 from tests.helpers.explained import GPU, model
 from tests.helpers.plans import both

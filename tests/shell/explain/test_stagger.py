@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from bench.simulate import simulate
 from bench.stagger.orders import POOL, Stagger, replica_lane, steady
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
-from flexengine.schedule.simulate import simulate
 from flexengine.schedule.tasks import Op
 from flexengine.shell.explain import text as explain
 from flexengine.shell.explain.stagger import MOST_ENGINES, EngineSharing, Pace, as_json, best, sharing_words
@@ -157,7 +157,7 @@ def test_numbers_of_a_plan() -> None:
     read = 32 * 4096 * (192 + 64 / 2 + 0.5)  # bytes of KV of a layer, as in test_links
     slow = replace(slow, worker_attention=dict.fromkeys(slow.worker_attention, read / (4 * step)))
     _, prediction, _ = run(slow)
-    found = as_json(facts, slow, prediction)["sharing"]
+    found = as_json(facts, slow, WORK, prediction)["sharing"]
     assert found["slice_seconds"] == pytest.approx(step / 8)
     assert found["attention_seconds"] == pytest.approx(4 * step / 8, rel=0.01)
     assert found["transfer_seconds"] == pytest.approx(8192 * 4 / 1e12)
@@ -226,4 +226,4 @@ def test_no_number_of_workers_helps_a_single_gpu_batch() -> None:
 def test_plans_without_workers_say_nothing() -> None:
     near, _ = both(model(), machine(), WORK, replace(POLICY, cache=(1, 0, 0)))
     assert sharing_words(model(), machine(), near) == []
-    assert as_json(model(), machine(), near) == {}
+    assert as_json(model(), machine(), WORK, near) == {}

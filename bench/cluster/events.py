@@ -1,7 +1,6 @@
 """A pipeline in virtual time: every micro-batch on every stage and link, with the simulator of a machine's lanes.
 
-Prefill parts of all cohorts flow first, in order. A cohort's first decode step waits for all of its parts, and every
-further step for the tokens of the step before, which travel from the last stage back to the first.
+The tasks of `ClusterPlan.simulated_seconds`, with a lane for each stage and each link:
 
     stage 0   p0 p1 p2 p3 d0 d1 d2 d3 d0 d1 ...
     stage 1      p0 p1 p2 p3 d0 d1 d2 d3 d0 ...
@@ -10,20 +9,24 @@ further step for the tokens of the step before, which travel from the last stage
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.simulate import Forecast, simulate
+from flexengine.plan.cluster.costs import ClusterPlan
 from flexengine.plan.cluster.devices import DECODE, PREFILL
-from flexengine.plan.cluster.plan import ClusterPlan
 from flexengine.schedule.order import Cell
-from flexengine.schedule.simulate import Forecast, simulate
 from flexengine.schedule.tasks import Op, Task
-
-BACK = "back"
 
 
 @dataclass(slots=True)
 class PhaseTask(Task):
-    """A task of a phase of generation. phase: PREFILL or DECODE."""
+    """A task of a phase of generation.
+
+    Attributes:
+        phase: PREFILL or DECODE.
+        seconds: how long it takes.
+    """
 
     phase: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,6 @@ class Pipeline:
         return Pipeline(priced.prefill, priced.decode, priced.hop_prefill, priced.hop_decode, priced.back,
                         numbers.prefills // numbers.cohorts, numbers.cohorts, numbers.steps)  # fmt: skip
 
-    def seconds(self, task: PhaseTask) -> float:
-        """Return the seconds of a task."""
-        if task.lane == BACK:
-            return self.back
-        stage, first = task.cell.layer, task.phase == PREFILL
-        if task.lane.startswith("stage"):
-            return (self.prefill if first else self.decode)[stage]
-        return (self.hop_prefill if first else self.hop_decode)[stage]
-
     def program(self) -> Iterator[PhaseTask]:
         """Yield the tasks of one round, in program order."""
         for cohort in range(self.cohorts):
@@ -75,18 +69,18 @@ class Pipeline:
 
     def _pass(self, phase: str, step: int, cohort: int, what: tuple[object, ...]) -> Iterator[PhaseTask]:
         """Yield the tasks of one micro-batch on its way through the stages."""
-        last = len(self.prefill) - 1
-        for stage in range(last + 1):
+        stages, hops = (self.prefill, self.hop_prefill) if phase == PREFILL else (self.decode, self.hop_decode)
+        for stage, seconds in enumerate(stages):
             reads: tuple[tuple[object, ...], ...] = (what,)
             if phase == DECODE and step == 1 and stage == 0:
                 reads += tuple(("part", cohort, part) for part in range(self.parts))
             cell = Cell(step, stage, cohort)
-            yield PhaseTask(Op.COMPUTE, cell, f"stage {stage}", reads, (what,), phase)
-            if stage < last and (self.hop_prefill or self.hop_decode):
-                yield PhaseTask(Op.LEAVE, cell, f"hop {stage}", (what,), (what,), phase)
-        if self.back and last:
-            yield PhaseTask(Op.ENTER, Cell(step, last, cohort), BACK, (what,), (what,), phase)
+            yield PhaseTask(Op.COMPUTE, cell, f"stage {stage}", reads, (what,), phase, seconds)
+            if stage < len(hops):
+                yield PhaseTask(Op.LEAVE, cell, f"hop {stage}", (what,), (what,), phase, hops[stage])
+        if self.back and len(stages) > 1:
+            yield PhaseTask(Op.ENTER, Cell(step, stage, cohort), "back", (what,), (what,), phase, self.back)
 
     def simulate(self) -> Forecast[PhaseTask]:
         """Return the simulated round."""
-        return simulate(self.program(), self.seconds)
+        return simulate(self.program(), lambda task: task.seconds)

@@ -1,39 +1,40 @@
-"""A plan of a cluster as text: stages, formats by layer, memory, bubbles, predicted speed, and what would help."""
+"""A plan of a cluster as text: stages, formats by layer, memory, bubbles, predicted speed, and changes of the cluster
+that would make the job shorter, each planned again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from flexengine.plan.cluster.devices import DECODE, PREFILL
-from flexengine.plan.cluster.events import Pipeline
+from flexengine.errors import OutOfMemory
+from flexengine.plan.cluster.costs import ClusterPlan, ClusterTask
+from flexengine.plan.cluster.devices import DECODE, PREFILL, Cluster, Link
 from flexengine.plan.cluster.file import EXACT_NAME
-from flexengine.plan.cluster.model import Format
-from flexengine.plan.cluster.plan import ClusterPlan
-from flexengine.plan.cluster.search import Found
-from flexengine.plan.cluster.whatif import ClusterHelp
+from flexengine.plan.cluster.job import Format, assumed_harm
+from flexengine.plan.cluster.search import Found, Limits, search
 from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, percent, size
+from flexengine.shell.explain.whatif import MIN_SPEEDUP, NEARLY_FULL_SHARE, Help
 
 MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
-MOST_SIMULATED = 200_000  # tasks of a round; more take over a second
 LINE = 64  # layers per line of the picture
+SECONDS = 4.0  # most seconds to plan one change
+GAP = 1e-2
+MOST_TYPES = 3  # types that are tried at twice the speed
 
 
-def report(found: Found, model_name: str, helps: Sequence[ClusterHelp] = ()) -> str:
+def report(found: Found, model_name: str, helps: Sequence[Help] = ()) -> str:
     """Return the whole explanation.
 
     Args:
         found: result of the search.
         model_name: shown in the first line.
-        helps: from `whatif.helps`.
+        helps: from `cluster_helps`.
     """
     plan = found.plan
-    parts = [
-        head(plan, model_name), [""], picture(plan), [""], stages(plan), [""], memory(plan), [""],
-        totals(found), *([["", *help_lines(helps)]] if helps else []),
-    ]  # fmt: skip
-    return "\n".join(line.rstrip() for part in parts for line in part)
+    parts = [_head(plan, model_name), _picture(plan), _stages(plan), _memory(plan), _totals(found), _help_lines(helps)]
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
 
-def head(plan: ClusterPlan, model_name: str) -> list[str]:
+def _head(plan: ClusterPlan, model_name: str) -> list[str]:
     """Return lines with model, cluster, rows and micro-batches."""
     cluster, job, shape = plan.task.cluster, plan.task.job, plan.shape
     rounds = shape.rounds(job.rows)
@@ -52,7 +53,7 @@ def head(plan: ClusterPlan, model_name: str) -> list[str]:
     return lines + ([f"            without layers: {', '.join(unused)}"] if unused else [])
 
 
-def picture(plan: ClusterPlan) -> list[str]:
+def _picture(plan: ClusterPlan) -> list[str]:
     """Return a character per layer: its format; small letters mark layers whose weights are on the host."""
     shown = sorted({choice.form for choice in plan.choices}, key=lambda form: list(MARKS).index(form))
     legend = "  ".join(f"{MARKS[form]} {form or EXACT_NAME}" for form in shown)
@@ -69,10 +70,10 @@ def picture(plan: ClusterPlan) -> list[str]:
     return lines
 
 
-def stages(plan: ClusterPlan) -> list[str]:
+def _stages(plan: ClusterPlan) -> list[str]:
     """Return a table of the stages: layers, formats, seconds of a micro-batch, busy shares, and the link after it."""
     priced = plan.priced
-    busy = busy_shares(plan)
+    busy = _busy_shares(plan)
     width = max(len("stage"), *(len(d.name) for d in plan.devices))
     kind = max(len("type"), *(len(d.type) for d in plan.devices))
     lines = [
@@ -94,22 +95,17 @@ def stages(plan: ClusterPlan) -> list[str]:
     return [*lines, f"  idle (bubbles): {idle}"]
 
 
-def busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
+def _busy_shares(plan: ClusterPlan) -> dict[str, list[float]]:
     """Return by phase the share of its time in which each stage works, by the objective's times."""
     priced, numbers = plan.priced, plan.numbers
-    slow = max(*priced.prefill, *priced.hop_prefill, 0.0)
-    first = (numbers.prefills - 1) * slow + sum(priced.prefill) + sum(priced.hop_prefill)
-    step = max(
-        numbers.cohorts * max(*priced.decode, *priced.hop_decode, 0.0),
-        sum(priced.decode) + sum(priced.hop_decode) + priced.back,
-    )
+    first, step = priced.passes
     return {
         PREFILL: [numbers.prefills * s / first if first else 0.0 for s in priced.prefill],
         DECODE: [numbers.cohorts * s / step if step else 0.0 for s in priced.decode],
     }
 
 
-def memory(plan: ClusterPlan) -> list[str]:
+def _memory(plan: ClusterPlan) -> list[str]:
     """Return a bar per device of its bytes against its capacity, and the bytes on the host."""
     lines, width = ["Memory"], max(len(device.name) for device in plan.devices)
     for k, device in enumerate(plan.devices):
@@ -123,19 +119,10 @@ def memory(plan: ClusterPlan) -> list[str]:
     return lines
 
 
-def simulated_seconds(plan: ClusterPlan) -> float | None:
-    """Return the seconds of the job in virtual time; None if there are too many events."""
-    pipeline = Pipeline.of(plan)
-    events = (plan.numbers.prefills + plan.numbers.steps * plan.numbers.cohorts) * 2 * len(plan.devices)
-    if events > MOST_SIMULATED:
-        return None
-    return pipeline.simulate().seconds * plan.numbers.rounds
-
-
-def totals(found: Found) -> list[str]:
+def _totals(found: Found) -> list[str]:
     """Return lines with throughput, harm, and how the plan was found."""
     plan = found.plan
-    simulated = simulated_seconds(plan)
+    simulated = plan.simulated_seconds
     checked = "" if simulated is None else f"; {clock(simulated)} in virtual time, micro-batch by micro-batch"
     how = "mixed-integer programs" if found.method == "program" else "bit transfers"
     return [
@@ -147,21 +134,21 @@ def totals(found: Found) -> list[str]:
     ]
 
 
-def help_lines(helps: Sequence[ClusterHelp]) -> list[str]:
+def _help_lines(helps: Sequence[Help]) -> list[str]:
     """Return lines with the changes that would help, and the speedup of the job."""
     width = max((len(h.label) for h in helps), default=0)
     lines = [f"  {h.label:<{width}}  {h.ratio:.2f}x" for h in helps]
-    return ["Would help  (the whole job, one change at a time, each planned again)", *lines]
+    return ["Would help  (the whole job, one change at a time, each planned again)", *lines] if helps else []
 
 
-def as_json(found: Found, helps: Sequence[ClusterHelp] = ()) -> dict[str, Any]:
+def as_json(found: Found, helps: Sequence[Help] = ()) -> dict[str, Any]:
     """Return the plan's numbers."""
     plan, priced = found.plan, found.plan.priced
-    busy = busy_shares(plan)
+    busy = _busy_shares(plan)
     return {
         "cluster": plan.task.cluster.name, "rows": plan.task.job.rows, "prompt_tokens": plan.task.job.prompt,
         "output_tokens": plan.task.job.output, "batch": plan.shape.batch, "rounds": plan.numbers.rounds,
-        "tok_s": plan.tokens_per_second, "seconds": priced.seconds, "simulated_seconds": simulated_seconds(plan),
+        "tok_s": plan.tokens_per_second, "seconds": priced.seconds, "simulated_seconds": plan.simulated_seconds,
         "harm": priced.harm, "theta": plan.task.theta, "cost": priced.cost, "gap": found.gap,
         "search_seconds": found.seconds, "solved": found.solved, "bounded": found.bounded, "method": found.method,
         "stages": [
@@ -172,5 +159,63 @@ def as_json(found: Found, helps: Sequence[ClusterHelp] = ()) -> dict[str, Any]:
             for k, device in enumerate(plan.devices)
         ],
         "strategy": plan.strategy().to_json(),
-        "helps": [h._asdict() for h in helps],
+        "helps": [{"label": h.label, "ratio": h.ratio} for h in helps],
     }  # fmt: skip
+
+
+def cluster_helps(found: Found, limits: Limits) -> list[Help]:
+    """Return the changes that make the job at least 3 % shorter, the best first.
+
+    Args:
+        found: the plan.
+        limits: of the plan's search; each change is planned in at most SECONDS.
+    """
+    brief = replace(limits, seconds=min(SECONDS, limits.seconds), gap=max(GAP, limits.gap))
+    made = []
+    for label, task in _changes(found.plan):
+        try:
+            seconds = search(task, brief).plan.priced.seconds
+        except OutOfMemory:
+            continue
+        if (ratio := found.plan.priced.seconds / seconds) >= MIN_SPEEDUP:
+            made.append(Help(label, ratio))
+    return sorted(made, key=lambda h: -h.ratio)
+
+
+def _changes(plan: ClusterPlan) -> Iterator[tuple[str, ClusterTask]]:
+    """Yield changes, and the task with each of them."""
+    task, cluster, priced = plan.task, plan.task.cluster, plan.priced
+    slow = max(range(len(plan.devices)), key=lambda k: priced.decode[k] * plan.numbers.cohorts + priced.prefill[k])
+    kind = plan.devices[slow].type
+    for name in dict.fromkeys((kind, *cluster.types[:MOST_TYPES])):
+        yield f"{name} twice as fast", replace(task, cluster=_doubled(cluster, name, "speed"))
+    names = {device.name for device in cluster.devices}
+    name = next(f"{kind}+{k}" for k in range(1, len(names) + 2) if f"{kind}+{k}" not in names)
+    more = (*cluster.devices, replace(plan.devices[slow], name=name))
+    yield f"one more {kind}", replace(task, cluster=replace(cluster, devices=more))
+    full = max(range(len(plan.devices)), key=lambda k: priced.memory[k] / plan.devices[k].memory)
+    if priced.memory[full] >= NEARLY_FULL_SHARE * plan.devices[full].memory:
+        name = plan.devices[full].type
+        yield f"{name} with twice the memory", replace(task, cluster=_doubled(cluster, name, "memory"))
+    if len(plan.devices) > 1:
+        pairs = {pair: _ten_times(link) for pair, link in cluster.pairs.items()}
+        faster = replace(cluster, within=_ten_times(cluster.within), between=_ten_times(cluster.between), pairs=pairs)
+        yield "links ten times as fast", replace(task, cluster=faster)
+    if any(choice.host for choice in plan.choices):
+        hosts = tuple(replace(d, host_link=2 * d.host_link) for d in cluster.devices)
+        yield "links from host to device twice as fast", replace(task, cluster=replace(cluster, devices=hosts))
+    fewer = next((form for form in ("int8", "int4", "int3") if form not in task.formats), None)
+    if fewer is not None and all(fewer in model.facts for model in task.models.values()):
+        formats = (*task.formats, fewer)
+        table = assumed_harm(task.model, formats)
+        yield f"layers in {fewer} allowed (lossy)", replace(task, formats=formats, harm=table)
+
+
+def _doubled(cluster: Cluster, kind: str, field: str) -> Cluster:
+    """Return the cluster with twice the number in a field of all devices of a type."""
+    doubled = (replace(d, **{field: 2 * getattr(d, field)}) if d.type == kind else d for d in cluster.devices)
+    return replace(cluster, devices=tuple(doubled))
+
+
+def _ten_times(link: Link) -> Link:
+    return Link(10 * link.bandwidth, link.latency / 10)
