@@ -1,4 +1,4 @@
-"""bench/walk.py: a prompt, a weight and an error pass few modules, and seldom turn back, as docs/architecture.md draws."""
+"""bench/walk.py: a prompt, a weight and an error pass few modules, as docs/architecture.md draws them."""
 
 import re
 import subprocess
