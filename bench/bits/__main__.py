@@ -73,7 +73,7 @@ def stretches(engine: Any, rows: int, tokens: int) -> list[list[int]]:
 
 def harms_of(engine: Any) -> dict[str, list[dict[str, float]]]:
     """Return harms by measure, layer and format: the engine's, and LLM-PQ's, on the text of calibration."""
-    from flexengine.guests.bits import Bits, step_ratio
+    from flexengine.guests.calibration import Bits, step_ratio
 
     measured = Bits(engine.core, engine.calibrator).harms()
     ours = [{codec: harm * step_ratio(codec) for codec in BITS} for harm in measured]
@@ -156,7 +156,7 @@ def _versions() -> Record:
 def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list[Record]:
     """Measure all choices, and return a record for each."""
     from flexengine import Engine, Lossy
-    from flexengine.guests.bits import Bits
+    from flexengine.guests.calibration import Bits
     from flexengine.lossy import BUNDLED
     from flexengine.shell.commands import quality
 

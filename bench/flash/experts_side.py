@@ -71,8 +71,9 @@ class Choices:
 def main() -> None:
     """Run one job."""
     job = Job.from_json(sys.stdin.read())
-    from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks
-    from flexengine.guests.flash.expert_layers import Router
+    from bench.flash.counted import CountedBlock
+    from flexengine.guests.flash import expert_blocks
+    from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks, Router
     from flexengine.plan import experts
     from flexengine.worker.worker import Worker
 
@@ -97,6 +98,7 @@ def main() -> None:
     if (right := job.options.get("right")) is not None:
         setattr(Router, "choose", worsened(Router.choose, right))  # noqa: B010
     setattr(ExpertBlock, "__call__", computing)  # noqa: B010
+    setattr(expert_blocks, "ExpertBlock", CountedBlock)  # noqa: B010
     setattr(Worker, "begin", beginning)  # noqa: B010 - a method is replaced
     setattr(ExpertBlocks, "close", closing)  # noqa: B010
     ran = run(job)

@@ -41,10 +41,10 @@ from bench.flash.planted import SHAPES, PlantedShape, plant_predictors, read_ten
 from bench.harness import Record
 from bench.models import make
 from flexengine.codec.records import RecordForm
-from flexengine.guests.flash.arena import Arena, Fetch, IntArray
 from flexengine.guests.flash.bundles import Bundle
+from flexengine.guests.flash.neurons import Arena, Fetch, IntArray
 from flexengine.guests.flash.predictors import Trained
-from flexengine.guests.flash.reader import RecordReader
+from flexengine.guests.flash.reader import RecordReader, requests
 from flexengine.guests.flash.traces import Trace, window_unions
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.tier.memory import aligned_buffer
@@ -63,7 +63,8 @@ class WindowArena(Arena):
 
     def fetch(self, neurons: IntArray) -> Fetch:
         fetch = super().fetch(neurons)
-        self._free(np.flatnonzero((self._neuron_at >= 0) & (self._used <= self.step - self.window)))
+        left = np.flatnonzero((self._neuron_at >= 0) & (self._used <= self.step - self.window))
+        self._row_of[self._neuron_at[left]] = self._neuron_at[left] = self._used[left] = -1
         return fetch
 
 
@@ -211,8 +212,8 @@ def _timed(reader: RecordReader, read: Wanted, target: Tensor) -> Read:
     bundle, numbers = read
     rows, chosen, places = target.view(-1, bundle.form.nbytes), torch.from_numpy(numbers), torch.arange(len(numbers))
     began = time.perf_counter()
-    traffic = reader.read(bundle, chosen, rows, places)
-    return Read(time.perf_counter() - began, traffic.bytes, traffic.requests)
+    nbytes = reader.read(bundle, chosen, rows, places)
+    return Read(time.perf_counter() - began, nbytes, len(requests(numbers, bundle.form.nbytes, reader.gap)) - 1)
 
 
 def climbed(ladder: Ladder, turns: int) -> dict[str, Record]:

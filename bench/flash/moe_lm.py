@@ -26,10 +26,12 @@ import transformers
 from torch import Tensor
 
 from bench import harness
+from bench.flash.counted import CountedBlock
 from bench.flash.experts_side import summed, worth
 from bench.flash.relu_model import SPECIAL, TEST, Training, fit, ids_of, nll, rows_of, save, source
 from bench.harness import Record
-from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks
+from flexengine.guests.flash import expert_blocks
+from flexengine.guests.flash.expert_blocks import ExpertBlocks
 
 ROWS, LENGTH = 32, 255  # stretches of the text, and tokens of each
 
@@ -118,15 +120,16 @@ def generate(directory: Path, case: Case, guessing: bool, batches: int = 1) -> R
     Args:
         batches: gpu_batches of a sweep, of a row each.
     """
-    blocks, close = list[ExpertBlock](), ExpertBlocks.close
+    blocks, close = list[CountedBlock](), ExpertBlocks.close
 
     def closing(of_job: ExpertBlocks) -> None:
-        blocks.extend(of_job.blocks)
+        blocks.extend(block for block in of_job.blocks if isinstance(block, CountedBlock))
         close(of_job)
 
     policy = Policy(1, batches, neurons=0.5, schedule="zigzag")
     changed = patch.multiple(ExpertBlocks, guessing=guessing, close=closing)
-    with changed, Engine(directory, device="cpu", policy=policy, lossy=Lossy(flash="oracle")) as engine:
+    counted = patch.object(expert_blocks, "ExpertBlock", CountedBlock)
+    with changed, counted, Engine(directory, device="cpu", policy=policy, lossy=Lossy(flash="oracle")) as engine:
         rows = [{"prompt_token_ids": [0]}] * case.generated
         results = engine.generate(rows, SamplingParams(case.new, temperature=1.0, seed=1, ignore_eos=True))
         seconds = engine.summary.decode_seconds

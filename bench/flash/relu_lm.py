@@ -28,7 +28,7 @@ from torch import Tensor
 from bench import harness
 from bench.flash.relu_model import LEARN, TEST, Shape, blocks, ids_of, nll, rows_of, source, train
 from bench.harness import Record
-from flexengine.guests.flash import training_job
+from flexengine.guests.flash import training
 from flexengine.guests.flash.predictors import Predictor, Trained
 from flexengine.guests.flash.training import Settings
 
@@ -87,8 +87,8 @@ def predict(directory: Path, case: Case) -> Trained:
     """Return the predictors of the model in a directory."""
     with Engine(directory, device="cpu", prefix_sharing=False) as engine:
         core = engine.core
-        text = training_job.cut(LEARN, source(LEARN), core.tokenizer, core.skeleton.context_length, case.tokens)
-        return training_job.predictors(engine, text, Settings(case.misses, case.rank))
+        text = training.cut(LEARN, source(LEARN), core.tokenizer, core.skeleton.context_length, case.tokens)
+        return training.predictors(engine, text, Settings(case.misses, case.rank))
 
 
 def measure(directory: Path, case: Case) -> Record:

@@ -11,8 +11,8 @@ from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.stages.group import PipelineGroup
-from flexengine.guests.stages.launch import LocalStages, ranks
 from flexengine.guests.stages.server import StageServer
+from flexengine.guests.wire.processes import local_stages, ranks
 
 
 def engine_of(job: dict[str, Any], group: PipelineGroup | None) -> Engine:
@@ -46,7 +46,7 @@ def main() -> None:
     elif job["stages"] == 1:
         print(json.dumps(drive(job, None)))
     else:
-        with LocalStages(job["stages"], ["-m", "bench.pipeline.side", path]):
+        with local_stages(job["stages"], ["-m", "bench.pipeline.side", path]):
             group = PipelineGroup()
             made = drive(job, group)
             group.close()

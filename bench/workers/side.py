@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine import Engine, Links, Policy, SamplingParams
-from flexengine.guests.attention_workers.tier import WorkerTier
-from flexengine.guests.attention_workers.workers import LocalWorker
+from flexengine.guests.attention_workers.workers import LocalWorker, WorkerTier
 from flexengine.lossy import Lossy
 from flexengine.plan.attended import split_of
 from flexengine.plan.workload import Workload

@@ -75,7 +75,7 @@ def main() -> None:
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], flush=True)
-        server = AttentionServer(Connection(listening.accept()[0]), WorkerPool(memory), "slowed")
+        server = AttentionServer(Connection(listening.accept()[0]), WorkerPool(memory))
     server.kernels = SlowKernels(server.kernels, seconds)  # type: ignore[assignment]
     server.run()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # As module:name, which is imported on first use.
 CHECK, CALIBRATION = "flexengine.guests.calibration:check", "flexengine.guests.calibration:calibration"
-BITS = "flexengine.guests.bits:Bits"  # chooses the formats of layers, for weights that are `mixed`
+BITS = "flexengine.guests.calibration:Bits"  # chooses the formats of layers, for weights that are `mixed`
 Ids = Sequence[int]
 Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
 OpenExact = Callable[[Listener], Any]  # opens an `Engine` with the checkpoint's own weights

@@ -14,10 +14,10 @@ from flexengine.worker.stage_ports import Ports
 GUESTS = {  # module:object, by name
     "attention workers": "flexengine.guests.attention_workers.workers:open_workers",
     "check of attention workers": "flexengine.guests.attention_workers.workers:check_workers",
-    "rates of attention workers": "flexengine.guests.attention_workers.measure:measure_workers",
+    "rates of attention workers": "flexengine.guests.attention_workers.attender:measure_workers",
     "driver of stages": "flexengine.guests.stages.remote:Driver",
-    "planner of stages": "flexengine.guests.stages.planner:PipelinePlanner",
-    "check of stages": "flexengine.guests.stages.planner:check_alike",
+    "planner of stages": "flexengine.guests.stages.remote:PipelinePlanner",
+    "check of stages": "flexengine.guests.stages.remote:check_alike",
 }
 
 

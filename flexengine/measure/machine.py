@@ -20,7 +20,7 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
 PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
-RECORDS = "flexengine.guests.flash.measure:measure_blocks"  # imported for models whose neurons are read on demand
+RECORDS = "flexengine.guests.flash.model:measure_blocks"  # imported for models whose neurons are read on demand
 
 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> Hardware:

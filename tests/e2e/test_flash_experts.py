@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from bench.flash.counted import CountedBlock
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.guests.flash import expert_blocks
 from flexengine.guests.flash.expert_blocks import ExpertBlocks
 from flexengine.lossy import Lossy
 from tests.e2e.test_exactness import GRID
 from tests.e2e.test_flash import ORACLE, PREDICTORS, SHARES, tokens
+from tests.helpers.arenas import held
 from tests.helpers.families import FAMILIES, Family
 
 MODELS = {"mixtral": (4, 4), "qwen3-moe": (3, 6), "gpt-oss": (4, 4)}  # layers with experts, and experts of each
@@ -27,6 +30,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         close(blocks)
 
     monkeypatch.setattr(ExpertBlocks, "close", closing)
+    monkeypatch.setattr(expert_blocks, "ExpertBlock", CountedBlock)
     return found
 
 
@@ -64,7 +68,7 @@ def test_every_expert_is_read_once_if_all_fit(families: Any, tmp_path: Path, fam
     tokens(families(family), Policy(2, 2, neurons=1.0), ORACLE, tmp_path)
     layers, experts = MODELS[family]
     assert len(closed) == layers
-    assert all(0 < block.counts.read == len(block.arena.held) <= experts for block in closed)
+    assert all(0 < block.counts.read == len(held(block.arena)) <= experts for block in closed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

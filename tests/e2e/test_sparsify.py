@@ -17,8 +17,7 @@ from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests import calibration
 from flexengine.guests.flash.neurons import NeuronBlock
-from flexengine.guests.flash.training import Settings
-from flexengine.guests.flash.training_job import cut, predictors
+from flexengine.guests.flash.training import Settings, cut, predictors
 from flexengine.worker.open_model import open_model
 from tests.e2e.test_flash import masked
 from tests.helpers.calibrated import SPREAD, TOKENS
@@ -101,13 +100,13 @@ def test_tokens(readers: Any, tmp_path: Path, family: str) -> None:
 def test_an_oracle_uses_the_other_neurons(readers: Any, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Decode steps of one row use the share of the neurons that is not sparsified. Prompts are not counted."""
     known, used = readers("llama"), list[int]()
-    fetched = NeuronBlock._fetched
+    added = NeuronBlock.added
 
-    def counted(block: NeuronBlock, numbers: Any) -> Any:
-        used.append(len(numbers))
-        return fetched(block, numbers)
+    def counted(block: NeuronBlock, out: Any, x: Any, uses: Any, numbers: Any, *rest: Any) -> Any:
+        used.append(len(numbers))  # all that a step uses, as memory has room for all
+        return added(block, out, x, uses, numbers, *rest)
 
-    monkeypatch.setattr(NeuronBlock, "_fetched", counted)
+    monkeypatch.setattr(NeuronBlock, "added", counted)
     policy = Policy(1, 1, neurons=1.0)
     with Engine(known.directory, policy=policy, lossy=Lossy(sparsify=share, flash="oracle")) as engine:
         engine.generate(known.rows, GREEDY)

@@ -1,6 +1,7 @@
 """Training through the engine: inputs and active neurons are those of transformers, and other models are refused."""
 
 import string
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 
 from flexengine import Engine, Lossy, Policy
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.guests.flash import traces, training_job
+from flexengine.guests.flash import traces, training
 from flexengine.guests.flash.traces import TraceRecorder
-from flexengine.guests.flash.training import Settings, divide
-from flexengine.guests.flash.training_job import TrainingText, cut, predictors, sparse_blocks
+from flexengine.guests.flash.training import Settings, TrainingText, cut, divide, predictors, sparse_blocks
 from tests.helpers.relu import CONTEXT, LAYERS, NEURONS, WIDTH, make_relu
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -55,7 +55,7 @@ def test_recorded_is_what_transformers_computes(
     with Engine(tmp_path, device="sim", policy=POLICIES[policy], prefix_sharing=False) as engine:
         engine.planner.prefill_tokens = TOKENS
         blocks = [block for block in sparse_blocks(engine.core) if block]
-        with TraceRecorder(blocks, read.stretches, tmp_path) as recorder:
+        with closing(TraceRecorder(blocks, read.stretches, tmp_path)) as recorder:
             with recorder.watching():
                 engine.score([row[:-1] for row in read.rows], [row[-1:] for row in read.rows])
             for number, (x, active) in enumerate(expected):
@@ -92,11 +92,11 @@ def test_predictors_are_trained_once(own_cache: Path, tmp_path: Path, monkeypatc
     with Engine(tmp_path, prefix_sharing=False) as engine:
         made = predictors(engine, read, Settings(rank=8))
     active = torch.cat([a for _, a in by_transformers(model, read.stretches)], dim=-1).float()
-    assert made.errors.active_share == pytest.approx(float(active[divide(20).measure].mean()), abs=2e-3)
+    assert made.errors.active_share == pytest.approx(float(active[divide(20)[2]].mean()), abs=2e-3)
     assert [layer.errors.total for layer in made.known] == [2 * TOKENS * NEURONS] * LAYERS
     assert [layer.predictor.rank for layer in made.known] == [8] * LAYERS
     assert made.nbytes == LAYERS * (2 * 8 * (WIDTH + NEURONS) + 4 * NEURONS)
-    monkeypatch.delattr(training_job, "TraceRecorder")  # nothing is recorded again
+    monkeypatch.delattr(training, "TraceRecorder")  # nothing is recorded again
     with Engine(tmp_path, prefix_sharing=False) as engine:
         again = predictors(engine, read, Settings(rank=8))
         engine.use(Lossy(flash="predictors"))
@@ -118,7 +118,7 @@ def test_predictors_that_name_most_neurons_are_refused(cache: Path, tmp_path: Pa
     settings = Settings(misses=0.002, rank=1)
     refused = pytest.raises(InvalidInput, match=r"miss .* name (5\d|[6-9]\d|100)\.\d% of all neurons.*0\.002")
     shares = [active.float().mean() for _, active in by_transformers(model, text().stretches)]
-    assert torch.stack(shares).mean() < training_job.MAX_ACTIVE
+    assert torch.stack(shares).mean() < training.MAX_ACTIVE
     with Engine(tmp_path, prefix_sharing=False) as engine, refused:
         predictors(engine, text(), settings)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
@@ -127,7 +127,7 @@ def test_predictors_that_name_most_neurons_are_refused(cache: Path, tmp_path: Pa
 def test_dense_models_are_refused_with_their_share(cache: Path, tmp_path: Path) -> None:
     """Before most of the text is read; nothing stays in the cache."""
     model = make_relu(tmp_path, shift=1.0)
-    probed = by_transformers(model, text().stretches[: training_job.PROBE])
+    probed = by_transformers(model, text().stretches[: training.PROBE])
     share = torch.stack([active.float().mean() for _, active in probed]).mean()
     refused = pytest.raises(InvalidInput, match=rf"{share:.1%}.*ReLU-fied")
     with Engine(tmp_path, prefix_sharing=False) as engine, refused:

@@ -12,9 +12,8 @@ import pytest
 from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import serve
-from flexengine.guests.attention_workers.tier import WorkerTier
-from flexengine.guests.attention_workers.workers import serve_forever
+from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.attention_workers.workers import WorkerTier, serve_forever
 from flexengine.guests.wire.link import Broken, Connection
 from flexengine.places import worker_names
 from flexengine.schedule.batches import Batch
@@ -23,7 +22,7 @@ from flexengine.worker.worker import Worker
 
 def _serve(connection: socket.socket, memory: int) -> None:
     with contextlib.suppress(Broken):  # the test ended the connection
-        serve(connection, WorkerPool(memory))
+        AttentionServer(Connection(connection), WorkerPool(memory)).run()
 
 
 class ThreadWorker(Client):

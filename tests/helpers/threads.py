@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from flexengine import Engine
-from flexengine.guests.stages.frames import HEADER_BYTES, Frame, FrameChannel
-from flexengine.guests.stages.group import PipelineGroup
+from flexengine.guests.stages.group import Frame, FrameChannel, PipelineGroup
 from flexengine.guests.stages.server import StageServer
+from flexengine.guests.wire.link import HEADER
 
 Key = tuple[int, int, int]  # sender, receiver, tag
 
@@ -27,7 +27,7 @@ class _Wire(FrameChannel):
         self.seen: Callable[[Frame], None] = lambda frame: None
 
     def put(self, frame: Frame) -> None:
-        self.frames, self.nbytes = self.frames + 1, self.nbytes + HEADER_BYTES + len(frame.body)
+        self.frames, self.nbytes = self.frames + 1, self.nbytes + HEADER.size + len(frame.body)
         self.counts[frame.kind] += 1
         self.bodies[frame.kind] += len(frame.body)
         super().put(frame)

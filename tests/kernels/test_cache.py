@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.errors import InvalidInput
-from flexengine.guests.attention_workers.tables import merge
+from flexengine.guests.attention_workers.messages import merge
 from flexengine.kernels import Kernels
 from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.reference import ReferenceKernels

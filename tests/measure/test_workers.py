@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from flexengine.guests.attention_workers.attender import FEW, SENT, measure_workers
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.measure import FEW, SENT, measure_workers
 from flexengine.tier.machine import Links, make_machine
 from tests.helpers.attention_workers import thread_workers
 from tests.helpers.plans import opt
@@ -45,7 +45,7 @@ def test_engines_count_with_equal_parts(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """With a clock that counts its readings, all rates are the same in every measurement."""
     ticks = iter(range(1 << 20))
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) / 1000)
-    monkeypatch.setattr("flexengine.guests.attention_workers.measure._seconds", lambda *given: given[-1] / 1000)
+    monkeypatch.setattr("flexengine.guests.attention_workers.attender._seconds", lambda *given: given[-1] / 1000)
     alone, shared = measured(tmp_path), measured(tmp_path, engines=4)
     for rates in ("worker_links", "worker_attention"):
         assert shared[rates]["worker1"] == pytest.approx(alone[rates]["worker1"] / 4)

@@ -1,11 +1,11 @@
-"""model.expert_layers: which parameters experts and routers are, and that they return to their layers."""
+"""guests.flash.expert_blocks: which parameters experts and routers are, and that they return to their layers."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from flexengine.guests.flash.expert_layers import find_experts
+from flexengine.guests.flash.expert_blocks import find_experts
 from flexengine.lossy import EXACT, Lossy
 from flexengine.worker.open_model import OpenModel, open_model
 

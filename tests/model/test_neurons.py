@@ -28,9 +28,9 @@ def test_blocks(families: Any, family: str) -> None:
             assert block is None
             continue
         assert block is not None
-        assert (block.activation, block.gated, block.sparse) == CASES[family]
+        assert (block.activation, bool(block.up), block.sparse) == CASES[family]
         assert (block.neurons, block.width) == (112, 64)
-        assert [layer[name].shape for name in block.weights] == [(112, 64)] * (1 + block.gated) + [(64, 112)]
+        assert [layer[name].shape for name in block.weights] == [(112, 64)] * (1 + bool(block.up)) + [(64, 112)]
         assert [layer[name].module for name in block.weights] == [m for m in block.modules if m is not None]
 
 

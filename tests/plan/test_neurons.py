@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexengine.guests.flash.arena import Arena
+from flexengine.guests.flash.neurons import Arena
 from flexengine.plan.cost import Cost
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
-from flexengine.guests.flash import expert_blocks, expert_reads
-from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertRows, Guesses
-from flexengine.guests.flash.expert_layers import ExpertLayer, Router
-from flexengine.guests.flash.expert_reads import ExpertReads
+from bench.flash.counted import CountedBlock, Guesses
+from flexengine.guests.flash import expert_blocks, reader
+from flexengine.guests.flash.expert_blocks import ExpertLayer, Router
+from flexengine.guests.flash.reader import ExpertReads
 from flexengine.model.linear import Product
 from flexengine.model.products import use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.tier.base import Region
+from tests.helpers.arenas import held
 
 EXPERTS, ACTIVE, WIDTH, INNER = 7, 2, 16, 24
 NBYTES = 4 * 3 * WIDTH * INNER  # of an expert
@@ -29,7 +30,7 @@ PIECES = 3  # of a read
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_reads, "PIECE", NBYTES // PIECES)
+    monkeypatch.setattr(reader, "PIECE", NBYTES // PIECES)
 
 
 class Disk:
@@ -72,7 +73,7 @@ class Layers:
                                num_experts_per_tok=ACTIVE)  # fmt: skip
         made = None if stages is None else [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(stages)]
         self.reads = ExpertReads(disk, made)  # type: ignore[arg-type]
-        self.weights, self.routers, self.blocks = list[dict[str, Tensor]](), list[Any](), list[ExpertBlock]()
+        self.weights, self.routers, self.blocks = list[dict[str, Tensor]](), list[Any](), list[CountedBlock]()
         shapes = {name: w.shape[1:] for name, w in MixtralExperts(config).named_parameters()}
         memory = {name: torch.full((count * room + spare, *shape), torch.nan) for name, shape in shapes.items()}
         free = list(range(count * room, count * room + spare))
@@ -90,8 +91,8 @@ class Layers:
             layer = ExpertLayer(module, slots, EXPERTS, ACTIVE, Router(router, (), ACTIVE))
             self.weights.append(stacked)
             self.routers.append(router)
-            rows = ExpertRows(memory, list(range(j * room, (j + 1) * room)), free)
-            self.blocks.append(ExpertBlock(layer, rows, pieces, self.reads))
+            own = list(range(j * room, (j + 1) * room))
+            self.blocks.append(CountedBlock(layer, memory, own, free, pieces, self.reads))
 
     def follow(self) -> None:
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
@@ -163,7 +164,7 @@ def test_sums(
     layers.reads.close()
     whole.reads.close()
     assert disk.nbytes == sum(b.counts.read * NBYTES + b.guesses.wasted_bytes for b in layers.blocks)
-    rows = [row for block in layers.blocks for row in block.rows.own] + layers.blocks[0].rows.spare
+    rows = [row for block in layers.blocks for row in block.own] + layers.blocks[0].spare
     assert sorted(rows) == list(range(3 * room + spare))
     assert stages is None or len(layers.reads.stages or ()) == stages
 
@@ -174,7 +175,7 @@ def test_each_expert_is_read_once_if_all_fit() -> None:
     layers = Layers(2, EXPERTS, disk)
     run(layers, batches(20))
     for block in layers.blocks:
-        assert block.counts.read == len(block.arena.held)
+        assert block.counts.read == len(held(block.arena))
     assert disk.nbytes == NBYTES * sum(block.counts.read for block in layers.blocks)
 
 
@@ -241,7 +242,7 @@ def test_a_wrong_guess_costs_a_piece_and_takes_nothing_out_of_memory(stages: int
     case.compute()  # while the first piece is read
     disk.gate.set()
     case.layers.reads.close()
-    assert case.block.arena.held.tolist() == case.chosen
+    assert held(case.block.arena).tolist() == case.chosen
     assert case.block.counts.read == ACTIVE
     assert case.block.guesses == Guesses(ACTIVE, 0, 0, 0, 2, 2, 0, NBYTES // PIECES)
     assert disk.nbytes == ACTIVE * NBYTES + NBYTES // PIECES

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.codec.records import RecordForm
-from flexengine.guests.flash.arena import IntArray
 from flexengine.guests.flash.feed_forward import FeedForward
-from flexengine.guests.flash.neurons import Counts, NeuronBlock, Neurons
+from flexengine.guests.flash.neurons import Fetch, IntArray, NeuronBlock, Neurons
 from flexengine.lossy import Lossy
 from flexengine.plan import neurons as neuron_plan
 from flexengine.plan.layout import lay_out_weights
@@ -33,6 +32,7 @@ class Toy:
 
     Attributes:
         events: "now" and "begin" of reads, with the number of records; "arrive" and "compute".
+        used, read: neurons that tokens used, summed over calls, and those that had to be read.
     """
 
     def __init__(self, room: int) -> None:
@@ -47,13 +47,20 @@ class Toy:
         self.block = NeuronBlock(
             feed, form, memory, (streamed, streamed.clone()), self.begin, self.now, lambda _: self.uses
         )
-        added = self.block.added
+        added, fetch = self.block.added, self.block.arena.fetch
+        self.used = self.read = 0
+
+        def fetching(numbers: IntArray) -> Fetch:
+            fetched = fetch(numbers)
+            self.used, self.read = self.used + len(numbers), self.read + len(fetched.neurons)
+            return fetched
 
         def adding(*args: object) -> Tensor:
             self.events.append("compute")
             return added(*args)  # type: ignore[arg-type]
 
         self.block.added = adding  # type: ignore[method-assign]
+        self.block.arena.fetch = fetching  # type: ignore[method-assign]
 
     def now(self, numbers: IntArray, target: Tensor, rows: IntArray) -> None:
         self.events.append(("now", len(numbers)))
@@ -86,7 +93,7 @@ def test_neurons_that_fit_are_read_in_the_calling_thread() -> None:
     assert toy.check(some([1, 5, 7])) == [("now", 3), "compute"]
     assert toy.check(some([1, 5, 8, 9])) == [("now", 2), "compute"]
     assert toy.check(some([1, 5])) == ["compute"]
-    assert toy.block.counts == Counts(9, 5)
+    assert (toy.used, toy.read) == (9, 5)
 
 
 def test_of_more_neurons_one_part_is_read_while_another_is_computed() -> None:
@@ -94,7 +101,7 @@ def test_of_more_neurons_one_part_is_read_while_another_is_computed() -> None:
     events = toy.check(some(list(range(20, 38))))
     assert events == [("begin", 5), "arrive", ("begin", 5), "compute", "arrive", ("begin", 5), "compute", "arrive",
                       ("begin", 3), "compute", "arrive", "compute"]  # fmt: skip
-    assert toy.block.counts == Counts(18, 18)
+    assert (toy.used, toy.read) == (18, 18)
 
 
 @pytest.mark.parametrize("room", [2, 3, 10, 47])

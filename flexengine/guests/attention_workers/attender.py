@@ -2,22 +2,27 @@
 
 Queries, keys, values and outputs cross the connection (Lamina, section 3.2: 4 e d bytes per token and layer without
 grouped heads), or are in memory that both processes map. Page tables cross it once per sweep, sinks once per job.
+`measure_workers` measures decode attention, connections, and seconds of a question.
 """
 
+import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
-from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion
-from flexengine.guests.attention_workers.tables import WorkerTables, by_tokens, merged, whole
-from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.attention_workers.messages import DTYPES, WorkerQuestion, WorkerTables, merge
+from flexengine.guests.attention_workers.workers import WorkerTier
+from flexengine.measure.links import WHAT
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
+from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.plan.sizes import DELEGATION, DESKS
 from flexengine.policy import HEADS, TOKENS
 from flexengine.schedule.batches import Batch
@@ -25,6 +30,11 @@ from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.attend.buffered import BufferedAttender
 from flexengine.worker.cache import Cache, View
+from flexengine.worker.cache.tables import Tables
+
+SEQUENCES, CONTEXT, TURNS = 16, 512, 5  # of a measured question; questions of which the median counts
+SENT, FEW = 8 << 20, 32  # most bytes that are sent and fetched at once; of which the first are one part in so many
+ENOUGH_SECONDS = 0.25  # of transfers, after which no more are measured
 
 
 class Desk:
@@ -46,7 +56,7 @@ class Desk:
         self, layer: int, question: WorkerQuestion, at: int, nbytes: int, out: int, out_bytes: int
     ) -> PendingAnswer:
         """Send a question whose vectors are at byte `at`. Its answer comes to byte `out`."""
-        question = replace(question, shared=self.handle, at=at, out=out)
+        question = question._replace(shared=self.handle, at=at, out=out)
         return self.client.ask(layer, question, self.flat[at : at + nbytes], self.flat[out : out + out_bytes])
 
     def add(self, pending: PendingAnswer, at: int, nbytes: int) -> None:
@@ -146,8 +156,10 @@ class RemoteAttender(BufferedAttender):
 
     def _places(self, k: int) -> tuple[int, int, int]:
         """Return the first byte of a gpu_batch's question at a desk of a team, that of its answer, and its bytes."""
-        at = self._first[k] * self.row
-        return at, at + self.model.sent * self._asked[k].tokens, self._answer_bytes(k)
+        at, asked = self._first[k] * self.row, self._asked[k]
+        out = asked.heads[0] * self.model.head_dim * self.dtype.itemsize  # bytes of a token's whole answer
+        each = out + 4 * asked.heads[0] if self._partial else out // len(self.clients)
+        return at, at + self.model.sent * asked.tokens, asked.tokens * each
 
     def _tell(self, k: int) -> list[WorkerTables]:
         """Send page tables and sinks that the workers do not have yet. Return the workers' page tables."""
@@ -185,12 +197,6 @@ class RemoteAttender(BufferedAttender):
             return [q, *(x[part.rows.long()] for x in new)]
         return [self._heads(x, number) for x in vectors]
 
-    def _answer_bytes(self, k: int) -> int:
-        asked, out = self._asked[k], self._asked[k].heads[0] * self.model.head_dim * self.dtype.itemsize
-        if self._partial:
-            return asked.tokens * (out + 4 * asked.heads[0])
-        return asked.tokens * out // len(self.clients)
-
     def _joined(self, answers: Sequence[Tensor], k: int, sinks: Tensor | None) -> Tensor:
         asked, dim = self._asked[k], self.model.head_dim
         n, heads = asked.tokens, asked.heads[0]
@@ -198,7 +204,7 @@ class RemoteAttender(BufferedAttender):
             return torch.cat([x.view(self.dtype).view(n, -1, dim) for x in answers], 1)
         cut = n * heads * dim * self.dtype.itemsize
         outs = [x[:cut].view(self.dtype).view(n, heads, dim) for x in answers]
-        return merged(outs, [x[cut:].view(torch.float32).view(n, heads) for x in answers], sinks)
+        return merge(outs, [x[cut:].view(torch.float32).view(n, heads) for x in answers], sinks)
 
     def _question(self, k: int, number: int) -> WorkerQuestion:
         asked, pools = self._asked[k], self.cache.pools
@@ -245,3 +251,115 @@ def _put(pieces: Sequence[Tensor], target: Tensor) -> int:
         target[done : done + piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
         done += piece.nbytes
     return done
+
+
+def whole(tables: Tables) -> WorkerTables:
+    """Return the page tables of a worker that holds all tokens."""
+    lengths, copies = tables.lengths, torch.tensor(tables.copies, dtype=torch.int32).view(-1, 2)
+    rows = torch.arange(len(lengths), dtype=torch.int32)
+    return WorkerTables(tables.tables, lengths, lengths, tables.pages, tables.offsets, rows, copies)
+
+
+def by_tokens(tables: Tables, page_tokens: int, window: int | None, workers: int) -> list[WorkerTables]:
+    """Return the page tables of workers that hold slices of every page's tokens. tables: of whole pages, of page_tokens
+    tokens. window: tokens that a query sees; None for all."""
+    share, parts, everything = page_tokens // workers, list[WorkerTables](), whole(tables)
+    for number in range(workers):
+
+        def held(tokens: Tensor, first: int = number * share) -> Tensor:
+            """Return how many of the first tokens of each sequence the worker holds."""
+            return tokens // page_tokens * share + (tokens % page_tokens - first).clamp(0, share)
+
+        lengths = held(tables.lengths)
+        unseen = 0 if window is None else held((tables.lengths - window).clamp(min=0))
+        new = torch.nonzero(tables.offsets // share == number).flatten()
+        parts.append(
+            everything._replace(
+                lengths=lengths,
+                seen=lengths - unseen,
+                pages=tables.pages[new],
+                offsets=tables.offsets[new] % share,
+                rows=everything.rows[new],
+            )
+        )
+    return parts
+
+
+def measure_workers(machine: Machine, model: ModelFacts, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of `Hardware` about attention workers.
+
+    Takes about 0.1 s per worker, and for each engine that shares it, as one engine measures at a time. Each of these
+    engines gets an equal part of the rates, as if all used the worker all the time. Pages hold any numbers in the
+    compute dtype: attention over encoded pages is about as fast per token.
+
+    Raises:
+        WorkerLost: a worker has died.
+    """
+    rates, links, fixed = dict[str, float](), dict[str, float](), list[float]()
+    local, cores = dict[str, float](), len(os.sched_getaffinity(0))
+    for tier in machine.workers:
+        assert isinstance(tier, WorkerTier)
+        with tier.client.alone():
+            whole, little = (_seconds(tier, model, dtype, tokens) for tokens in (CONTEXT, 1))
+            links[tier.name] = _link_rate(tier) / tier.engines
+        nbytes = SEQUENCES * CONTEXT * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+        rates[tier.name] = nbytes / max(whole - little, 1e-6) * model.kv_token / (nbytes / SEQUENCES / CONTEXT)
+        if tier.client.file_rate:  # the pages of this measurement were still in memory
+            rates[tier.name] = min(rates[tier.name], tier.client.file_rate)
+        rates[tier.name] /= tier.engines
+        fixed.append(little * tier.engines)
+        if tier.client.threads:
+            local[tier.name] = min(1.0, tier.client.threads / cores)
+    return {
+        "worker_attention": rates,
+        "worker_links": links,
+        "worker_seconds": max(fixed, default=0.0),
+        "worker_cores": local,
+    }
+
+
+def _link_rate(tier: WorkerTier) -> float:
+    """Return the bytes per second of a worker's connection: bytes sent to its memory, and fetched again. Few bytes go
+    first, so that a slow connection takes no longer."""
+    room = tier.ledger.capacity
+    data = torch.zeros(SENT if room is None else min(SENT, max(1, room // 2)), dtype=torch.uint8)
+    region, rates, began = tier.allocate(len(data), WHAT), list[float](), time.perf_counter()
+    try:
+        for part in (data[: -(-len(data) // FEW)], *[data] * TURNS):
+            start = time.perf_counter()
+            tier.client.write(region.place, region.start, part)
+            tier.client.read(region.place, region.start, part).wait()
+            rates.append(2 * len(part) / (time.perf_counter() - start))
+            if time.perf_counter() - began > ENOUGH_SECONDS:
+                break
+    finally:
+        tier.free(region, WHAT)
+    return median(rates[1:] or rates)
+
+
+def _seconds(tier: WorkerTier, model: ModelFacts, dtype: torch.dtype, tokens: int) -> float:
+    """Return the seconds of a question about sequences of as many tokens."""
+    kv_heads, dim, pages = model.kv_heads, model.head_dim, -(-tokens // PAGE_TOKENS)
+    page = 2 * kv_heads * PAGE_TOKENS * dim * dtype.itemsize
+    fitting = max(1, min(SEQUENCES * pages, (tier.ledger.capacity or 0) // page - 1))  # pages in the worker's memory
+    table = (torch.arange(SEQUENCES * pages, dtype=torch.int32) % fitting).view(SEQUENCES, pages)
+    lengths = torch.full((SEQUENCES,), tokens, dtype=torch.int32)
+    offsets = torch.full((SEQUENCES,), (tokens - 1) % PAGE_TOKENS, dtype=torch.int32)
+    last, none = table[:, -1].contiguous(), torch.empty(0, 2, dtype=torch.int32)
+    rows, number = torch.arange(SEQUENCES, dtype=torch.int32), DTYPES.index(dtype)
+    vectors = torch.zeros(SEQUENCES * (model.heads + 2 * kv_heads) * dim, dtype=dtype).view(torch.uint8)
+    target, seconds = torch.empty(SEQUENCES * model.heads * dim, dtype=dtype).view(torch.uint8), list[float]()
+    region = tier.allocate(fitting * page, WHAT, dtype)
+    try:
+        tier.client.tables(0, 0, WorkerTables(table, lengths, lengths, last, offsets, rows, none))
+        question = WorkerQuestion(
+            handle=region.place, start=0, pages=fitting, page_tokens=PAGE_TOKENS, heads=model.heads, kv_heads=kv_heads,
+            head_dim=dim, scale=dim**-0.5, bits=0, pool_dtype=number, dtype=number, batch=0, group=0,
+        )  # fmt: skip
+        for _ in range(TURNS + 1):  # the first one is not counted
+            began = time.perf_counter()
+            tier.client.ask(0, question, vectors, target).wait()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        tier.free(region, WHAT)
+    return median(seconds[1:])

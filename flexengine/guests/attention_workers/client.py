@@ -8,38 +8,32 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
 from flexengine.guests.attention_workers.pool import mapped_file
 from flexengine.guests.attention_workers.server import identity
-from flexengine.guests.attention_workers.tables import WorkerTables
-from flexengine.guests.wire.link import Broken, Connection, Message
+from flexengine.guests.wire.link import Broken, Connection, Message, pack, unpack
 from flexengine.tier.base import aligned
 
 END_SECONDS = 5.0  # until `close` no longer waits for a thread
 
 
+@dataclass(eq=False)
 class PendingAnswer:
-    """Bytes that a worker will send.
+    """Bytes that a worker will send."""
 
-    Args:
-        targets: contiguous tensors in RAM that receive the bytes, in order.
-        ticket: number of the question.
-
-    Attributes:
-        open: whether the queries went first, and keys and values are not sent yet.
-        cached: done when attention over the cached tokens is computed, if the queries went first.
-        ended: done when the bytes are in the targets. Both raise WorkerLost if the worker has died or has failed.
-    """
-
-    def __init__(self, targets: Sequence[Tensor], ticket: int = -1) -> None:
-        self.targets, self.ticket, self.open = targets, ticket, False
-        self.cached, self.ended = Future[None](), Future[None]()
+    targets: Sequence[Tensor]  # contiguous tensors in RAM that receive the bytes, in order
+    ticket: int = -1  # number of the question
+    open: bool = False  # whether the queries went first, and keys and values are not sent yet
+    # Done when attention over the cached tokens is computed, if the queries went first, and when the bytes are in the
+    # targets. Both raise WorkerLost if the worker has died or has failed.
+    cached: Future[None] = field(default_factory=Future)
+    ended: Future[None] = field(default_factory=Future)
 
     def wait_cached(self) -> None:
         """Wait until attention over the cached tokens is computed, if the queries went first. Raise as `wait`."""
@@ -98,9 +92,9 @@ class Client:
         self._closed = threading.Event()
         try:
             number = secrets.randbits(62) if engine is None else engine
-            link.send(MessageKind.HELLO, (PROTOCOL, number), text(identity()))
+            link.send(MessageKind.HELLO, (PROTOCOL, number), pack(identity()))
             answer = link.receive()
-            body = words(link.take())
+            body = unpack(link.take(), str)
         except Broken as error:
             link.close()
             raise self._error(str(error)) from error
@@ -202,12 +196,12 @@ class Client:
     def ask(self, layer: int, question: WorkerQuestion, vectors: Tensor, target: Tensor) -> PendingAnswer:
         """Send a question, with queries, keys and values, or with queries alone if they go first (uint8, contiguous).
         `target` (uint8, contiguous) receives the answer. If the question names shared memory, both are there."""
-        question, apart = replace(question, nbytes=vectors.nbytes), question.shared is None
+        packed, apart = pack(question._replace(nbytes=vectors.nbytes)), question.shared is None
         ticket, pending = self._new([target] if apart else [])
         pending.open = question.first
-        self._send(MessageKind.ASK, (ticket, layer), question.pack(), *([vectors] if apart else []))
+        self._send(MessageKind.ASK, (ticket, layer, packed.nbytes), packed, *([vectors] if apart else []))
         with self._lock:
-            self.asked += question.nbytes
+            self.asked += vectors.nbytes
             self.answered += target.nbytes
         return pending
 
@@ -262,7 +256,7 @@ class Client:
             return
         error = None
         if message.kind == MessageKind.FAILED:
-            error = self._error(f"it could not answer ({words(self.link.take())})")
+            error = self._error(f"it could not answer ({unpack(self.link.take(), str)})")
         elif message.nbytes != (due := sum(target.nbytes for target in pending.targets)):
             raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
         else:

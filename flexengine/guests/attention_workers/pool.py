@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
@@ -41,6 +41,7 @@ class WorkerPool:
         taken: bytes of pages that engines hold.
         number: drawn at random; engines compare it, as a worker may have several addresses.
         measured: held while an engine measures this worker, so that engines do not measure one another.
+        thread: the thread that computes.
     """
 
     def __init__(self, memory: int, folder: Path | None = None) -> None:
@@ -50,7 +51,7 @@ class WorkerPool:
         self.measured = threading.Lock()
         self._lock = threading.Lock()
         self._members: dict[int, Callable[[], None]] = {}  # by number of the engine
-        self._thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
+        self.thread = ThreadPoolExecutor(1, "flexengine-attention", lambda: torch.set_grad_enabled(False))
 
     def take(self, nbytes: int) -> bool:
         """Take memory. Return False, without taking any, if fewer bytes are free."""
@@ -68,10 +69,6 @@ class WorkerPool:
         with self._lock:
             self.taken -= nbytes
 
-    def compute(self, work: Callable[[], T]) -> "Future[T]":
-        """Queue a computation. Return its result, when it has ended, or its error."""
-        return self._thread.submit(work)
-
     def join(self, engine: int, leave: Callable[[], None]) -> None:
         """Add a connection of an engine, by the number that it has drawn. If the engine has an older one, which is
         lost, the older one ends first. leave: ends the connection, and returns when its memory is given back."""
@@ -88,7 +85,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the thread that computes. Work that it has not begun is cancelled."""
-        self._thread.shutdown(cancel_futures=True)
+        self.thread.shutdown(cancel_futures=True)
 
 
 def mapped_file(descriptor: int, nbytes: int) -> Tensor:

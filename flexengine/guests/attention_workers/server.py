@@ -8,7 +8,6 @@ The engine orders its messages: pages that a question names are not written befo
 import contextlib
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexengine import kernels
+from flexengine import __version__, kernels
 from flexengine.codec.cache import CacheFormat
-from flexengine.guests.attention_workers.messages import DTYPES, PROTOCOL, MessageKind, WorkerQuestion, text, words
+from flexengine.guests.attention_workers import messages
+from flexengine.guests.attention_workers.messages import DTYPES, PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
 from flexengine.guests.attention_workers.pool import WorkerPool, mapped_file
-from flexengine.guests.attention_workers.tables import WorkerTables, check, merge
-from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message
+from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message, pack, unpack
 from flexengine.kernels.base import AttentionOptions
 from flexengine.tier.base import aligned
 
@@ -55,13 +54,12 @@ class AttentionServer:
     Args:
         link: the connection.
         pool: memory and processors, shared with other connections.
-        name: of this worker, for messages.
     """
 
-    def __init__(self, link: Connection, pool: WorkerPool, name: str) -> None:
+    def __init__(self, link: Connection, pool: WorkerPool) -> None:
         self.kernels = kernels.load()
         self.sinks: dict[int, Tensor] = {}  # fp32 [heads], by layer
-        self.link, self.pool, self.name = link, pool, name
+        self.link, self.pool = link, pool
         self.engine = 0  # number that the engine has drawn
         self._alone = False  # whether this engine measures
         self._held: dict[int, Tensor] = {}  # by handle: uint8 [bytes]
@@ -106,16 +104,16 @@ class AttentionServer:
 
     def _greet(self) -> None:
         hello = self.link.receive()
-        engine = words(self.link.take())
+        engine = unpack(self.link.take(), str)
         own = identity()
         if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
             why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
-            self.link.send(MessageKind.REFUSE, (), text(why))
+            self.link.send(MessageKind.REFUSE, (), pack(why))
             raise Broken(why)
         self.engine, pool = hello.numbers[1], self.pool
         pool.join(self.engine, self.leave)
         numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
-        self.link.send(MessageKind.HELLO, numbers, text(self.name))
+        self.link.send(MessageKind.HELLO, numbers, pack(f"{os.uname().nodename}, process {os.getpid()}"))
 
     def _handle(self, message: Message) -> None:
         link, (a, b, c, d, e) = self.link, message.numbers
@@ -149,7 +147,7 @@ class AttentionServer:
         elif message.kind == MessageKind.SINKS:
             self.sinks[a] = link.take().view(torch.float32)
         elif message.kind == MessageKind.ASK:
-            self._ask(a, b)
+            self._ask(a, b, c)
         elif message.kind == MessageKind.ADD:
             self._add(a, b, c)
         else:
@@ -200,10 +198,10 @@ class AttentionServer:
             raise Broken(f"bytes {start} to {start + nbytes} of memory {handle} were named, which has {size}")
         return held[start : start + nbytes]
 
-    def _ask(self, ticket: int, layer: int) -> None:
-        head = torch.empty(WorkerQuestion.NBYTES, dtype=torch.uint8)
+    def _ask(self, ticket: int, layer: int, nbytes: int) -> None:
+        head = torch.empty(nbytes, dtype=torch.uint8)
         self.link.take_into(head)
-        question, vectors = WorkerQuestion.unpack(head), self.link.take()
+        question, vectors = unpack(head, WorkerQuestion), self.link.take()
         if question.shared is not None:
             vectors = self._part(question.shared, question.at, question.nbytes)
         tables = self._tables.get((question.batch, question.group))
@@ -232,7 +230,7 @@ class AttentionServer:
                 raise Broken("the connection has ended")
             return work()
 
-        self._asked.put((asked, self.pool.compute(compute)))
+        self._asked.put((asked, self.pool.thread.submit(compute)))
 
     def _reply(self) -> None:
         """Send answers in the order of the questions. After the connection has ended, wait for those that are being
@@ -244,7 +242,7 @@ class AttentionServer:
                     if (found := answer.result()) is not None:
                         self._answer(asked, found)
                 except Exception as error:  # told to the engine, whose job computes the rows again
-                    self.link.send(MessageKind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
+                    self.link.send(MessageKind.FAILED, (asked.ticket,), pack(f"{type(error).__name__}: {error}"))
             del item, asked, answer
 
     def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:
@@ -295,7 +293,7 @@ class AttentionServer:
         options, new_lse = AttentionOptions(ask.scale, 1, ask.softcap, self._sinks_of(asked)), lse[rows]
         pages, lengths = tables.tables[rows], tables.lengths[rows]
         new = self.kernels.decode_attention(q[rows], pool, pages, lengths, options, form, new_lse)
-        out[rows] = merge([out[rows], new], [lse[rows], new_lse])
+        out[rows] = messages.merge([out[rows], new], [lse[rows], new_lse])
         if not ask.partial:
             return (out,)
         lse[rows] = torch.logaddexp(lse[rows], new_lse)
@@ -304,7 +302,7 @@ class AttentionServer:
     def _begun(self, asked: PendingQuestion) -> tuple[Tensor, Tensor, CacheFormat | None]:
         """Return the queries, the pages, and their format, after a check and the copies of pages."""
         tables = asked.tables
-        check(asked.question, tables, self.sinks.get(asked.layer))
+        messages.check(asked.question, tables, self.sinks.get(asked.layer))
         pool, form = self._pool(asked.question)
         for source, target in tables.copies.tolist():
             pool[target].copy_(pool[source])
@@ -350,11 +348,4 @@ class AttentionServer:
 
 def identity() -> str:
     """Return what must be equal in an engine and its workers, so that results do not depend on the worker."""
-    from flexengine import __version__
-
     return f"flexengine {__version__} with {type(kernels.load()).__name__}"
-
-
-def serve(connection: socket.socket, pool: WorkerPool) -> None:
-    """Serve the engine at the other end of a connection until it ends. Raise Broken as `AttentionServer.run`."""
-    AttentionServer(Connection(connection), pool, f"{os.uname().nodename}, process {os.getpid()}").run()

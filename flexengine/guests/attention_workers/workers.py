@@ -13,13 +13,17 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from flexengine.activity import activity, message
 from flexengine.config import parse_size
@@ -27,11 +31,121 @@ from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.server import serve
-from flexengine.guests.attention_workers.tier import WorkerTier, worker_tiers
-from flexengine.guests.wire.link import Connection
+from flexengine.guests.attention_workers.server import AttentionServer
+from flexengine.guests.wire.link import Broken, Connection
 from flexengine.guests.wire.processes import INTERRUPTS, ChildProcess
-from flexengine.places import MOST_WORKERS
+from flexengine.places import MOST_WORKERS, worker_names
+from flexengine.tier.base import Ledger, Region, Tier, aligned
+
+WAIT_SECONDS = 0.5  # between two attempts to connect to a worker that was lost
+
+
+class WorkerTier(Tier):
+    """Memory of one worker: pages of prompts are stored there, and read for later chunks. `Region.place` is the handle.
+
+    Attributes:
+        client: connection to the worker.
+        engines: engines that share the worker, of which this is one: each takes at most an equal part of its memory.
+    """
+
+    def __init__(self, connect: Callable[[str], Client], name: str, engines: int = 1) -> None:
+        """Connect to the worker of a place. connect: starts the worker, or connects to a running one; gets the name of
+        the place; may raise WorkerLost."""
+        self._connect, self.client, self.name, self.engines = connect, connect(name), name, engines
+        self.ledger = Ledger(self.name, self._room())
+        self._earlier = (0, 0)  # bytes of questions and answers of lost workers
+        self._held: dict[int, tuple[int, str]] = {}  # by handle: bytes of a region, and their purpose
+
+    def renew(self) -> None:
+        """Replace a lost worker by a new one. Regions stay, with undefined contents.
+
+        Raises:
+            WorkerLost: there is no new worker, or other engines hold all its memory.
+            OutOfMemory: the new worker has too little memory for the regions.
+        """
+        self.client.close()
+        client = self._reconnected()
+        self._earlier, self.client = self.attention_bytes, client
+        self.ledger.capacity = self._room()
+        for handle, (size, what) in self._held.items():
+            if client.allocate(size, handle=handle) is None:
+                raise OutOfMemory(self.name, what, size)
+
+    def _reconnected(self) -> Client:
+        for wait in (WAIT_SECONDS,) * int(self.client.patience / WAIT_SECONDS):
+            with contextlib.suppress(WorkerLost, OutOfMemory):
+                return self._connect(self.name)
+            time.sleep(wait)
+        try:
+            return self._connect(self.name)
+        except OutOfMemory as error:
+            why = "other engines hold all its memory now; run the same command again when one of them has ended"
+            raise WorkerLost(self.name, self.client.name, why) from error
+
+    def _room(self) -> int:
+        client = self.client
+        return min(client.memory, (client.memory + client.others) // self.engines)
+
+    def rename(self, name: str) -> None:
+        self.name = self.ledger.name = name
+        self.client.rename(name)
+
+    @property
+    def local_bytes(self) -> int:
+        return self.client.memory + self.client.others if self.client.shares else 0
+
+    @property
+    def attention_bytes(self) -> tuple[int, int]:
+        return self._earlier[0] + self.client.asked, self._earlier[1] + self.client.answered
+
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
+        size = aligned(nbytes)
+        with self.ledger.booked(size, what):
+            if (handle := self.client.allocate(size)) is None:
+                held = f", as other engines hold {self.client.others:,} bytes of the worker"
+                raise OutOfMemory(self.name, what + held * (self.client.others > 0), size)
+        self._held[handle] = size, what
+        return Region(handle, 0, nbytes, dtype)
+
+    def free(self, region: Region, what: str) -> None:
+        del self._held[region.place]
+        self.client.free(region.place)
+        self.ledger.release(aligned(region.nbytes), what)
+
+    def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
+        waiting = [self.client.read(region.place, region.start, target) for region, target in pairs]
+        for pending in waiting:
+            pending.wait()
+        self.count(read=sum(region.nbytes for region, _ in pairs))
+
+    def store(self, source: Tensor, region: Region) -> None:
+        self.client.write(region.place, region.start, source)
+        self.count(written=region.nbytes)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def worker_tiers(connects: Sequence[Callable[[str], Client]], engines: int = 1) -> list[WorkerTier]:
+    """Return a tier for each worker, named by its place: first the workers in memory, then those with pages in a file,
+    if some are in memory. Raise the error of the first that cannot be connected, after ending the others. engines: as
+    in WorkerTier."""
+    with contextlib.ExitStack() as connected:
+        tiers = list[WorkerTier]()
+        for connect, name in zip(connects, worker_names(len(connects)), strict=True):
+            tiers.append(WorkerTier(connect, name, engines))
+            connected.callback(tiers[-1].close)
+            for other in tiers[:-1]:
+                if other.client.pool == tiers[-1].client.pool:
+                    both = f"{other.client.name} and {tiers[-1].client.name}"
+                    raise InvalidInput(f"{both} are one attention worker with two addresses; name each worker once")
+        connected.pop_all()
+    tiers.sort(key=lambda tier: tier.client.file_rate > 0)
+    filed = sum(tier.client.file_rate > 0 for tier in tiers)
+    for tier, name in zip(tiers, worker_names(len(tiers), filed if filed < len(tiers) else 0), strict=True):
+        tier.rename(name)
+    return tiers
+
 
 MOST_PATH = 107  # bytes of the name of a Unix socket
 CONNECT_SECONDS = 10.0  # to a worker of another machine
@@ -49,13 +163,10 @@ class LocalWorker(Client):
         engines; None for no others."""
         own, other = socket.socketpair()
         argv = ["-m", __package__, str(other.fileno()), str(memory), *([] if path is None else [str(path)])]
-        try:
+        with other, contextlib.ExitStack() as undo:
+            undo.callback(own.close)
             self.process = ChildProcess(argv, {"OMP_NUM_THREADS": str(threads)}, INTERRUPTS, [other.fileno()])
-        except BaseException:
-            own.close()
-            raise
-        finally:
-            other.close()
+            undo.pop_all()
         try:
             super().__init__(Connection(own, first_seconds=START_SECONDS), place, shares=True, threads=threads)
         except BaseException as error:
@@ -84,7 +195,7 @@ class JoinedWorker(Client):
 
 
 def open_workers(given: int | Sequence[str], memory: int, engines: int, group: ProcessGroup | None) -> list[WorkerTier]:
-    """Return the tiers of an engine's attention workers.
+    """Return the tiers of an engine's attention workers. The first process of a group starts them, the others join.
 
     Args:
         given: number of processes to start on this machine, or addresses HOST:PORT of running workers.
@@ -93,62 +204,40 @@ def open_workers(given: int | Sequence[str], memory: int, engines: int, group: P
         group: processes on this machine that share the started workers; None for this process alone.
 
     Raises:
+        InvalidInput: the directory of temporary files has a too long name for sockets.
         WorkerLost: a worker cannot be started, or does not answer.
     """
     if not isinstance(given, int):
         return worker_tiers(list(map(connecting, given)), engines)
+    engines = 1 if group is None else group.size
+    threads = max(1, len(os.sched_getaffinity(0)) // (given + engines))
     if group is None:
-        return local_workers(given, memory)
-    return shared_workers(given, memory, group.rank, group.size, partial(group.exchange, "attention workers"))
+        return _started(given, memory, threads, engines, None)
+    if group.rank > 0:
+        folder = Path(json.loads(group.exchange("attention workers", "")[0]))
+        join = partial(JoinedWorker, threads=threads)
+        joins = [partial(join, path=folder / str(n), engine=secrets.randbits(62)) for n in range(given)]
+        return worker_tiers(joins, engines)
+    folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
+    try:
+        if (length := len(os.fsencode(folder / str(given)))) > MOST_PATH:
+            what = f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length} bytes"
+            raise InvalidInput(f"{what}; at most {MOST_PATH} are possible: set it to a shorter one")
+        tiers = _started(given, memory, threads, engines, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(tiers[0], shutil.rmtree, folder, ignore_errors=True)
+    group.exchange("attention workers", json.dumps(str(folder)))
+    return tiers
 
 
-def local_workers(count: int, memory: int, engines: int = 1, folder: Path | None = None) -> list[WorkerTier]:
-    """Start workers on this machine, and return their tiers. Each gets an equal part of the processors. Raise
-    WorkerLost if a process does not start. folder: directory of the sockets for the other engines that share them; None
-    without others."""
-    start = partial(LocalWorker, memory=memory, threads=_threads(count, engines))
+def _started(count: int, memory: int, threads: int, engines: int, folder: Path | None) -> list[WorkerTier]:
+    """Return the tiers of new workers. folder: directory of their sockets; None if other engines do not share them."""
+    start = partial(LocalWorker, memory=memory, threads=threads)
     starts = [start if folder is None else partial(start, path=folder / str(number)) for number in range(count)]
-    with activity("starting", "starting the processes of attention workers") if count else contextlib.nullcontext():
+    with activity("starting", "starting the processes of attention workers"):
         return worker_tiers(starts, engines)
-
-
-def shared_workers(
-    count: int, memory: int, rank: int, engines: int, exchange: Callable[[str], list[str]]
-) -> list[WorkerTier]:
-    """Return the tiers of workers on this machine for several engines: the first one starts them, the others join.
-
-    Args:
-        count: number of workers.
-        memory: bytes for pages of each, of all engines together.
-        rank: number of this engine.
-        engines: number of engines.
-        exchange: gives text to all engines, and returns the texts of all by their numbers.
-
-    Raises:
-        InvalidInput: the directory of temporary files has a too long name.
-        WorkerLost: a process did not start.
-    """
-    if rank == 0:
-        folder = Path(tempfile.mkdtemp(prefix="flexengine-"))
-        try:
-            if (length := len(os.fsencode(folder / str(count)))) > MOST_PATH:
-                what = f"TMPDIR is {tempfile.gettempdir()}, in which the name of a socket has {length} bytes"
-                raise InvalidInput(f"{what}; at most {MOST_PATH} are possible: set it to a shorter one")
-            tiers = local_workers(count, memory, engines, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        weakref.finalize(tiers[0], shutil.rmtree, folder, ignore_errors=True)
-        exchange(json.dumps(str(folder)))
-        return tiers
-    folder = Path(json.loads(exchange("")[0]))
-    start = partial(JoinedWorker, threads=_threads(count, engines))
-    starts = [partial(start, path=folder / str(n), engine=secrets.randbits(62)) for n in range(count)]
-    return worker_tiers(starts, engines)
-
-
-def _threads(count: int, engines: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // (count + engines))
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -245,22 +334,48 @@ def serve_forever(server: socket.socket, pool: WorkerPool, say: Callable[[str], 
         pool.close()
 
 
-def serve_meanwhile(server: socket.socket, pool: WorkerPool) -> threading.Thread:
-    """Start and return a thread that serves all engines that connect, until the socket is shut down."""
+def serve_engine(fd: int, memory: int, path: str | None = None) -> int:
+    """Serve the engine at the other end of an open socket, and those that connect to a Unix socket, until the first one
+    ends. Return the exit code."""
+    pool = WorkerPool(memory)
+    try:
+        with contextlib.nullcontext() if path is None else listening(pool, path):
+            AttentionServer(Connection(socket.socket(fileno=fd)), pool).run()
+    except Broken as error:
+        print(f"attention worker: the engine is lost: {error}", file=sys.stderr)
+        if path is not None:  # else the first engine removes the directory
+            with contextlib.suppress(OSError):
+                Path(path).parent.rmdir()
+        return 3
+    return 0
 
-    def run() -> None:
-        with suppress(OSError):
-            serve_forever(server, pool, lambda line: None)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+@contextlib.contextmanager
+def listening(pool: WorkerPool, path: str) -> Iterator[None]:
+    """Serve engines that connect to a Unix socket while the block runs."""
+    Path(path).unlink(missing_ok=True)  # the socket of a worker that was killed
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # at the end, when the socket is shut down
+                serve_forever(server, pool, lambda line: None)
+
+        serving = threading.Thread(target=run, daemon=True)
+        serving.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            serving.join()
+            Path(path).unlink(missing_ok=True)
 
 
 def _serve(connection: socket.socket, pool: WorkerPool, engine: str, say: Callable[[str], None]) -> None:
     say(f"serving {engine}")
     try:
-        serve(connection, pool)
+        AttentionServer(Connection(connection), pool).run()
         say(f"{engine} has ended")
     except Exception as error:  # Broken, or an error of a message that no engine sends; other engines go on
         say(f"{engine} is lost: {error}")

@@ -16,12 +16,12 @@ from torch import Tensor
 from flexengine.activity import activity, advance
 from flexengine.codec.records import CODED, PLAIN, RecordForm
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.feed_forward import Blocks, FeedForward
 from flexengine.model.checkpoint import Origin
 from flexengine.model.encoding import in_threads, read_part
 from flexengine.model.prepare import directory_for, prepared
 from flexengine.model.shards import TensorFiles, TensorPart, check_room
-from flexengine.model.verify import Verifier
+from flexengine.worker.open_model import OpenModel
 
 FORMAT = 1  # part of the key of all bundles; raise it if the bytes of a record change
 PIECE = 1 << 20  # stored bytes of the neurons that are bundled at a time
@@ -60,14 +60,7 @@ class Bundle:
         )
 
 
-def prepare_bundles(
-    source: Path,
-    files: Sequence[Path],
-    stored: Mapping[str, Origin],
-    blocks: Sequence[FeedForward | None],
-    kind: str = "",
-    verifier: Verifier | None = None,
-) -> tuple[Bundle | None, ...]:
+def prepare_bundles(model: OpenModel, blocks: Blocks, kind: str = "") -> tuple[Bundle | None, ...]:
     """Return the bundle of each layer, after making the missing ones; None for a layer without a block.
 
     Reading, bundling and writing overlap, see model.encoding.overlap. In memory are at most two strips of `down`, of
@@ -75,48 +68,46 @@ def prepare_bundles(
     continues with the first file that is missing.
 
     Args:
-        stored: location of each parameter in the checkpoint.
         blocks: the feed-forward block of each layer, see feed_forward.find.
         kind: format of the vectors, from codec.records; "" for the stored dtype. Weights are never rounded to another
             dtype.
-        verifier: see model.prepare.prepared.
 
     Raises:
         InvalidInput: there is no block, the kind is unknown or would round the weights, or the cache cannot be written.
         BadCheckpoint: the checkpoint cannot be read, or a bundle is damaged.
         OutOfMemory: the disk is full.
     """
-    works = _works(stored, blocks, kind)
+    works = _works(model, blocks, kind)
+    source, what = model.source.directory, _what(works)
     if not works:
         raise InvalidInput(f"{source} has no layer with a feed-forward block of one row per neuron")
     label = f"{'+'.join(dict.fromkeys(work.form.kind for work in works))} bundles"
-    directory = prepared(source, files, lambda folder: _write(folder, works), _what(works), verifier, label)
-    made = [work.bundle(directory) for work in works]
-    for bundle in made:
-        bundle.check()
-    each = iter(made)
-    return tuple(next(each) if block else None for block in blocks)
+    directory = prepared(source, model.given, lambda folder: _write(folder, works), what, model.verifier, label)
+    made = iter([work.bundle(directory) for work in works])
+    found = tuple(next(made) if block else None for block in blocks)
+    for bundle in found:
+        if bundle is not None:
+            bundle.check()
+    return found
 
 
-def made_bundles(
-    files: Sequence[Path], stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str = ""
-) -> list[Bundle]:
+def made_bundles(model: OpenModel, blocks: Blocks, kind: str = "") -> list[Bundle]:
     """Return the bundles that `prepare_bundles` made before; [] if there are none. Arguments as there."""
-    works = _works(stored, blocks, kind)
-    directory = directory_for(files, _what(works))
+    works = _works(model, blocks, kind)
+    directory = directory_for(model.given, _what(works))
     return [work.bundle(directory) for work in works] if directory.is_dir() else []
 
 
-def _works(stored: Mapping[str, Origin], blocks: Sequence[FeedForward | None], kind: str) -> list["_Layer"]:
-    return [
-        _Layer(f"{j:05}", block, record_form(block, stored, kind), stored)
-        for j, block in enumerate(blocks)
-        if block is not None
-    ]
+def _works(model: OpenModel, blocks: Blocks, kind: str) -> list["_Layer"]:
+    stored = model.locations
+    named = [(f"{j:05}", block) for j, block in enumerate(blocks) if block is not None]
+    return [_Layer(name, block, record_form(block, stored, kind), stored) for name, block in named]
 
 
 def _what(works: Sequence["_Layer"]) -> str:
-    return json.dumps(["bundles", FORMAT, [work.key for work in works]])
+    """Return all that the bytes of the files depend on, besides the checkpoint."""
+    keys = [[w.name, w.form.kind, w.block.width, w.block.neurons, *w.block.weights] for w in works]
+    return json.dumps(["bundles", FORMAT, keys])
 
 
 def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = "") -> RecordForm:
@@ -130,7 +121,7 @@ def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = ""
     for name in block.weights:
         dtype = torch.promote_types(dtype, stored[name].dtype)
     name = str(dtype).removeprefix("torch.")
-    form = RecordForm(kind or name, block.width, block.gated)
+    form = RecordForm(kind or name, block.width, bool(block.up))
     if kind in PLAIN and torch.promote_types(dtype, PLAIN[kind]) != PLAIN[kind]:
         raise InvalidInput(
             f"bundles of kind {kind} would round {block.first}, whose numbers are {name}; choose"
@@ -141,17 +132,12 @@ def record_form(block: FeedForward, stored: Mapping[str, Origin], kind: str = ""
 
 @dataclass(frozen=True)
 class _Layer:
-    """The bundle of one layer to make. name: of its file. stored: location of each parameter in the checkpoint."""
+    """The bundle of one layer to make."""
 
-    name: str
+    name: str  # of its file
     block: FeedForward
     form: RecordForm
-    stored: Mapping[str, Origin]
-
-    @property
-    def key(self) -> list[object]:
-        """All that the bytes of the file depend on, besides the checkpoint."""
-        return [self.name, self.form.kind, self.block.width, self.block.neurons, *self.block.weights]
+    stored: Mapping[str, Origin]  # location of each parameter in the checkpoint
 
     @property
     def stored_bytes(self) -> int:

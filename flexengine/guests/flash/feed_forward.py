@@ -98,13 +98,12 @@ class FeedForward:
         return replace(self, act=act)
 
     @property
-    def gated(self) -> bool:
-        return bool(self.up)
-
-    @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights that a neuron has a vector of, in the order of a record."""
         return (self.first, self.up, self.down) if self.up else (self.first, self.down)
+
+
+Blocks = Sequence[FeedForward | None]  # by layer
 
 
 def find(skeleton: Skeleton) -> tuple[FeedForward | None, ...]:
@@ -136,7 +135,9 @@ def _block(module: nn.Module, linears: dict[str, str], layer: dict[str, ParamRef
             continue
         names = linears[first], linears[up] if up else "", linears[down]
         one, middle, other = (layer[name].module if name else None for name in names)
-        (neurons, width), acts = layer[names[0]].shape, _activations(parent)
+        # Activation functions of the module's own: children without parameters whose name says so.
+        named = [child for name, child in parent.named_children() if "act" in name]
+        (neurons, width), acts = layer[names[0]].shape, [x for x in named if next(x.parameters(), None) is None]
         if layer[names[2]].shape != (width, neurons) or len(acts) != 1:
             return None
         if not decoder and not _computes(parent, (first, up, down), acts[0]):
@@ -175,12 +176,6 @@ def _computes(parent: nn.Module, names: tuple[str, str, str], act: nn.Module) ->
     return isinstance(found, Tensor) and torch.allclose(found, other(expected))
 
 
-def _activations(parent: nn.Module) -> list[nn.Module]:
-    """Return the module's own activation functions: children without parameters whose name says so."""
-    named = [child for name, child in parent.named_children() if "act" in name]
-    return [child for child in named if next(child.parameters(), None) is None]
-
-
 class RecordFirst(FastLinear):
     """The first module of a block of records: it has the block computed, and keeps the result for the last module."""
 
@@ -212,7 +207,7 @@ class RecordDown(FastLinear):
         return block if self.bias is None else block + self.bias
 
 
-def use_records(skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_first: bool) -> None:
+def use_records(skeleton: Skeleton, blocks: Blocks, keep_first: bool) -> None:
     """Have blocks computed elsewhere, and take their weights out of `skeleton.layers`.
 
     Args:
@@ -228,14 +223,6 @@ def use_records(skeleton: Skeleton, blocks: Sequence[FeedForward | None], keep_f
         block.modules[0].__dict__["block"] = None
         out = set(block.weights[keep_first:])
         skeleton.layers[j] = {name: slot for name, slot in skeleton.layers[j].items() if name not in out}
-
-
-def use_linears(blocks: Sequence[FeedForward | None]) -> None:
-    """Have the modules of blocks compute again what they compute without `use_records`."""
-    for block in blocks:
-        for module in block.modules if block is not None else ():
-            if module is not None:
-                module.__class__ = FastLinear
 
 
 @contextmanager

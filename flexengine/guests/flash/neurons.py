@@ -6,18 +6,20 @@ with records that lie anywhere in memory. Neurons are summed in the order of the
 not use add nothing. So a token's result does not depend on the other tokens of its batch, or on what is in memory.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexengine import kernels
 from flexengine.codec.records import RecordForm
-from flexengine.guests.flash.arena import Arena, Fetch, IntArray
 from flexengine.guests.flash.bundles import Bundle
 from flexengine.guests.flash.feed_forward import FeedForward, RecordFirst
 from flexengine.guests.flash.predictors import Predictor
@@ -31,44 +33,103 @@ from flexengine.worker.on_demand import DemandReads
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
+IntArray = NDArray[np.int64]
+_NOWHERE, _NEVER = -1, -1
+
+
+class Fetch(NamedTuple):
+    """Records to read."""
+
+    neurons: IntArray  # their numbers, rising
+    rows: IntArray  # row of the memory for each
+
+
+class Arena:
+    """Rows of one layer's memory, which has room for some of its records (LLM in a flash, section 3.3).
+
+    Neurons that recent tokens used stay; the least recently used ones give their rows to new ones. Pinning the most
+    frequent neurons (PowerInfer) was tried and left out: with a small memory it read more, with room for a half of the
+    neurons up to a tenth less.
+
+    The paper keeps rows without gaps, and moves the last row into the place of each deleted one. Here kernels get the
+    row of each neuron, so a new record takes the row of the one that leaves, and nothing is moved.
+    """
+
+    def __init__(self, neurons: int, room: int) -> None:
+        assert room > 0
+        self.room = room  # number of rows
+        self.step = 0  # number of calls of `fetch`
+        self._row_of = np.full(neurons, _NOWHERE, np.int64)
+        self._neuron_at = np.full(room, _NOWHERE, np.int64)
+        self._used = np.full(room, _NEVER, np.int64)  # by row: last step; _NEVER if it is free
+
+    def overlapping(self, neurons: IntArray, each: int) -> list[IntArray]:
+        """Return more neurons than there is room for, in runs for successive calls of `fetch`.
+
+        A run may be fetched while the rows of the run before are in use. `room - 2 * each` of the neurons that are in
+        memory now stay until their run.
+
+        Args:
+            neurons: numbers, rising, without repeats.
+            each: neurons of a run that are not kept so; at most half of the room.
+        """
+        assert 0 < each <= self.room // 2
+        held = neurons[self._row_of[neurons] != _NOWHERE][: self.room - 2 * each]
+        runs = (np.cumsum(np.isin(neurons, held, invert=True)) - 1).clip(0) // each
+        parts = np.split(neurons, np.flatnonzero(np.diff(runs)) + 1)
+        self.reserve(held, len(parts))
+        return parts
+
+    def fetch(self, neurons: IntArray) -> Fetch:
+        """Make room for the neurons of the next token, or of a batch of tokens. Return those that must be read.
+
+        Args:
+            neurons: numbers, rising, without repeats; not more than there is room for.
+        """
+        rows = self._row_of[neurons]
+        missing = neurons[rows < 0]
+        inside = rows[rows >= 0]
+        assert len(neurons) <= self.room
+        self.step += 1
+        self._used[inside] = self.step
+        # Free rows come first, then the least recently used ones, the first of equal ones.
+        places = np.argsort(self._used, kind="stable")[: len(missing)] if len(missing) else np.empty(0, np.int64)
+        gone = self._neuron_at[places]
+        self._row_of[gone[gone >= 0]] = _NOWHERE
+        self._row_of[missing], self._neuron_at[places], self._used[places] = places, missing, self.step
+        return Fetch(missing, places)
+
+    def reserve(self, neurons: IntArray, calls: int) -> None:
+        """Have those of the neurons that are in memory leave after all others, for the next `calls` calls of `fetch`,
+        or until they are fetched."""
+        rows = self._row_of[neurons]
+        self._used[rows[rows >= 0]] = self.step + calls + 1
+
+    def rows(self, neurons: IntArray) -> IntArray:
+        """Return the rows of neurons that are all in memory."""
+        return self._row_of[neurons]
+
+
 # Reads records by number to rows of uint8 [room, bytes of a record] in RAM.
 ReadNow = Callable[[IntArray, Tensor, IntArray], object]
 BeginRead = Callable[[IntArray, Tensor, IntArray], Callable[[], object]]  # returns what waits for the end
 Predict = Callable[[Tensor], Tensor]  # [tokens, width] to bool [tokens, neurons]
 
 
-@dataclass
-class Counts:
-    """What the blocks of a job did."""
-
-    used: int = 0  # neurons that tokens used, summed over calls; unions over the tokens of a call
-    read: int = 0  # those that had to be read
-
-
+@dataclass(eq=False)
 class NeuronBlock:
-    """One layer's block.
+    """One layer's block."""
 
-    Args:
-        memory: uint8 [room, form.nbytes], on the device.
-        streamed: two buffers uint8 [n, form.nbytes], in RAM, for reads of all records.
-        read: begins to read records in another thread.
-        predict: names the neurons of each token.
-    """
+    feed: FeedForward
+    form: RecordForm
+    memory: Tensor  # uint8 [room, form.nbytes], on the device
+    streamed: tuple[Tensor, Tensor]  # two buffers uint8 [n, form.nbytes], in RAM, for reads of all records
+    read: BeginRead  # begins to read records in another thread
+    read_now: ReadNow  # reads records in this thread
+    predict: Predict  # names the neurons of each token
 
-    def __init__(
-        self,
-        feed: FeedForward,
-        form: RecordForm,
-        memory: Tensor,
-        streamed: tuple[Tensor, Tensor],
-        read: BeginRead,
-        read_now: ReadNow,
-        predict: Predict,
-    ) -> None:
-        self.feed, self.form, self.memory, self.streamed = feed, form, memory, streamed
-        self.read, self.read_now, self.predict = read, read_now, predict
-        self.arena = Arena(feed.neurons, len(memory))
-        self.counts = Counts()
+    def __post_init__(self) -> None:
+        self.arena = Arena(self.feed.neurons, len(self.memory))
 
     def __call__(self, x: Tensor, predicted: Tensor | None) -> Tensor:
         """Return the block's output for [..., width], see `RecordFirst.block`."""
@@ -88,22 +149,16 @@ class NeuronBlock:
         uses, out = self.predict(x), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         union = np.flatnonzero(uses.any(0).cpu().numpy())
         if len(union) <= self.arena.room:
-            self._bring(*self._fetched(union))
+            self._bring(*self.arena.fetch(union))
             return self.added(out, x, uses, union, self.memory, self.arena.rows(union)).to(x.dtype)
         parts = self.arena.overlapping(union, part_of(self.arena.room))  # one is computed while the next one is read
-        arrive = self._begin(self._fetched(parts[0]))
+        arrive = self._begin(self.arena.fetch(parts[0]))
         for i, numbers in enumerate(parts):
             arrive()
             if i + 1 < len(parts):
-                arrive = self._begin(self._fetched(parts[i + 1]))
+                arrive = self._begin(self.arena.fetch(parts[i + 1]))
             out = self.added(out, x, uses, numbers, self.memory, self.arena.rows(numbers))
         return out.to(x.dtype)
-
-    def _fetched(self, numbers: IntArray) -> Fetch:
-        fetch = self.arena.fetch(numbers)
-        self.counts.used += len(numbers)
-        self.counts.read += len(fetch.neurons)
-        return fetch
 
     def _begin(self, fetch: Fetch) -> Callable[[], object]:
         """Begin to read records into the memory, and return what waits for them. With a GPU they are read by the
@@ -153,10 +208,14 @@ class NeuronBlock:
         on their way."""
         out, size = torch.zeros(x.shape, dtype=torch.float32, device=x.device), len(self.streamed[0])
         runs = [slice(low, min(self.feed.neurons, low + size)) for low in range(0, self.feed.neurons, size)]
-        dtype, x = x.dtype, x if kernels.load_for(x.device).narrow else x.float()
-        records = self._held if self.arena.room == self.feed.neurons else self._passing
-        for run, some in zip(runs, records(runs), strict=True):
-            self._add_run(out, x, run, some)
+        kernel, form, act = kernels.load_for(x.device), self.form, self.feed.act
+        dtype, x = x.dtype, x if kernel.narrow else x.float()
+        passing = self._held if self.arena.room == self.feed.neurons else self._passing
+        for run, records in zip(runs, passing(runs), strict=True):
+            a = act(kernel.linear(x, kernel.record_vectors(records, form, 0), self._bias(run)))
+            if form.gated:
+                a = a * kernel.linear(x, kernel.record_vectors(records, form, 1), self._bias(run, 1))
+            kernel.add_weighted(out, a, kernel.record_vectors(records, form, form.down))
         return out.to(dtype)
 
     def _held(self, runs: Sequence[slice]) -> Iterator[Tensor]:
@@ -183,46 +242,56 @@ class NeuronBlock:
                 arrive = begin(i + 1)
             yield records.to(self.memory.device)
 
-    def _add_run(self, out: Tensor, x: Tensor, run: slice, records: Tensor) -> None:
-        """Add what a run of neurons contributes to `out`, fp32 [n, width], of tokens that use all of them."""
-        kernel, form = kernels.load_for(x.device), self.form
-        a = self.feed.act(kernel.linear(x, kernel.record_vectors(records, form, 0), self._bias(run)))
-        if form.gated:
-            a = a * kernel.linear(x, kernel.record_vectors(records, form, 1), self._bias(run, 1))
-        kernel.add_weighted(out, a, kernel.record_vectors(records, form, form.down))
 
-
-class Neurons:
-    """The blocks of a job, with their memory.
+class JobBlocks(ABC):
+    """Blocks of a job whose weights are read on demand, with their memory.
 
     Raises:
         OutOfMemory: a tier has less memory than the layout books.
     """
 
     def __init__(self, opened: OpenModel, layout: Layout, machine: Machine, disk: DemandReads) -> None:
-        self._disk, self._regions, self._ended = disk, Regions(machine), ExitStack()
-        self._machine, self._opened, self._layout = machine, opened, layout
-        self.blocks: list[NeuronBlock] = []
-        place = "device" if machine.capacity.shared else "host"
-        bundles = opened.flash.prepare_bundles()
-        known = [bundle for bundle in bundles if bundle is not None]
+        self._opened, self._layout, self._machine, self._disk = opened, layout, machine, disk
+        self._regions, self.blocks = Regions(machine), list[Any]()
+        self._ram = "device" if machine.capacity.shared else "host"  # tier for what passes RAM
         with ExitStack() as undo:
             undo.callback(self._regions.free)
             undo.callback(self._release)
-            self._reader = undo.enter_context(RecordReader(known))
-            decoded = decoded_bytes(facts for facts in opened.facts.blocks if facts is not None)
-            self._regions.keep_room(place, aligned(self._reader.nbytes), RECORDS)
-            if passing := decoded + STREAMED * (machine.compute.type != "cpu"):
-                self._regions.keep_room("device", passing, RECORDS)
-            take, view = self._regions.take, machine.tier(place).view
-            streams = [view(take(place, STREAMED, RECORDS)) for _ in range(2)]
-            for j, (feed, bundle) in enumerate(zip(opened.flash.blocks, bundles, strict=True)):
-                if feed is not None and bundle is not None:
-                    self.blocks.append(self._block(j, feed, bundle, streams))
+            self._allocate(undo)
             self._ended = undo.pop_all()
 
+    @abstractmethod
+    def _allocate(self, undo: ExitStack) -> None:
+        """Make the blocks, and have their modules use them. undo: gets what must be closed before them."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Have modules use neither blocks nor their memory."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._ended.close()
+
+
+class Neurons(JobBlocks):
+    """The blocks of a job of which only active neurons are read."""
+
+    def _allocate(self, undo: ExitStack) -> None:
+        opened, machine, take = self._opened, self._machine, self._regions.take
+        bundles = opened.flash.prepare_bundles()
+        self._reader = undo.enter_context(RecordReader([bundle for bundle in bundles if bundle is not None]))
+        decoded = decoded_bytes(facts for facts in opened.facts.blocks if facts is not None)
+        self._regions.keep_room(self._ram, aligned(self._reader.nbytes), RECORDS)
+        if passing := decoded + STREAMED * (machine.compute.type != "cpu"):
+            self._regions.keep_room("device", passing, RECORDS)
+        streams = [machine.tier(self._ram).view(take(self._ram, STREAMED, RECORDS)) for _ in range(2)]
+        for j, (feed, bundle) in enumerate(zip(opened.flash.blocks, bundles, strict=True)):
+            if feed is not None and bundle is not None:
+                self.blocks.append(self._block(j, feed, bundle, streams))
+
     def _block(self, layer: int, feed: FeedForward, bundle: Bundle, streams: list[Tensor]) -> NeuronBlock:
-        """Return the block of a layer, and have the layer use it."""
+        """Return the block of a layer, and have the layer use it. A predictor names the neurons of a token, or the
+        whole matrix of the block's first module."""
         nbytes, room = bundle.form.nbytes, self._layout.rooms[layer]
         fit = STREAMED // nbytes
         one, two = (stream[: fit * nbytes].view(fit, nbytes) for stream in streams)
@@ -230,24 +299,21 @@ class Neurons:
         memory = self._machine.device.view(region).view(room, nbytes)
         first = feed.modules[0]
         assert isinstance(first, RecordFirst)
-        begin, now = partial(self._begin, bundle), partial(self._read, bundle)
-        first.block = NeuronBlock(feed, bundle.form, memory, (one, two), begin, now, self._predict(layer, feed, first))
-        return first.block
-
-    def _begin(self, bundle: Bundle, numbers: IntArray, target: Tensor, rows: IntArray) -> Callable[[], None]:
-        return self._reader.begin(lambda: self._read(bundle, numbers, target, rows)).result
-
-    def _read(self, bundle: Bundle, numbers: IntArray, target: Tensor, rows: IntArray) -> None:
-        wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
-        self._disk.read_by(lambda: self._reader.read(bundle, *wanted).bytes)
-
-    def _predict(self, layer: int, feed: FeedForward, first: RecordFirst) -> Predict:
-        """Return what names the neurons of a token: a predictor, or the whole matrix of `first`."""
+        predict: Predict = lambda x: feed.act(FastLinear.forward(first, x)) != 0  # noqa: E731
         predictor: Predictor | None = self._opened.flash.predictor(layer, self._machine.compute)
-        if predictor is None:
-            return lambda x: feed.act(FastLinear.forward(first, x)) != 0
-        self._regions.keep_room("device", aligned(predictor.nbytes), PREDICTORS)
-        return predictor.active
+        if predictor is not None:
+            self._regions.keep_room("device", aligned(predictor.nbytes), PREDICTORS)
+            predict = predictor.active
+
+        def read(numbers: IntArray, target: Tensor, rows: IntArray) -> None:
+            wanted = torch.from_numpy(numbers), target, torch.from_numpy(rows)
+            self._disk.read_by(lambda: self._reader.read(bundle, *wanted))
+
+        def begin(numbers: IntArray, target: Tensor, rows: IntArray) -> Callable[[], None]:
+            return self._reader.begin(lambda: read(numbers, target, rows)).result
+
+        first.block = NeuronBlock(feed, bundle.form, memory, (one, two), begin, read, predict)
+        return first.block
 
     def _release(self) -> None:
         for block in self.blocks:
@@ -255,7 +321,3 @@ class Neurons:
             assert isinstance(first, RecordFirst)
             first.block = None
         self.blocks = []
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._ended.close()

@@ -8,7 +8,8 @@ predictors.json           the checkpoint, the settings, thresholds, errors and s
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.guests.flash.feed_forward import FeedForward
+from flexengine.guests.flash.feed_forward import Blocks
 from flexengine.guests.flash.traces import NeuronSharing
 from flexengine.model.linear import Product
 from flexengine.model.prepare import fingerprint, hold
@@ -94,10 +95,7 @@ class PredictionErrors:
     missed: int  # active, but predicted inactive
 
     def __add__(self, other: "PredictionErrors") -> "PredictionErrors":
-        return PredictionErrors(
-            self.total + other.total, self.active + other.active,
-            self.predicted + other.predicted, self.missed + other.missed,
-        )  # fmt: skip
+        return PredictionErrors(*map(add, astuple(self), astuple(other)))
 
     @property
     def misses(self) -> float:
@@ -188,9 +186,7 @@ def write(trained: Trained, checkpoint: str, directory: Path) -> None:
     (directory / ABOUT).write_text(json.dumps({**body, "sha256": _digest(body)}), encoding="utf-8")
 
 
-def load(
-    directory: Path, checkpoint: str, blocks: Sequence[FeedForward | None], layers: slice = slice(None)
-) -> Trained:
+def load(directory: Path, checkpoint: str, blocks: Blocks, layers: slice = slice(None)) -> Trained:
     """Read the predictors of a model.
 
     Their tensors are views of the file: they take page cache, which no ledger books. `Predictor.to` copies them.
@@ -300,11 +296,7 @@ def find(files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> Pa
 
 
 class Latest:
-    """The predictors of a checkpoint that were trained last, searched and loaded once.
-
-    Args:
-        files, sparsity: as for `find`; no files if the model has none.
-    """
+    """The predictors of a checkpoint that were trained last, searched and loaded once. Arguments as for `find`."""
 
     def __init__(self, files: Sequence[Path], sparsity: tuple[float, str] | None = None) -> None:
         self._files, self._sparsity = files, sparsity
@@ -321,7 +313,7 @@ class Latest:
         """Return `Trained.digest` of the predictors; "" if there are none. Raise BadCheckpoint if they are damaged."""
         return _digest(_content(directory)) if (directory := self.find()) else ""
 
-    def load(self, blocks: Sequence[FeedForward | None], layers: slice = slice(None)) -> Trained | None:
+    def load(self, blocks: Blocks, layers: slice = slice(None)) -> Trained | None:
         """Return the predictors; None if there are none. Arguments and errors as in `load`."""
         if self._loaded is None and (directory := self.find()) is not None:
             self._directory = None  # after an error they are searched again, as they may be trained again

@@ -6,26 +6,37 @@ one bit per neuron, which is 1 if its activation is not 0.
 
 A trace is bool [stretches, tokens, neurons]: the active neurons of one layer, for the successive tokens of several
 stretches of text. All statistics are shares of the layer's neurons.
+
+Magnitudes of activations give the thresholds of sparsified activations. A histogram per layer counts them by the upper
+bits of their fp32 numbers, so a bin's bounds differ by 0.4 % at most, and memory does not grow with the text.
 """
 
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load as parse
 from torch import Tensor
 
+from flexengine.errors import BadCheckpoint
 from flexengine.guests.flash.feed_forward import FeedForward, watching
-from flexengine.model.shards import check_room
+from flexengine.model.shards import check_room, save
 
 IN_MEMORY = 256 << 20  # bytes of all layers that stay in memory
 _LARGEST = torch.finfo(torch.float16).max
 Trace = NDArray[np.bool_]
+SHARES = np.linspace(0.0, 1.0, 1001)
+_LOW_BITS = 15  # of a number's 31 that are the same for a bin: 8 bits of the mantissa are left
+_BINS = 1 << (31 - _LOW_BITS)
+_NAME = "magnitudes"
 ROWS, WINDOW = 8, 16  # most rows of a union, most tokens of a window
 
 
@@ -49,17 +60,13 @@ def active_share(trace: Trace) -> float:
     return float(trace.mean()) if trace.size else 0.0
 
 
-def row_unions(trace: Trace, most: int = ROWS) -> tuple[float, ...]:
-    """Return the mean share of the union of b independent tokens, for b = 1 to `most` or the number of stretches.
+def row_unions(trace: Trace) -> tuple[float, ...]:
+    """Return the mean share of the union of b independent tokens, for b = 1 to ROWS or the number of stretches.
 
     Tokens at the same place of neighbouring stretches, the first after the last, count as independent.
     """
-    union, shares = trace.copy(), list[float]()
-    for b in range(min(most, len(trace))):
-        if b:
-            union |= np.roll(trace, -b, axis=0)
-        shares.append(active_share(union))
-    return tuple(shares)
+    rolled = (np.roll(trace, -b, axis=0) for b in range(min(ROWS, len(trace))))
+    return tuple(map(active_share, accumulate(rolled, np.logical_or)))
 
 
 def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
@@ -71,11 +78,7 @@ def window_unions(trace: Trace, most: int = WINDOW + 1) -> tuple[float, ...]:
     """
     most = min(most, trace.shape[1])
     beginnings = trace.shape[1] - most + 1
-    union, shares = trace[:, :beginnings].copy(), list[float]()
-    for k in range(most):
-        union |= trace[:, k : k + beginnings]
-        shares.append(active_share(union))
-    return tuple(shares)
+    return tuple(map(active_share, accumulate((trace[:, k : k + beginnings] for k in range(most)), np.logical_or)))
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,7 @@ class TraceRecorder:
         limit = IN_MEMORY // len(blocks) if total > IN_MEMORY else total
         self._files = [tempfile.SpooledTemporaryFile(max_size=limit, dir=str(folder)) for _ in blocks]  # noqa: SIM115
 
-    def __enter__(self) -> "TraceRecorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for file in self._files:
             file.close()
 
@@ -141,18 +141,15 @@ class TraceRecorder:
         x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
         for start in starts:
             piece = slice(start, start + self._tokens)
-            if (stretch := self._numbers.get(_key(ids[piece]))) is not None:
-                self._store(number, stretch, x[piece], self._blocks[number].act(out[piece]) != 0)
-
-    def _store(self, number: int, stretch: int, x: Tensor, active: Tensor) -> None:
-        values = x.float().clamp(-_LARGEST, _LARGEST).half().cpu().contiguous().view(torch.uint8).numpy()
-        bits = active.cpu().numpy()
-        file = self._files[number]
-        file.seek(stretch * self._tokens * self._widths[number])
-        file.write(np.concatenate([values, np.packbits(bits, axis=-1)], axis=1).tobytes())
-        if stretch not in self._seen[number]:
-            self._seen[number].add(stretch)
-            self._active[number] += float(bits.mean())
+            if (stretch := self._numbers.get(_key(ids[piece]))) is None:
+                continue
+            values = x[piece].float().clamp(-_LARGEST, _LARGEST).half().cpu().contiguous().view(torch.uint8).numpy()
+            bits = (self._blocks[number].act(out[piece]) != 0).cpu().numpy()
+            self._files[number].seek(stretch * self._tokens * self._widths[number])
+            self._files[number].write(np.concatenate([values, np.packbits(bits, axis=-1)], axis=1).tobytes())
+            if stretch not in self._seen[number]:
+                self._seen[number].add(stretch)
+                self._active[number] += float(bits.mean())
 
     @property
     def shares(self) -> list[float]:
@@ -173,3 +170,62 @@ class TraceRecorder:
 
 def _key(ids: Tensor) -> bytes:
     return ids.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """Quantiles of the magnitudes of a model's activations."""
+
+    quantiles: NDArray[np.float32]  # fp32 [layers, shares], for SHARES
+
+    def thresholds(self, share: float) -> list[float]:
+        """Return, by layer, the magnitude that this share of the activations is below."""
+        return [float(np.interp(share, SHARES, layer)) for layer in self.quantiles]
+
+    def write(self, file: Path) -> None:
+        """Write a file. Raise OSError if that fails."""
+        save({_NAME: torch.from_numpy(self.quantiles)}, file)
+
+
+def load(file: Path) -> Magnitudes:
+    """Read a file that `Magnitudes.write` wrote. Raise BadCheckpoint if it cannot be read."""
+    try:
+        return Magnitudes(parse(file.read_bytes())[_NAME].numpy())
+    except (OSError, SafetensorError, KeyError) as error:
+        raise BadCheckpoint(f"{file} cannot be read: {error}; remove its directory to calibrate again") from error
+
+
+class MagnitudeRecorder:
+    """Counts the magnitudes of activations of blocks. Memory: 0.5 MB per block."""
+
+    def __init__(self, blocks: Sequence[FeedForward]) -> None:
+        self._blocks = blocks
+        self._counts = torch.zeros(len(blocks), _BINS, dtype=torch.int64)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Count the activations of the passes of jobs."""
+        return watching(self._blocks, self._note)
+
+    def _note(self, number: int, _: Any, x: Tensor, out: Tensor) -> None:
+        self._counts[number] += histogram(self._blocks[number].act(out)).cpu()
+
+    def magnitudes(self) -> Magnitudes:
+        """Return the quantiles of what was counted."""
+        return Magnitudes(np.stack([_quantiles(counts.numpy()) for counts in self._counts]))
+
+
+def histogram(values: Tensor) -> Tensor:
+    """Return how many values have a magnitude in each bin, int64 [bins]. The sign bit of a number is left out."""
+    bits = values.detach().float().flatten().view(torch.int32) & 0x7FFFFFFF
+    return torch.bincount(bits >> _LOW_BITS, minlength=_BINS)
+
+
+def _quantiles(counts: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the magnitudes that each of SHARES is below. Values are taken as evenly spread over their bin."""
+    filled = np.flatnonzero(counts)
+    bounds = (np.arange(_BINS + 1, dtype=np.int64) << _LOW_BITS).astype(np.uint32).view(np.float32)
+    below = np.concatenate([[0], np.cumsum(counts[filled])]) / max(1, counts.sum())
+    ranks = np.searchsorted(below[1:], SHARES, side="left").clip(max=len(filled) - 1)
+    low, high = bounds[filled[ranks]], bounds[filled[ranks] + 1]
+    part = (SHARES - below[ranks]) / (below[ranks + 1] - below[ranks])
+    return np.asarray(low + part * (high - low), np.float32)

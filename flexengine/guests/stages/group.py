@@ -2,37 +2,139 @@
 the job.
 
 A process has a connection to the driver, for orders and results, and one to each neighbour, for hidden states. They
-meet in the store that torchrun, or the driver, serves.
+meet in the store that torchrun, or the driver, serves. Frames wait in queues, so that no thread that computes waits for
+a socket. Frames of one channel arrive in order.
 """
 
 import contextlib
+import enum
 import json
 import os
 import secrets
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
+import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flexengine.engine.guests import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
-from flexengine.guests.stages.frames import LAST, Frame, FrameChannel, SocketChannel
-from flexengine.guests.stages.launch import INTERFACE, ranks
-from flexengine.guests.wire.link import Broken, Connection, pack, unpack
+from flexengine.guests.wire.link import MOST_BODY, Broken, Connection, pack, unpack
+from flexengine.guests.wire.processes import INTERFACE, LOCAL, ranks
 
+# Kinds of frames; see the table in `remote`. LAST ends a channel. Lower kinds are those of a connection.
+OrderKind = enum.IntEnum(
+    "OrderKind", "HIDDEN CHOOSE LAY_OUT PREPARE SWEEP END LEAVE ANSWER FAILED RESULT LAST", start=16
+)
+EMPTY = torch.empty(0, dtype=torch.uint8)
 ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
 CONTROL = 0  # connection of a stage to the driver; the other ones are for HIDDENS
 HELLO = 1  # kind of the first message of a connection
-LOOPBACK = "127.0.0.1"
 STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
 JOIN_SECONDS = 300.0  # until all processes must have joined
 CONNECT_SECONDS = 25.0  # until processes that have joined are connected
 LEAVE_SECONDS = 5.0  # for which `close` waits for the other processes
-_LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+class Frame(NamedTuple):
+    """A message."""
+
+    kind: int  # number of its kind
+    job: int = 0  # number of the job
+    number: int = 0  # number whose meaning depends on the kind
+    tokens: int = 0  # tokens of hidden states
+    body: Tensor = EMPTY  # uint8 [bytes], in RAM
+
+
+class Ended(Exception):
+    """The job ended while a thread waited for a frame."""
+
+
+class FrameChannel:
+    """Frames that wait, between two threads, of which one may send them to a process of the group, or receive them.
+
+    Any number of received frames waits, so that the other process never waits for this one. After `fail`, `put` and
+    `get` raise its error.
+
+    Args:
+        most: most frames that wait; `put` then waits. None for no limit.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most, self._frames = most, deque[Frame]()
+        self._changed = threading.Condition()
+        self._error: StageLost | None = None
+        self.seen: Callable[[Frame], None] | None = None
+
+    def put(self, frame: Frame) -> None:
+        """Add a frame. Wait while `most` frames wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._most is None or len(self._frames) < self._most)
+            if self._error is not None:
+                raise self._error
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def get(self, ended: Callable[[], bool] = lambda: False) -> Frame:
+        """Return the first frame. Wait until there is one. Raise Ended if `ended()` is true, which is looked at after
+        every `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._frames or ended())
+            if ended():
+                raise Ended
+            if not self._frames:
+                assert self._error is not None
+                raise self._error
+            self._changed.notify_all()
+            return self._frames.popleft()
+
+    def wake(self) -> None:
+        """Let `get` look at its `ended` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def fail(self, error: StageLost) -> None:
+        """Let all calls raise an error. Frames that arrived before it can still be taken."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def run(
+        self, link: Connection, lost: Callable[["FrameChannel", str], None], seen: Callable[[Frame], None] | None = None
+    ) -> None:
+        """Send or receive the frames in a thread, until frame LAST.
+
+        Args:
+            lost: called with the channel and the reason if the connection breaks.
+            seen: called with every frame that is received, from the thread; None for a channel that sends.
+        """
+        self.seen = seen
+        self.thread = threading.Thread(target=self._loop, args=(link, lost), name="flexengine-channel", daemon=True)
+        self.thread.start()
+
+    def _loop(self, link: Connection, lost: Callable[["FrameChannel", str], None]) -> None:
+        frame = Frame(0)
+        try:
+            while frame.kind != OrderKind.LAST:
+                if self.seen is None:
+                    frame = self.get()
+                    link.send(frame.kind, frame[1:4], frame.body)
+                else:
+                    kind, (job, number, tokens, *_), _ = link.receive()
+                    frame = Frame(kind, job, number, tokens, link.take(MOST_BODY))
+                    self.put(frame)
+                    self.seen(frame)
+        except StageLost:  # from `get` or `put`
+            return
+        except (Broken, MemoryError, RuntimeError) as error:  # RuntimeError: no memory for a tensor
+            lost(self, str(error))
 
 
 class PipelineGroup(ProcessGroup):
@@ -50,10 +152,10 @@ class PipelineGroup(ProcessGroup):
             InvalidInput: not all processes joined in time.
         """
         self.rank, self.size = ranks()
-        self.local_size, self.local_rank = (int(os.environ.get(n, d)) for n, d in _LOCAL_VARIABLES)
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._links: dict[tuple[int, int], Connection] = {}  # by CONTROL or HIDDENS, and rank
-        self._channels: list[SocketChannel] = []
-        self._senders: list[SocketChannel] = []
+        self._channels: list[FrameChannel] = []
         self._lost: StageLost | None = None
         name = interface or os.environ.get(INTERFACE)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -122,16 +224,15 @@ class PipelineGroup(ProcessGroup):
 
     def send(self, rank: int, tag: int, most: int = 2) -> FrameChannel:
         """Return a channel of frames to a process. most: most frames that wait."""
-        self._senders.append(self._channel(rank, tag, most, None))
-        return self._senders[-1]
+        return self._channel(rank, tag, most, None)
 
     def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> FrameChannel:
-        """Return a channel of frames from a process. seen: as for `SocketChannel`."""
+        """Return a channel of frames from a process. seen: as for `FrameChannel.run`."""
         return self._channel(rank, tag, None, seen)
 
-    def _channel(self, rank: int, tag: int, most: int | None, seen: Callable[[Frame], None] | None) -> SocketChannel:
+    def _channel(self, rank: int, tag: int, most: int | None, seen: Callable[[Frame], None] | None) -> FrameChannel:
         def lost(channel: FrameChannel, why: str) -> None:
-            error = self._lost or self.lost(rank, why)
+            error = self._lost or StageLost(rank, self.size, self.names[rank], why)
             if tag == HIDDENS:
                 channel.fail(error)
                 return
@@ -139,24 +240,22 @@ class PipelineGroup(ProcessGroup):
             for each in self._channels:
                 each.fail(error)
 
-        link = self._links[tag if tag == HIDDENS else CONTROL, rank]
-        self._channels.append(SocketChannel(link, lost, most, seen))
+        channel = FrameChannel(most)
+        channel.run(self._links[tag if tag == HIDDENS else CONTROL, rank], lost, seen)
+        self._channels.append(channel)
         if self._lost is not None:
-            self._channels[-1].fail(self._lost)
-        return self._channels[-1]
-
-    def lost(self, rank: int, why: str) -> StageLost:
-        """Return the error of a stage that has died or hangs."""
-        return StageLost(rank, self.size, self.names[rank], why)
+            channel.fail(self._lost)
+        return channel
 
     def close(self) -> None:
         """Leave the group. Wait for a moment until the other processes leave, too."""
         with contextlib.suppress(StageLost):
-            for channel in self._senders:
-                channel.put(Frame(LAST))
+            for channel in self._channels:
+                if channel.seen is None:
+                    channel.put(Frame(OrderKind.LAST))
         deadline = time.monotonic() + LEAVE_SECONDS
         for channel in self._channels:
-            channel.wait(max(0.0, deadline - time.monotonic()))
+            channel.thread.join(max(0.0, deadline - time.monotonic()))
         self._close_links()
 
     def _close_links(self) -> None:
@@ -181,7 +280,7 @@ def _await(store: Any, key: str, size: int, look: Callable[[], None] = lambda: N
 
 def _address(interface: str | None) -> str:
     if interface is None:
-        return LOOPBACK
+        return LOCAL
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in interfaces.get(interface, ()):

@@ -1,38 +1,173 @@
-"""The driver's side of the stages in other processes: orders leave as frames, results come back as frames."""
+"""The driver's side of the stages in other processes: orders leave as frames, results come back as frames.
+
+Ports join stages by frames of kind HIDDEN, whose `number` is the number of the gpu_batch. Frames of a job that ended
+early may arrive later; they are dropped. Frames between driver and stage are:
+
+| kind | from | body |
+|---|---|---|
+| CHOOSE | driver | a JobOrder without a policy; answered by ANSWER with a policy |
+| LAY_OUT | driver | a JobOrder; answered by ANSWER with a RemotePlan if the job fits |
+| PREPARE | driver | a JobOrder; answered by ANSWER with a RemoteParts |
+| SWEEP | driver | an Order; answered by RESULT |
+| END | driver | nothing; the job ends, early or not; answered by ANSWER with what the stage has measured |
+| LEAVE | driver | nothing; the process ends |
+| ANSWER | stage | see above; `number` is the kind of the order |
+| FAILED | stage | a dict: the error |
+| RESULT | stage | a StageResult |
+
+`number` of SWEEP and RESULT is the number of the sweep.
+"""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
+from flexengine import __version__
+from flexengine.activity import message
+from flexengine.config import SamplingParams
+from flexengine.engine.core import Core
+from flexengine.engine.fingerprint import numerics
 from flexengine.engine.guests import StageDriver
+from flexengine.engine.options import EngineOptions
+from flexengine.engine.planner import UNLIMITED, Planner
 from flexengine.engine.stages import Stage, StageResult, Sweep
-from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
-from flexengine.guests.stages.frames import EMPTY, Frame, SendingPort
-from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
-from flexengine.guests.stages.messages import Event, JobOrder, Order, OrderKind, SentText
+from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
+from flexengine.guests.attention_workers.workers import WorkerTier
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
 from flexengine.guests.wire.link import pack, unpack
-from flexengine.lossy import Lossy
+from flexengine.lossy import PREDICTORS, Lossy
+from flexengine.model import identity
+from flexengine.plan.candidates import Options
+from flexengine.plan.layout import Layout
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.search import Search
+from flexengine.plan.stages import block_of, for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.shortage import Shortage
 from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
+from flexengine.strategy import Strategy
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.stage_ports import Ports
+from flexengine.worker.stage_ports import Port, Ports
 
 TRACE = "trace"  # in what a stage measured: rows of its spans, see `runtime.trace`
+T = TypeVar("T")
+# By kind of an error, what is sent of it: attributes that are its arguments.
+FIELDS: dict[type[FlexError], tuple[str, ...]] = {
+    OutOfMemory: ("tier", "what", "needed", "used", "capacity"),
+    WorkerLost: ("place", "place", "why"),
+}
+LAYOUT = 3  # of frames; raise it with every change of them
+
+
+class ChannelPort(Port):
+    """Port between two stages, for the job with number `job`: one puts, the other takes.
+
+    The gpu_batches of a sweep may come in another order than they are taken: the hidden states of one whose attention
+    is delegated leave a stage later.
+    """
+
+    def __init__(self, channel: FrameChannel) -> None:
+        self.channel, self.job, self._ended = channel, 0, 0
+        self._held: dict[int, Frame] = {}  # by gpu_batch, of the present sweep
+
+    def put(self, batch: int, hidden: Tensor) -> None:
+        copied = torch.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
+        self.channel.put(Frame(OrderKind.HIDDEN, self.job, batch, hidden.shape[1], copied.view(-1).view(torch.uint8)))
+
+    def take(self, batch: int, target: Tensor) -> None:
+        """Copy the hidden states of a gpu_batch to `target`. Raise Ended if the job ends meanwhile."""
+        while (frame := self._held.pop(batch, None)) is None or frame.job != self.job:
+            while (other := self.channel.get(lambda: self._ended >= self.job)).job != self.job:
+                pass  # of a job that ended early
+            if other.number in self._held and self._held[other.number].job == self.job:
+                raise InvalidInput(
+                    f"hidden states of gpu_batch {other.number} came twice, but those of gpu_batch"
+                    f" {batch} are due; run the same version in all stages"
+                )
+            self._held[other.number] = other
+        if (frame.tokens, len(frame.body)) != (target.shape[1], target.nbytes):
+            raise InvalidInput(
+                f"hidden states of gpu_batch {batch} came with {frame.tokens} tokens in"
+                f" {len(frame.body)} bytes, but {target.shape[1]} tokens in {target.nbytes} bytes are"
+                " due; run the same version in all stages"
+            )
+        target.copy_(frame.body.view(target.dtype).view(target.shape))
+
+    def end(self, job: int) -> None:
+        """Let `take` raise Ended in this job and in earlier ones. May be called from any thread."""
+        self._ended = job
+        self.channel.wake()
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """A job that a stage plans or prepares."""
+
+    workload: Workload  # sizes of the rows
+    lossy: Lossy  # the lossy switches
+    policy: Policy  # policy of the first stage; unused where the stage chooses one
+    given: bool = False  # whether the user gave the policy, so that weights are placed as it says in all stages
+    block: int | None = None  # most sequences alive, for the choice of a policy; None for free choice
+    prefill_tokens: int | None = None  # most tokens of a prefill chunk; None for free choice
+    lost: Sequence[str] = ()  # places of attention workers that are replaced first
+
+
+def claimant(sequence: sweeps.Sequence) -> sweeps.Sequence:
+    """Return a copy of a sequence with all that claims and releases of pages read of it."""
+    source = None if sequence.source is None else sweeps.Trunk(sequence.source.id, 0, 0)
+    return sweeps.Sequence(sequence.id, 0, 0, cached=sequence.cached, home=sequence.home, source=source)
+
+
+class SentText(NamedTuple):
+    """A text that a stage does not have yet; see `RowSequence`."""
+
+    row: int
+    sample: int
+    prompt: tuple[int, ...]
+    targets: tuple[int, ...]
+    sampling: SamplingParams  # without `stop`: the driver ends sequences
+
+    def sequence(self, number: int) -> RowSequence:
+        """Return the sequence with all that computing reads of it. number: of the sequence."""
+        sequence = RowSequence(number, 0, 0, row=self.row, sample=self.sample, sampling=self.sampling)
+        sequence.prompt, sequence.targets = self.prompt, self.targets
+        return sequence
+
+
+class Order(NamedTuple):
+    """A sweep for a stage in another process, with all that has changed since the last sweep."""
+
+    sweep: Sweep  # the sweep
+    # Claims and releases of pages, in order: a `claimant`, and the tokens to hold; None if its pages are released.
+    events: list[tuple[sweeps.Sequence, int | None]]
+    texts: dict[int, SentText]  # by sequence, texts that the stage does not have yet
+    grown: dict[int, Sequence[int]]  # by sequence, tokens that were generated since the last order
 
 
 @dataclass(frozen=True)
 class RemotePlan:
-    """The plan of a job in one stage: layers are first layer, last layer + 1 and number of layers of the model; seconds
-    are predicted."""
+    """The plan of a job in one stage."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, int, int]  # first layer, last layer + 1, and layers of the whole model
     policy: Policy
-    seconds: float
+    seconds: float  # predicted
+
+
+class RemoteParts(NamedTuple):
+    """What the driver reads of a prepared `Stage`."""
+
+    layers: tuple[int, int, int]
+    policy: Policy
+    pools: dict[str, tuple[Pool, ...]]
+    cuda: bool
 
 
 class Driver(StageDriver):
@@ -46,7 +181,7 @@ class Driver(StageDriver):
 
     def __init__(self, group: PipelineGroup) -> None:
         self.group, self.job = group, 0
-        self.port = SendingPort(group.send(1, HIDDENS))
+        self.port = ChannelPort(group.send(1, HIDDENS))
         self.ports = Ports(after=self.port)
         others = range(1, group.size)
         self.orders = {rank: group.send(rank, ORDERS, most=64) for rank in others}
@@ -54,34 +189,28 @@ class Driver(StageDriver):
         self.measured: dict[int, dict[str, Any]] = {}
         self.lost = list[str]()
 
-    def choose(
-        self, workload: Workload, lossy: Lossy, block: int | None, prefill_tokens: int | None
-    ) -> Callable[[], list[Policy]]:
-        """Let every other stage choose a policy for a workload. Return a function that waits for the policies.
-        Arguments as for `JobOrder`."""
-        job = JobOrder(workload=workload, lossy=lossy.enabled, policy={}, block=block, prefill_tokens=prefill_tokens)
-        self._order(OrderKind.CHOOSE, job)
-        return lambda: [Policy(**answer) for answer in self._answers().values()]
+    def ask(self, kind: OrderKind, answer: type[T], job: JobOrder) -> Callable[[], dict[int, T]]:
+        """Send a job to all other stages. Return a function that waits for their answers, by rank, and raises the
+        first error, which names the stage, after all have answered."""
+        self._order(kind, pack(job))
 
-    def lay_out(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> list[RemotePlan]:
-        """Return the plans of the other stages for a job. Raise OutOfMemory, with the name of the stage, if the job
-        does not fit in one of them. Arguments as for `prepare`."""
-        job = JobOrder(workload=workload, lossy=lossy.enabled, policy=policy.to_json(), given=given)
-        self._order(OrderKind.LAY_OUT, job)
-        return [
-            RemotePlan(tuple(answer["layers"]), Policy(**answer["policy"]), answer["seconds"])
-            for answer in self._answers().values()
-        ]
+        def answers() -> dict[int, T]:
+            answered = {rank: self.results[rank].get() for rank in self.orders}
+            for rank, frame in answered.items():
+                self.check(rank, frame)
+            return {rank: unpack(frame.body, answer) for rank, frame in answered.items()}
+
+        return answers
 
     def prepare(
         self, policy: Policy, workload: Workload, given: bool, lossy: Lossy
     ) -> "Callable[[], list[RemoteStage]]":
         self.job += 1
         self.port.job = self.job
-        job = JobOrder(workload=workload, lossy=lossy.enabled, policy=policy.to_json(), given=given, lost=self.lost)
-        self._order(OrderKind.PREPARE, job)
+        job = JobOrder(workload, lossy, policy, given, lost=self.lost)
+        answers = self.ask(OrderKind.PREPARE, RemoteParts, job)
         self.lost = []
-        return lambda: [RemoteStage(self, rank, answer) for rank, answer in self._answers().items()]
+        return lambda: [RemoteStage(self, rank, parts) for rank, parts in answers().items()]
 
     def end(self) -> None:
         with contextlib.suppress(StageLost):
@@ -103,16 +232,9 @@ class Driver(StageDriver):
         with contextlib.suppress(StageLost):
             self._order(OrderKind.LEAVE)
 
-    def _order(self, kind: OrderKind, job: JobOrder | None = None) -> None:
+    def _order(self, kind: OrderKind, *body: Tensor) -> None:
         for channel in self.orders.values():
-            channel.put(Frame(kind, self.job, body=EMPTY if job is None else pack(job)))
-
-    def _answers(self) -> dict[int, Any]:
-        """Return the answers of all stages. Raise the first error, after all have answered."""
-        frames = {rank: self.results[rank].get() for rank in self.orders}
-        for rank, frame in frames.items():
-            self.check(rank, frame)
-        return {rank: unpack(frame.body, dict) for rank, frame in frames.items()}
+            channel.put(Frame(kind, self.job, 0, 0, *body))
 
     def check(self, rank: int, frame: Frame) -> None:
         """Raise the error that a frame reports, if it does."""
@@ -126,23 +248,17 @@ def failure(error: BaseException) -> dict[str, Any]:
     values: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
     if isinstance(error, Shortage):  # of a task
         error = OutOfMemory(error.tier, error.what, error.needed)
-    if isinstance(error, OutOfMemory):
-        values |= {name: getattr(error, name) for name in ("tier", "what", "needed", "used", "capacity")}
-    if isinstance(error, WorkerLost):
-        values |= {name: getattr(error, name) for name in ("place", "why")}
-    return values | {"refused": isinstance(error, FlexError)}
+    fields = next((fields for kind, fields in FIELDS.items() if isinstance(error, kind)), ())
+    arguments = [getattr(error, name) for name in fields]
+    return values | {"refused": isinstance(error, FlexError), "arguments": arguments}
 
 
 def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
     message = f"{stage}: {values['message']}"
-    if "tier" in values:
-        error = OutOfMemory(*(values[name] for name in ("tier", "what", "needed", "used", "capacity")))
+    if arguments := values["arguments"]:
+        error: FlexError = next(kind for kind, fields in FIELDS.items() if len(fields) == len(arguments))(*arguments)
         error.args = (message,)
         return error
-    if "place" in values:
-        loss = WorkerLost(values["place"], values["place"], values["why"])
-        loss.args = (message,)
-        return loss
     if values["refused"]:
         return InvalidInput(message)
     why = f"{values['type']}: {values['message']}"
@@ -152,23 +268,20 @@ def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
 class RemoteStage(Stage):
     """A stage in another process."""
 
-    def __init__(self, driver: Driver, rank: int, answer: Mapping[str, Any]) -> None:
-        """Begin a job. answer: the stage's answer to PREPARE."""
+    def __init__(self, driver: Driver, rank: int, parts: RemoteParts) -> None:
         self.driver, self.rank = driver, rank
-        first, end, total = answer["layers"]
-        self.layers, self.policy, self.cuda = (first, end, total), Policy(**answer["policy"]), answer["cuda"]
-        self.pools = {tier: tuple(Pool(*pool) for pool in pools) for tier, pools in answer["pools"].items()}
-        self._events = list[Event]()
+        self.layers, self.policy, self.pools, self.cuda = parts
+        self._events = list[tuple[sweeps.Sequence, int | None]]()
         self._known: dict[int, int] = {}  # by sequence, number of generated tokens that the stage has
 
     def __exit__(self, *error: Any) -> None:
         """Do nothing: the threads of the other process end with the job."""
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
-        self._events.append(Event.of(sequence, tokens))  # now: its cached tokens change after the claim
+        self._events.append((claimant(sequence), tokens))  # now: its cached tokens change after the claim
 
     def release(self, sequence: sweeps.Sequence) -> None:
-        self._events.append(Event.of(sequence, None))
+        self._events.append((claimant(sequence), None))
         self._known.pop(sequence.id, None)
 
     def start(self, sweep: Sweep, members: Mapping[int, RowSequence]) -> None:
@@ -179,7 +292,9 @@ class RemoteStage(Stage):
             if (text := members.get(sequence)) is None:
                 continue  # a trunk, whose tokens are the sweep's stems
             if sequence not in self._known:
-                order.texts[sequence], self._known[sequence] = SentText.of(text), 0
+                sampling = replace(text.sampling, stop=())
+                order.texts[sequence] = SentText(text.row, text.sample, text.prompt, text.targets, sampling)
+                self._known[sequence] = 0
             if len(text.token_ids) > self._known[sequence]:
                 order.grown[sequence] = text.token_ids[self._known[sequence] :]
                 self._known[sequence] = len(text.token_ids)
@@ -198,3 +313,71 @@ class RemoteStage(Stage):
         """End the job in all other stages. The last one calls the driver, as they must not wait for one another."""
         if self.rank == self.driver.group.size - 1:
             self.driver.end()
+
+
+class PipelinePlanner(Planner):
+    """Plans the jobs of a pipeline, for its first stage. Every stage chooses the best policy for itself. All stages
+    then take the block of the one with the smallest block, and fill their memory with weights. `others` are the plans
+    of the other stages for the last layout."""
+
+    def __init__(self, driver: Driver, strategy: Strategy | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.driver, self.strategy = driver, strategy
+        self.others: list[RemotePlan] = []
+
+    def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
+        """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
+        layout = super().layout(workload, resident)
+        job = JobOrder(workload, self.opened.lossy, layout.policy, given=self.policy is not None)
+        self.others = list(self.driver.ask(OrderKind.LAY_OUT, RemotePlan, job)().values())
+        return layout
+
+    def _say_unused(self, searched: Search) -> None:
+        message("attention workers are not used: the stages are predicted to be no faster with them")
+
+    def choose(self, workload: Workload, resident: Policy | None = None, limits: Options = UNLIMITED) -> Prediction:
+        """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
+        Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
+        tokens = limits.prefill_tokens or self.prefill_tokens
+        if self.strategy is not None and limits.block is None:
+            shared = block_of(self.strategy, workload)
+            if tokens:
+                shared = replace(shared, prefill_tokens=tokens)
+        else:  # the policy of the stage with the smallest block, with a gpu_batch for each stage
+            job = JobOrder(workload, self.opened.lossy, Policy(), block=limits.block, prefill_tokens=tokens)
+            others = self.driver.ask(OrderKind.CHOOSE, Policy, job)
+            own = super().choose(workload, resident, limits).policy
+            tightest = min((own, *others().values()), key=lambda policy: policy.block_size)
+            shared = for_cohorts(tightest, self.driver.group.size)
+        return place_weights(self.cost(workload), shared, self.machine.capacity, resident)
+
+
+def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> None:
+    """Raise InvalidInput, in all processes, if a stage differs from the first one in version, model, or a switch that
+    changes results. Wait for all stages."""
+    predictors = {}
+    if core.lossy.flash == PREDICTORS or f"flash-{PREDICTORS}" in options.allow:
+        try:
+            predictors = {"predictors of neurons": core.opened.flash.latest(core.lossy.sparsity).digest()[:16]}
+        except BadCheckpoint:  # all stages must know of it; the stage that has them raises the error when it loads them
+            predictors = {"predictors of neurons": "damaged"}
+    own: dict[str, Any] = {
+        "flexengine": f"{__version__}, frames {LAYOUT}", "python torch": torch.__version__,
+        "model": core.source.name, "files of the model": identity.digest(identity.given_files(core.source))[:16],
+        **{f"setting {name}": value for name, value in numerics(core).items() if name not in ("torch", "policy")},
+        "lossy switches": core.lossy.enabled, "switches to choose from": sorted(options.allow),
+        "policy": options.policy.to_json() if options.policy else None,
+        "layers": core.skeleton.total,
+        "attention workers": [f"{tier.client.name}, number {tier.client.pool}" for tier in core.machine.workers
+                              if isinstance(tier, WorkerTier)],
+        "strategy": options.strategy.to_json() if options.strategy else None,
+        **predictors,
+    }  # fmt: skip
+    every = [json.loads(each) for each in group.exchange("identity", json.dumps(own))]
+    for rank, other in enumerate(every):
+        for name, value in every[0].items():
+            if other.get(name) != value:
+                raise InvalidInput(
+                    f"stage {rank} ({group.names[rank]}) has {name} {other.get(name)!r}, but stage 0"
+                    f" ({group.names[0]}) has {value!r}; all stages must have the same"
+                )

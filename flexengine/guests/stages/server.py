@@ -1,16 +1,14 @@
 """A stage in a process of its own: it carries out the driver's orders until the driver lets it leave."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flexengine.engine.session import Session
 from flexengine.engine.stages import LocalStage, StageResult
-from flexengine.guests.stages.frames import LAST, Ended, Frame, SendingPort, TakingPort
-from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
-from flexengine.guests.stages.messages import JobOrder, Order, OrderKind
-from flexengine.guests.stages.remote import TRACE, failure
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Ended, Frame, OrderKind, PipelineGroup
+from flexengine.guests.stages.remote import TRACE, ChannelPort, JobOrder, Order, RemoteParts, RemotePlan, failure
 from flexengine.guests.wire.link import pack, unpack
-from flexengine.lossy import Lossy
 from flexengine.plan.candidates import Options
 from flexengine.plan.layout import Layout
 from flexengine.plan.stages import place_weights
@@ -19,33 +17,26 @@ from flexengine.runtime.lane import forget_variables
 from flexengine.worker.row_sequence import RowSequence
 from flexengine.worker.stage_ports import Ports
 
-if TYPE_CHECKING:
-    from flexengine.engine.session import Session
-
 
 class StageServer:
     """Carries out orders with one engine, which holds the layers of this stage."""
 
-    def __init__(self, engine: "Session", group: PipelineGroup) -> None:
+    def __init__(self, engine: Session, group: PipelineGroup) -> None:
         self.engine, self.core, self.planner = engine, engine.core, engine.planner
         rank = group.rank
-        self.before = TakingPort(group.receive(rank - 1, HIDDENS))
-        self.after = SendingPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None
+        self.before = ChannelPort(group.receive(rank - 1, HIDDENS))
+        self.after = ChannelPort(group.send(rank + 1, HIDDENS)) if rank + 1 < group.size else None
         self.results = group.send(0, RESULTS, most=64)
-        self.orders = group.receive(0, ORDERS, self._seen)
+        # The end of the job wakes a sweep that waits for hidden states.
+        self.orders = group.receive(0, ORDERS, lambda f: self.before.end(f.job) if f.kind == OrderKind.END else None)
         self.stage: LocalStage | None = None
         self.failed = False
         self._members: dict[int, RowSequence] = {}
 
-    def _seen(self, frame: Frame) -> None:
-        """Wake a sweep that waits for hidden states, if the job has ended."""
-        if frame.kind == OrderKind.END:
-            self.before.end(frame.job)
-
     def run(self) -> None:
         """Carry out orders. Raise StageLost if the driver or a neighbour is lost."""
         try:
-            while (frame := self.orders.get()).kind not in (OrderKind.LEAVE, LAST):
+            while (frame := self.orders.get()).kind not in (OrderKind.LEAVE, OrderKind.LAST):
                 try:
                     with torch.no_grad():
                         self._do(frame)
@@ -75,59 +66,51 @@ class StageServer:
                     self.after.job = frame.job
                 for place in job.lost:
                     self.core.machine.renew(place)
-            if (lossy := Lossy(**job.lossy)) != self.core.lossy:
+            if job.lossy != self.core.lossy:
                 self.core.drop_weights()
-                self.planner.use(lossy)
+                self.planner.use(job.lossy)
             work = {OrderKind.CHOOSE: self._chosen, OrderKind.LAY_OUT: self._planned, OrderKind.PREPARE: self._prepared}
             self._reply(OrderKind.ANSWER, frame, work[OrderKind(frame.kind)](job))
 
     def _reply(self, kind: OrderKind, frame: Frame, values: Any) -> None:
         self.results.put(Frame(kind, frame.job, frame.kind, body=pack(values)))
 
-    def _chosen(self, job: JobOrder) -> dict[str, Any]:
+    def _chosen(self, job: JobOrder) -> Policy:
         limits = Options(job.prefill_tokens, block=job.block)
-        best = self.planner.choose(job.workload, self.core.resident, limits)
-        return best.policy.to_json()
+        return self.planner.choose(job.workload, self.core.resident, limits).policy
 
-    def _planned(self, job: JobOrder) -> dict[str, Any]:
-        layout = self._lay_out(job)
+    def _planned(self, job: JobOrder) -> RemotePlan:
+        layout, skeleton = self._lay_out(job), self.core.skeleton
         seconds = self.planner.cost(job.workload).predict(layout).total_seconds
-        skeleton = self.core.skeleton
-        layers = [*skeleton.layer_range, skeleton.total]
-        return {"layers": layers, "policy": layout.policy.to_json(), "seconds": seconds}
+        return RemotePlan((*skeleton.layer_range, skeleton.total), layout.policy, seconds)
 
     def _lay_out(self, job: JobOrder) -> Layout:
-        policy, workload = Policy(**job.policy), job.workload
         if job.given:
-            return self.planner.layout_under(policy, workload)
-        cost = self.planner.cost(workload)
-        return place_weights(cost, policy, self.core.machine.capacity, self.core.resident).layout
+            return self.planner.layout_under(job.policy, job.workload)
+        cost = self.planner.cost(job.workload)
+        return place_weights(cost, job.policy, self.core.machine.capacity, self.core.resident).layout
 
-    def _prepared(self, job: JobOrder) -> dict[str, Any]:
-        core, planner = self.core, self.planner
-        workload, layout = job.workload, self._lay_out(job)
+    def _prepared(self, job: JobOrder) -> RemoteParts:
+        core, layout = self.core, self._lay_out(job)
         core.opened.prepare()  # before memory is allocated
         core.machine.give_back()
-        self.stage = stage = core.stage(planner.watch(workload, layout), ports=Ports(self.before, self.after))
+        ports = Ports(self.before, self.after)
+        self.stage = stage = core.stage(self.planner.watch(job.workload, layout), ports=ports)
         stage.__enter__()
-        pools = {
-            tier: [[pool.pages, pool.page_tokens, pool.batch_pages, pool.window] for pool in pools]
-            for tier, pools in stage.pools.items()
-        }
-        return {"layers": stage.layers, "policy": stage.policy.to_json(), "pools": pools, "cuda": stage.cuda}
+        return RemoteParts(stage.layers, stage.policy, dict(stage.pools), stage.cuda)
 
     def _sweep(self, order: Order) -> StageResult:
         stage = self.stage
         assert stage is not None
-        for event in order.events:
-            if event.tokens is None:
-                stage.release(event.claimant())
-                self._members.pop(event.sequence, None)
+        for sequence, tokens in order.events:
+            if tokens is None:
+                stage.release(sequence)
+                self._members.pop(sequence.id, None)
             else:
-                stage.claim(event.claimant(), event.tokens)
+                stage.claim(sequence, tokens)
         self._members |= {number: text.sequence(number) for number, text in order.texts.items()}
-        for sequence, tokens in order.grown.items():
-            self._members[sequence].token_ids.extend(tokens)
+        for number, grown in order.grown.items():
+            self._members[number].token_ids.extend(grown)
         stage.start(order.sweep, self._members)
         result = stage.result()
         stage.watch.note(order.sweep.batches, result.seconds, stage.executor.times.busy)

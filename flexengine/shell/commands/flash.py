@@ -72,10 +72,9 @@ def _train(args: argparse.Namespace, content: str, lossy: Lossy) -> "Trained":
     engine_class = load_libraries()
     import torch
 
-    from flexengine.guests.flash import training_job as training
-    from flexengine.guests.flash.training import Settings
+    from flexengine.guests.flash import training
 
-    settings = Settings(args.misses, args.rank)
+    settings = training.Settings(args.misses, args.rank)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     options = bare_options(args)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.guests.stages.launch import ranks
+from flexengine.guests.wire.processes import ranks
 from flexengine.shell.commands.messages import VERBOSE, verbosity
 from flexengine.shell.commands.open_engine import engine_options
 from flexengine.shell.commands.parser import check_least, refuse_given

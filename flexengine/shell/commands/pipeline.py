@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from flexengine.errors import InvalidInput
-from flexengine.guests.stages.launch import INTERFACE, ranks
+from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
 from flexengine.shell.commands.open_engine import load_libraries, open_engine
@@ -77,7 +77,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
     look: Callable[[], None] = lambda: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         if stages > 1 and LAUNCHED not in os.environ:
-            from flexengine.guests.stages.launch import LocalStages
+            from flexengine.guests.wire.processes import local_stages
             from flexengine.model.source import named_layers
             from flexengine.plan.stages import stage_layers
 
@@ -85,8 +85,7 @@ def pipeline(args: argparse.Namespace) -> Iterator["PipelineGroup | None"]:
                 stage_layers(layers, 0, stages, args.strategy)
             os.environ[LAUNCHED] = str(stages)
             stack.callback(os.environ.pop, LAUNCHED)
-            started = stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
-            look = started.look
+            look = stack.enter_context(local_stages(stages, ["-m", "flexengine", *args.command]))
         if ranks()[1] == 1:
             yield None
             return

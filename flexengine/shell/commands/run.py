@@ -167,7 +167,7 @@ def run_job(
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
     from flexengine.engine.survey import Refused
-    from flexengine.guests.stages.planner import PipelinePlanner
+    from flexengine.guests.stages.remote import PipelinePlanner
     from flexengine.plan.min_memory import left_out
     from flexengine.shell.explain.text import report
     from flexengine.shell.explain.whatif import ideas

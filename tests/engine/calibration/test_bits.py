@@ -11,9 +11,8 @@ import torch
 
 from flexengine import Engine, Lossy, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.guests import bits
-from flexengine.guests.bits import CONTEXT, PROBE_ROWS, Bits
-from flexengine.guests.calibration import ROWS
+from flexengine.guests import calibration
+from flexengine.guests.calibration import CONTEXT, PROBE_ROWS, ROWS, Bits
 from flexengine.lossy import BUNDLED
 from flexengine.shell.commands import plan, quality
 from flexengine.shell.commands.exit_codes import DONE, REFUSED
@@ -94,7 +93,7 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
 
 def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the exact scores and those of two layers; the exact scores are computed again."""
-    real, calls = bits.check_read, list[int]()
+    real, calls = calibration.check_read, list[int]()
 
     def counted(results: Any) -> None:
         if len(calls) == 3:
@@ -102,7 +101,7 @@ def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monk
         calls.append(1)
         real(results)
 
-    monkeypatch.setattr(bits, "check_read", counted)
+    monkeypatch.setattr(calibration, "check_read", counted)
     with Engine(model, device="sim", lossy=mixed(150_000)) as engine, pytest.raises(KeyboardInterrupt):
         engine.choose_bits()
     calls[:] = [0] * 10

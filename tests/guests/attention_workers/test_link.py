@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer, identity
 from flexengine.guests.wire import link as links
-from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection
+from flexengine.guests.wire.link import HEADER, MAGIC, Broken, Connection, pack
 from tests.helpers.attention_workers import NetWorker
 
 BODY = torch.arange(100, dtype=torch.uint8)
@@ -103,10 +102,10 @@ VECTORS = torch.zeros(4 * 8)
 def refused(*sent: Callable[[Connection], None]) -> str:
     """Return why a worker ends its connection after these messages."""
     one, other = map(Connection, socket.socketpair())
-    one.send(MessageKind.HELLO, (PROTOCOL,), text(identity()))
+    one.send(MessageKind.HELLO, (PROTOCOL,), pack(identity()))
     for send in sent:
         send(one)
-    server = AttentionServer(other, WorkerPool(1 << 16), "worker")
+    server = AttentionServer(other, WorkerPool(1 << 16))
     with pytest.raises(Broken) as caught:
         server.run()
     one.close()
@@ -124,7 +123,8 @@ def with_tables(one: Connection) -> None:
 def asked(first: int) -> Callable[[Connection], None]:
     """Return what sends question 0. first: whether its queries go first."""
     vectors = VECTORS[: 2 * 8] if first else VECTORS
-    return lambda one: one.send(MessageKind.ASK, (0, 0), replace(QUESTION, first=bool(first)).pack(), vectors)
+    question = pack(QUESTION._replace(first=bool(first)))
+    return lambda one: one.send(MessageKind.ASK, (0, 0, len(question)), question, vectors)
 
 
 def added(one: Connection) -> None:
@@ -149,10 +149,12 @@ def added(one: Connection) -> None:
         ([lambda one: one.send(MessageKind.TABLES, (0, 0, 2, 1, 0), TABLES[:-1])], "page tables of 6 numbers came"),
         ([lambda one: one.send(MessageKind.TABLES, (0, 0, -2, 1, 0), TABLES)], "page tables of 7 numbers came"),
         (
-            [allocated, lambda one: one.send(MessageKind.ASK, (0, 0), QUESTION.pack(), VECTORS)],
+            [allocated, asked(0)],
             "before its page tables",
         ),
-        ([allocated, with_tables, lambda one: one.send(MessageKind.ASK, (0, 0), VECTORS[:4])], "a message ended"),
+        ([allocated, with_tables, lambda one: one.send(MessageKind.ASK, (0, 0, 17), VECTORS[:4])], "a message ended"),
+        ([allocated, with_tables, lambda one: one.send(MessageKind.ASK, (0, 0, -1), VECTORS[:4])], "cannot be read"),
+        ([allocated, lambda one: one.send(MessageKind.ASK, (0, 0, 16), VECTORS[:4])], "a message is no WorkerQuestion"),
         ([lambda one: one.send(MessageKind.TABLES, (0, 0, 2, 1, 0), BODY[:5])], "a message of kind 10 cannot be read"),
         (
             [lambda one: one.send(MessageKind.ADD, (0,), VECTORS)],
@@ -196,7 +198,7 @@ def test_a_question_that_cannot_be_answered_is_told(fields: dict[str, Any], tabl
     worker = NetWorker("worker1", 1 << 16, 1)
     handle = worker.allocate(4 * 2 * 16 * 8 * 4)
     worker.link.send(MessageKind.TABLES, (0, 0, 2, 1, 0), tables)
-    pending = worker.ask(0, replace(QUESTION, handle=handle, **fields), VECTORS.view(torch.uint8), BODY[:64].clone())
+    pending = worker.ask(0, QUESTION._replace(handle=handle, **fields), VECTORS.view(torch.uint8), BODY[:64].clone())
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
         pending.wait()
     worker.close()
@@ -219,7 +221,7 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
     worker = NetWorker("worker1", 1 << 16, 1)
     handle = worker.allocate(4 * 2 * 16 * 8 * 4)
     worker.link.send(MessageKind.TABLES, (0, 0, 2, 1, 0), TABLES)
-    question = replace(QUESTION, handle=handle, first=True, **fields)
+    question = QUESTION._replace(handle=handle, first=True, **fields)
     pending = worker.ask(0, question, torch.zeros(queries).view(torch.uint8), BODY[:64].clone())
     worker.add(pending, torch.zeros(added).view(torch.uint8), None)
     with pytest.raises(WorkerLost, match=f"worker1 .* is lost: it could not answer .*{reason}"):
@@ -231,7 +233,7 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
 
 def test_an_engine_ends_after_a_wrong_answer() -> None:
     one, other = map(Connection, socket.socketpair())
-    other.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
+    other.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), pack("here"))
     client = Client(one, "worker1")
     assert (client.memory, client.name) == (1000, "worker1 (here)")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
@@ -248,7 +250,7 @@ def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
     """The call that waits for the answer raises; a later one, too, and freeing memory does not."""
     one, other = socket.socketpair()
     link = Connection(other)
-    link.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
+    link.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), pack("here"))
     client = Client(Connection(one), "worker1")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
     other.sendall(HEADER.pack(MAGIC | MessageKind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
@@ -268,6 +270,6 @@ def test_other_programs_are_no_workers() -> None:
         Client(Connection(one), "worker1")
     other.close()
     one, other = socket.socketpair()
-    Connection(other).send(MessageKind.REFUSE, (), text("because"))
+    Connection(other).send(MessageKind.REFUSE, (), pack("because"))
     with pytest.raises(InvalidInput, match="attention worker worker1 refuses: because; run the same version"):
         Client(Connection(one), "worker1")

@@ -10,20 +10,21 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers import workers
-from flexengine.guests.attention_workers.__main__ import listening
 from flexengine.guests.attention_workers.pool import WorkerPool
-from flexengine.guests.attention_workers.workers import JoinedWorker, LocalWorker, shared_workers
+from flexengine.guests.attention_workers.workers import JoinedWorker, LocalWorker, listening, open_workers
 from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.forked import SLOW, Forked, children
 
 MEMORY = 1 << 20
+GROUP: Any = SimpleNamespace(rank=0, size=2, exchange=lambda key, text: [text])
 
 
 def test_engines_of_this_machine_share_memory(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(workers, "LocalWorker", once)
     with pytest.raises(WorkerLost, match="no memory"):
-        shared_workers(2, MEMORY, 0, 2, lambda text: [text])
+        open_workers(2, MEMORY, 2, GROUP)
     assert started[0].process.poll() == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -72,7 +73,7 @@ def test_nothing_is_left_if_a_worker_cannot_start(tmp_path: Path, monkeypatch: p
 def test_sockets_last_as_long_as_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(workers, "LocalWorker", ThreadWorker)
-    tiers = shared_workers(1, MEMORY, 0, 2, lambda text: [text])
+    tiers = open_workers(1, MEMORY, 2, GROUP)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     tiers[0].renew()
@@ -87,7 +88,7 @@ def test_a_long_name_of_the_temporary_directory(tmp_path: Path, monkeypatch: pyt
     (long := tmp_path / ("d" * 100)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with pytest.raises(InvalidInput, match=r"TMPDIR is .*d, .* at most 107 are possible: set it to a shorter one"):
-        shared_workers(1, MEMORY, 0, 2, lambda text: [text])
+        open_workers(1, MEMORY, 2, GROUP)
     assert list(long.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers import workers
 from flexengine.guests.attention_workers.server import AttentionServer
-from flexengine.guests.attention_workers.tier import WorkerTier
+from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.lossy import EXACT, Lossy
 from tests.helpers.attention_workers import Losses, NetWorker, ThreadWorker
 from tests.helpers.families import LENGTHS, reference

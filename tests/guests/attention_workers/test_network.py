@@ -13,7 +13,7 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers import tier, workers
+from flexengine.guests.attention_workers import workers
 from flexengine.shell.commands import serve_attention
 from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker, listening
@@ -94,7 +94,7 @@ def test_an_address_of_another_program(families: Any) -> None:
 
 def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again by others, within the seconds that its class names."""
-    monkeypatch.setattr(tier, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(ThreadWorker, "patience", 0.05)
     absent, tried = 3, 0
 
@@ -105,7 +105,7 @@ def test_a_worker_may_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
             raise WorkerLost(place, place, "it does not answer")
         return ThreadWorker(place, 1 << 20, 1)
 
-    worker = tier.WorkerTier(connect, "worker1")
+    worker = workers.WorkerTier(connect, "worker1")
     region = worker.allocate(1 << 10, "pages")
     worker.renew()
     assert tried == 5

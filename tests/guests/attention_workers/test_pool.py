@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,11 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import identity
-from flexengine.guests.attention_workers.tables import WorkerTables
-from flexengine.guests.attention_workers.tier import WorkerTier
-from flexengine.guests.attention_workers.workers import RemoteWorker, connecting
-from flexengine.guests.wire.link import Connection
+from flexengine.guests.attention_workers.workers import RemoteWorker, WorkerTier, connecting
+from flexengine.guests.wire.link import Connection, pack
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage
 from tests.helpers.attention_workers import listening
@@ -93,11 +90,11 @@ def test_memory_and_order_of_work() -> None:
     assert [pool.take(60), pool.take(41), pool.take(40), pool.take(1)] == [True, False, True, False]
     pool.give_back(60)
     assert (pool.memory, pool.taken) == (100, 40)
-    futures = [pool.compute(lambda i=i: done.append(i)) for i in range(50)]
+    futures = [pool.thread.submit(lambda i=i: done.append(i)) for i in range(50)]
     for future in futures:
         future.result()
     assert done == list(range(50))
-    assert not pool.compute(torch.is_grad_enabled).result()
+    assert not pool.thread.submit(torch.is_grad_enabled).result()
     pool.close()
 
 
@@ -200,13 +197,13 @@ def test_no_connection_delays_another(worker: Any) -> None:
         stack.callback(silent.close)
         deaf = Connection(socket.create_connection((host, int(port))))
         stack.callback(deaf.close)
-        deaf.send(MessageKind.HELLO, (PROTOCOL, 7), text(identity()))
+        deaf.send(MessageKind.HELLO, (PROTOCOL, 7), pack(identity()))
         width = 1 << 14
         deaf.send(MessageKind.ALLOCATE, (0, 8 * width))
         deaf.send(MessageKind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.int32))
-        ask = WorkerQuestion(handle=0, pages=1, heads=1, kv_heads=1, head_dim=width, **SHAPE)  # type: ignore[arg-type]
+        ask = pack(WorkerQuestion(handle=0, pages=1, heads=1, kv_heads=1, head_dim=width, nbytes=12 * width, **SHAPE))  # type: ignore[arg-type]
         for ticket in range(300):  # answers of 20 MB, more than the system keeps for a connection
-            deaf.send(MessageKind.ASK, (ticket, 0), replace(ask, nbytes=12 * width).pack(), torch.zeros(3 * width))
+            deaf.send(MessageKind.ASK, (ticket, 0, len(ask)), ask, torch.zeros(3 * width))
         client = RemoteWorker("worker1", address)
         stack.callback(client.close)
         send = question(client, 64)

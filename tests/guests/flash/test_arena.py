@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from bench.flash.ladder import WindowArena
-from flexengine.guests.flash.arena import Arena
+from flexengine.guests.flash.neurons import Arena
+from tests.helpers.arenas import held
 
 TRACES = 4_000
 
@@ -49,13 +50,13 @@ def test_arena_against_a_dict(part: int) -> None:
             row_of = {n: row for n, row in row_of.items() if row not in found.rows}
             row_of.update(zip(found.neurons.tolist(), found.rows.tolist(), strict=True))
             assert arena.rows(wanted).tolist() == [row_of[n] for n in wanted.tolist()]  # nothing wanted was overwritten
-            held = set(arena.held.tolist())
-            assert held <= set(known.used)
-            assert len(held) == min(len(known.used), room)
-            gone = [known.used[n] for n in set(known.used) - held]
-            free = [known.used[n] for n in held]
+            inside = set(held(arena).tolist())
+            assert inside <= set(known.used)
+            assert len(inside) == min(len(known.used), room)
+            gone = [known.used[n] for n in set(known.used) - inside]
+            free = [known.used[n] for n in inside]
             assert not gone or max(gone) <= min(free, default=known.step)  # the least recently used left
-            for n in set(known.used) - held:
+            for n in set(known.used) - inside:
                 del known.used[n]
 
 
@@ -75,8 +76,8 @@ def test_more_neurons_than_rows_come_in_parts() -> None:
     arena.fetch(np.array([8, 9]))
     for part in (np.array([0, 1, 2]), np.array([3, 4, 5]), np.array([6])):
         arena.fetch(part)
-        assert set(part.tolist()) <= set(arena.held.tolist())
-    assert arena.held.tolist() == [4, 5, 6]
+        assert set(part.tolist()) <= set(held(arena).tolist())
+    assert held(arena).tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize(("room", "each"), [(2, 1), (3, 1), (17, 8), (64, 32), (100, 7), (400, 50)])
@@ -88,7 +89,7 @@ def test_overlapping_runs(room: int, each: int) -> None:
         arena = Arena(1000, room)
         arena.fetch(np.sort(random.choice(1000, int(random.integers(room + 1)), replace=False)))
         wanted = np.sort(random.choice(1000, int(random.integers(room + 1, 1001)), replace=False))
-        kept = min(room - 2 * each, len(np.intersect1d(arena.held, wanted)))
+        kept = min(room - 2 * each, len(np.intersect1d(held(arena), wanted)))
         runs, read, before = arena.overlapping(wanted, each), 0, np.empty(0, np.int64)
         assert np.concatenate(runs).tolist() == wanted.tolist()
         for run in runs:
@@ -112,7 +113,7 @@ def test_reserved_neurons_leave_last() -> None:
             wanted = np.flatnonzero(random.random(20) < 0.6)
             arena.reserve(wanted, len(wanted))
             for at, neuron in enumerate(wanted):
-                before, later = set(arena.held.tolist()), set(wanted[at + 1 :].tolist())
+                before, later = set(held(arena).tolist()), set(wanted[at + 1 :].tolist())
                 assert len(arena.fetch(wanted[at : at + 1]).neurons) == (neuron not in before)
-                gone, stayed = before - set(arena.held.tolist()), before & set(arena.held.tolist())
+                gone, stayed = before - set(held(arena).tolist()), before & set(held(arena).tolist())
                 assert not gone & later or stayed <= later

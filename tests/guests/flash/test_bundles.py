@@ -29,8 +29,8 @@ def opened(known: Any) -> OpenModel:
 
 
 def prepared(model: OpenModel, kind: str = "", verifier: Verifier | None = None) -> list[Bundle]:
-    blocks = find(model.skeleton)
-    made = prepare_bundles(model.source.directory, model.given, model.locations, blocks, kind, verifier)
+    model.verifier = verifier
+    made = prepare_bundles(model, find(model.skeleton), kind)
     return [bundle for bundle in made if bundle is not None]
 
 
@@ -101,10 +101,10 @@ def test_layers_without_a_block(families: Any) -> None:
     model = opened(families("llama"))
     blocks = list(find(model.skeleton))
     blocks[1] = None
-    made = prepare_bundles(model.source.directory, model.given, model.locations, blocks)
+    made = prepare_bundles(model, blocks)
     assert [bundle is None for bundle in made] == [False, True, False, False]
     with pytest.raises(InvalidInput, match="no layer with a feed-forward block"):
-        prepare_bundles(model.source.directory, model.given, model.locations, [None, None])
+        prepare_bundles(model, [None, None])
 
 
 def test_bundles_are_made_once_and_progress_counts_bytes(families: Any) -> None:

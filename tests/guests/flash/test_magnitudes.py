@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flexengine.errors import BadCheckpoint
-from flexengine.guests.flash import magnitudes
-from flexengine.guests.flash.magnitudes import SHARES, Magnitudes, histogram, load
+from flexengine.guests.flash import traces
+from flexengine.guests.flash.traces import SHARES, Magnitudes, histogram, load
 
 
 def values(seed: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def values(seed: int) -> torch.Tensor:
 def test_thresholds_are_quantiles(seed: int) -> None:
     drawn = values(seed)
     counts = torch.stack([histogram(part) for part in drawn.split(7)]).sum(0)  # in any pieces
-    made = Magnitudes(magnitudes._quantiles(counts.numpy())[None])
+    made = Magnitudes(traces._quantiles(counts.numpy())[None])
     sizes = drawn.abs().numpy().ravel()
     for share in (0.05, 0.3, 0.5, 0.7123, 0.9, 0.99):
         (threshold,) = made.thresholds(share)
@@ -35,7 +35,7 @@ def test_counts() -> None:
 
 
 def test_shares_of_values_that_are_mostly_equal() -> None:
-    quantiles = magnitudes._quantiles(histogram(torch.tensor([0.0] * 9 + [4.0])).numpy())
+    quantiles = traces._quantiles(histogram(torch.tensor([0.0] * 9 + [4.0])).numpy())
     assert len(quantiles) == len(SHARES)
     assert quantiles[0] == 0
     assert max(quantiles[:900]) < 1e-30

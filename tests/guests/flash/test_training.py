@@ -93,10 +93,9 @@ def test_errors_are_shares_of_active_and_of_inactive_neurons() -> None:
 
 
 def test_division() -> None:
-    parts = divide(25)
-    assert sorted(parts.train + parts.choose + parts.measure) == list(range(25))
-    assert (parts.choose, parts.measure) == ([8, 18], [9, 19])
-    assert parts.held_out == [8, 9, 18, 19]
+    train, choose, measure = divide(25)
+    assert sorted(train + choose + measure) == list(range(25))
+    assert (choose, measure) == ([8, 18], [9, 19])
     with pytest.raises(InvalidInput, match="9 stretches"):
         divide(9)
 

@@ -10,8 +10,7 @@ import torch
 
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.stages import group
-from flexengine.guests.stages.frames import Frame
-from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, PipelineGroup
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, PipelineGroup
 from flexengine.guests.wire import link
 from flexengine.guests.wire.link import Connection
 
@@ -133,7 +132,7 @@ def test_a_silent_stage_is_lost_unless_hidden_states_are_due(monkeypatch: pytest
     hidden, results = stage.receive(0, HIDDENS), driver.receive(1, RESULTS)
     with pytest.raises(StageLost, match=r"it gave no sign of life for 0\.5 s"):
         results.get()
-    assert hidden._thread.is_alive()
+    assert hidden.thread.is_alive()
     closed(groups)
 
 

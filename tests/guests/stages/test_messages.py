@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from flexengine import SamplingParams
 from flexengine.engine.stages import StageResult, Sweep
-from flexengine.guests.stages.messages import Event, JobOrder, Order, SentText
+from flexengine.guests.stages.remote import JobOrder, Order, SentText, claimant
 from flexengine.guests.wire.link import Broken, pack, unpack
+from flexengine.lossy import Lossy
 from flexengine.model.sample import Sampled
 from flexengine.places import place_names
 from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.row_sequence import RowSequence
@@ -28,6 +30,7 @@ SAMPLING = st.builds(
     SamplingParams, seed=st.integers(-(2**63), 2**64 - 1), temperature=st.floats(0, 5), top_k=st.integers(0, 100),
     top_p=st.floats(0.01, 1), min_p=st.floats(0, 1), repetition_penalty=st.floats(0.1, 2),
     presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2), logprobs=st.none() | st.integers(0, 20),
+    stop=st.lists(st.text(min_size=1), max_size=2),
 )  # fmt: skip
 SAMPLED = st.builds(Sampled, NUMBER, st.none() | REAL, st.lists(st.tuples(COUNT, REAL), max_size=3).map(tuple))
 
@@ -46,25 +49,25 @@ def test_orders(batches, stems, number, another, texts, events) -> None:  # type
     }
     order = Order(
         Sweep(number, batches, stems, another),
-        [Event.of(sequence, tokens) for sequence, tokens in sequences],
-        {s: SentText.of(text) for s, text in known.items()},
+        [(claimant(sequence), tokens) for sequence, tokens in sequences],
+        {s: SentText(t.row, t.sample, t.prompt, t.targets, replace(t.sampling, stop=())) for s, t in known.items()},
         {5: [1, 2], 6: []},
     )
     unpacked = unpack(pack(order), Order)
     assert {s: tuple(tokens) for s, tokens in unpacked.sweep.stems.items()} == stems
-    assert unpacked == order._replace(sweep=order.sweep._replace(stems=unpacked.sweep.stems))
+    assert unpacked == order._replace(sweep=order.sweep._replace(stems=unpacked.sweep.stems), events=unpacked.events)
     for s, text in known.items():
-        sampling = replace(text.sampling, max_tokens=SamplingParams().max_tokens)
-        assert vars(unpacked.texts[s].sequence(s)) == vars(text) | {"sampling": sampling}
-    for event, (other, tokens) in zip(unpacked.events, sequences, strict=True):
-        one = event.claimant()
-        assert (one.id, one.home, one.cached, event.tokens) == (other.id, other.home, other.cached, tokens)
+        assert vars(unpacked.texts[s].sequence(s)) == vars(text) | {"sampling": replace(text.sampling, stop=())}
+    for (one, count), (other, tokens) in zip(unpacked.events, sequences, strict=True):
+        assert (one.id, one.home, one.cached, count) == (other.id, other.home, other.cached, tokens)
         assert (one.source and one.source.id) == (other.source and other.source.id)
 
 
 @given(st.dictionaries(st.tuples(COUNT, COUNT), COUNT, max_size=3), REAL)
 def test_jobs(sizes: dict[tuple[int, int], int], spared: float) -> None:
-    job = JobOrder(workload=Workload(sizes, dict.fromkeys(sizes, spared), scored=3), lossy={"cache": "int8"}, policy={})
+    workload = Workload(sizes, dict.fromkeys(sizes, spared), scored=3)
+    policy = Policy(3, weights=(0.125, 0.25, 0.625), cache=(0.0, 1.0, 0.0), slots=1, delegate=True)
+    job = JobOrder(workload=workload, lossy=Lossy(weights=("int8", None), cache="int8"), policy=policy)
     assert unpack(pack(job), JobOrder) == replace(job, lost=[])
 
 

@@ -13,9 +13,8 @@ from flexengine import Policy, SamplingParams
 from flexengine.engine.stages import LocalStage, StageResult, Sweep
 from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
 from flexengine.guests.flash.predictors import Latest
-from flexengine.guests.stages.frames import HEADER_BYTES
-from flexengine.guests.stages.group import HIDDENS, RESULTS
-from flexengine.guests.stages.messages import OrderKind
+from flexengine.guests.stages.group import HIDDENS, RESULTS, OrderKind
+from flexengine.guests.wire.link import HEADER
 from flexengine.lossy import Lossy
 from flexengine.schedule.tasks import Op
 from flexengine.worker.worker import Worker
@@ -194,7 +193,7 @@ def test_bytes_between_stages_equal_the_formula(families: Any, stages: int) -> N
         hidden = {key: wire for key, wire in pipeline.wires.items() if key[2] == HIDDENS}
         assert sorted(hidden) == [(rank, rank + 1, HIDDENS) for rank in range(stages - 1)]
         for wire in hidden.values():
-            assert (wire.frames, wire.nbytes) == (batches[0], HEADER_BYTES * batches[0] + crossed * 64 * 4)
+            assert (wire.frames, wire.nbytes) == (batches[0], HEADER.size * batches[0] + crossed * 64 * 4)
         results = pipeline.wires[stages - 1, 0, RESULTS]
         sweeps = pipeline.engine.summary.sweeps
         assert results.counts[OrderKind.RESULT] == sweeps

@@ -10,8 +10,7 @@ from flexengine import Policy, SamplingParams
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.tier import WorkerTier
-from flexengine.guests.attention_workers.workers import RemoteWorker
+from flexengine.guests.attention_workers.workers import RemoteWorker, WorkerTier
 from flexengine.lossy import Lossy
 from tests.guests.stages.test_strategy import strategy
 from tests.helpers.attention_workers import listening

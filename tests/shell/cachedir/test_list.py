@@ -99,7 +99,7 @@ def test_prepared_weights_of_a_job(cache: Cache, tmp_path: Path) -> None:
 def test_bundles_are_weights(cache: Cache, families: Any) -> None:
     model = open_model(str(families("opt").directory), None, "cpu")
     for kind in ("", "int8"):
-        prepare_bundles(model.source.directory, model.given, model.locations, find(model.skeleton), kind)
+        prepare_bundles(model, find(model.skeleton), kind)
     found = cache("--json")["items"]
     assert {(item["kind"], item["model"], item["format"]) for item in found} == {
         ("weights", str(families("opt").directory), f"{kind} bundles") for kind in ("float32", "int8")}  # fmt: skip

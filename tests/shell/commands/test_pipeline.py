@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.guests.stages import launch
+from flexengine.guests.wire import processes
 from flexengine.policy import Policy
 from flexengine.shell.commands.main import main
 from flexengine.strategy import StagePlan, Strategy
@@ -59,7 +59,7 @@ def test_layers_are_counted_before_processes_start(
     def started(*_: object) -> None:
         raise AssertionError("processes are started")
 
-    monkeypatch.setattr(launch, "LocalStages", started)
+    monkeypatch.setattr(processes, "local_stages", started)
     Path("model").mkdir()
     Path("model/config.json").write_text('{"text_config": {"num_hidden_layers": 3}, "num_hidden_layers": 7}')
     assert main(["run", "in.jsonl", "-m", "model", "-o", "out.jsonl", *words]) == 2
@@ -83,6 +83,6 @@ def test_an_interrupt_while_stages_start_ends_those_that_run(when: str, monkeypa
     monkeypatch.setattr(subprocess, "Popen", starting)
     before = dict(os.environ)
     with pytest.raises(KeyboardInterrupt):
-        launch.LocalStages(5, ["-c", "import time; time.sleep(60)"])
+        processes.local_stages(5, ["-c", "import time; time.sleep(60)"]).__enter__()
     assert [process.poll() for process in started] == [-signal.SIGKILL] * (2 if when == "before" else 3)
     assert dict(os.environ) == before
