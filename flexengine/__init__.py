@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from flexengine.config import Completion, Result, SamplingParams, Score
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import EngineOptions
-    from flexengine.engine.state import Progress
-    from flexengine.engine.summary import Summary
+    from flexengine.engine.summary import Progress, Summary
     from flexengine.errors import (
         BadCheckpoint,
         FlexError,
@@ -68,7 +67,7 @@ _HOMES = {
     "Links": "tier.machine",
     "Lossy": "lossy",
     "Policy": "policy",
-    "Progress": "engine.state",
+    "Progress": "engine.summary",
     "Result": "config",
     "SamplingParams": "config",
     "Score": "config",

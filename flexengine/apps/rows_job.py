@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
+from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields, journal_path
-from flexengine.job.whole_file import write_whole
 
 
 class RunsJobs(Protocol):

@@ -6,10 +6,8 @@ from itertools import islice
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.job.read_arrow import arrow_table
-from flexengine.job.read_csv import csv_table
-from flexengine.job.reading import DELIMITERS, TableRow, other_separator
-from flexengine.job.source import InputFile
+from flexengine.job.inputs import InputFile
+from flexengine.job.read_tables import DELIMITERS, TableRow, arrow_table, csv_table, other_separator
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flexengine.activity import Activity, Listener, activity
 from flexengine.config import Result
 from flexengine.engine.core import Core
-from flexengine.engine.sweep_reports import GENERATING
+from flexengine.engine.summary import GENERATING
 from flexengine.errors import InvalidInput
 from flexengine.lossy import PREDICTORS
 
@@ -33,8 +33,7 @@ class Calibrator:
         """Check that the text can be read. Raise InvalidInput if it cannot."""
         self.core, self.exact_engine = core, exact_engine
         self._texts: dict[str, Any] = {}  # by name
-        self._importances: dict[str, Importances] = {}  # by digest of the text
-        self._magnitudes: dict[str, Any] = {}  # likewise
+        self._found: dict[tuple[str, str], Any] = {}  # importances or magnitudes, by digest of the text and kind
         for name in filter(None, (core.lossy.calibrate, self._sparse_name)):
             resolve_name(CHECK)(name, core.tokenizer)
 
@@ -63,36 +62,44 @@ class Calibrator:
     @property
     def importances(self) -> "Importances | None":
         """Importances by which weights are encoded; None if nothing is calibrated. Measured unless they have been."""
-        if (text := self.text) is None:
-            return None
-        if text.digest not in self._importances:
-            measured = partial(self._measure, text, text.measure)
-            self._importances[text.digest] = text.importances(self.core, measured)
-        return self._importances[text.digest]
+        text = self.text
+        return self._once(text, "importances", text.measure) if text is not None else None
 
     @property
     def thresholds(self) -> list[float]:
         """Threshold of each layer for sparsified activations; none without. Measured unless they have been."""
-        sparsity, text = self.core.lossy.sparsity, self.sparse_text
-        if sparsity is None or text is None:
+        lossy, text = self.core.lossy, self.sparse_text
+        if lossy.sparsity is None or text is None:
             return []
-        if text.digest not in self._magnitudes:
-            measured = partial(self._measure, text, text.measure_magnitudes)
-            self._magnitudes[text.digest] = text.magnitudes(self.core, measured)
-        self._check_trained(text)
-        thresholds: list[float] = self._magnitudes[text.digest].thresholds(sparsity[0])
+        magnitudes = self._once(text, "magnitudes", text.measure_magnitudes)
+        made = self.core.opened.flash.trained if lossy.flash == PREDICTORS else None
+        if made is not None and made.thresholds_text != text.digest:
+            raise InvalidInput(
+                f"the predictors of {self.core.source.name} were trained with thresholds of another text"
+                f" than {self._sparse_name} has now; train them again with the same --sparsify and"
+                " --calibration-text: flexengine flash train MODEL"
+            )
+        thresholds: list[float] = magnitudes.thresholds(lossy.sparsity[0])
         return thresholds
 
-    def _check_trained(self, text: Any) -> None:
-        """Raise InvalidInput if the predictors in use were trained with thresholds of another text."""
-        made = self.core.opened.flash.trained if self.core.lossy.flash == PREDICTORS else None
-        if made is None or made.thresholds_text == text.digest:
-            return
-        raise InvalidInput(
-            f"the predictors of {self.core.source.name} were trained with thresholds of another text"
-            f" than {self._sparse_name} has now; train them again with the same --sparsify and"
-            " --calibration-text: flexengine flash train MODEL"
-        )
+    def _once(self, text: Any, kind: str, measure: Callable[[Core, Score], Any]) -> Any:
+        """Return the importances or magnitudes of a text. kind: the text's method that reads them, or measures them."""
+        if (text.digest, kind) not in self._found:
+            read = getattr(text, kind)
+            self._found[text.digest, kind] = read(self.core, partial(self._measure, text, measure))
+        return self._found[text.digest, kind]
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Return the lossy switches that are set. Texts for calibration and for thresholds are named by a digest of
+        their tokens, and predictors by a digest of their files."""
+        core, text, sparse = self.core, self.text, self.sparse_text
+        named = {"calibrate": text.digest} if text is not None else {}
+        if sparse is not None:
+            named["sparsify"] = f"{core.lossy.sparsify} with thresholds of {sparse.digest}"
+        if core.lossy.flash == PREDICTORS and (trained := core.opened.flash.trained) is not None:
+            named["flash"] = f"{PREDICTORS} {trained.digest[:16]}"
+        return core.lossy.enabled | named
 
     def _measure(self, text: Any, measure: Callable[[Core, Score], T]) -> T:
         """Return what `measure`, of the text, returns for an engine of the exact model."""

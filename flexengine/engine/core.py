@@ -8,13 +8,13 @@ import torch
 
 from flexengine import kernels
 from flexengine.activity import activity
-from flexengine.engine.guests import StageDriver
 from flexengine.engine.options import EngineOptions
-from flexengine.engine.stages import JobResources, LocalStage
+from flexengine.engine.stages import JobResources, LocalStage, StageDriver
 from flexengine.engine.summary import Summary, Verified
 from flexengine.errors import InvalidInput
-from flexengine.job.overwrite import check_model_kept
+from flexengine.job.files import check_model_kept
 from flexengine.lossy import Lossy
+from flexengine.model.linear import numerics as product_numerics
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.places import DISK
 from flexengine.plan.facts import ModelFacts
@@ -115,6 +115,24 @@ class Core:
         return str(self.opened.cache_form(bits)) if (bits := self.lossy.cache_bits) else ""
 
     @property
+    def numerics(self) -> dict[str, Any]:
+        """Return the settings and versions that decide the last bits of a result, besides the model and the request.
+        Switches that the planner has not chosen yet are left out."""
+        import transformers
+
+        policy = self.options.policy if self.machine.gpu else None
+        return {
+            **({"cache": self.cache_form} if self.cache_form else {}),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            # A GPU's products round differently in batches of another shape.
+            "policy": policy.to_json() if policy else None,
+            "device": "cuda" if self.machine.gpu else "cpu",
+            "kernels": product_numerics(self.machine.compute),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    @property
     def _traces(self) -> list[Spans]:
         return [trace for trace in (self.trace, self.sample) if trace is not None]
 
@@ -209,7 +227,7 @@ class Core:
             WorkerLost: another worker is lost, or there is no new one.
             OutOfMemory: the new worker has too little memory.
         """
-        worker, layout = stage.worker, stage.layout
+        worker, layout = stage.worker, stage.watch.layout
         for attender in worker.attenders.values():
             attender.drain(lost)
         home = next(place for place in worker.attenders if lost in layout.policy.team(place, layout.places))

@@ -9,12 +9,14 @@ from flexengine.config import Result, SamplingParams
 from flexengine.engine.options import EngineOptions, takes
 from flexengine.engine.session import Session
 from flexengine.engine.summary import Summary
+from flexengine.engine.survey import Params
 from flexengine.errors import InvalidInput, shown
 from flexengine.records import check_argument
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
-Ids = Sequence[int]
+Tools = list[dict[str, Any]] | None
+Text = str | Sequence[int]  # text, or token ids
 OnResult = Callable[[Result], None]
 
 
@@ -50,6 +52,9 @@ class Engine(Session):
             UnsupportedModel: the model's architecture cannot be run.
             BadCheckpoint: the model's files are broken.
         """
+        known = EngineOptions.__dataclass_fields__
+        if (unknown := next((name for name in options if name not in known), None)) is not None:
+            raise TypeError(f"{type(self).__name__} has no option {unknown}; its options are {', '.join(known)}")
         super().__init__(EngineOptions(*args, **options), self._exact)
 
     def _exact(self, progress: Listener) -> "Engine":
@@ -59,13 +64,9 @@ class Engine(Session):
     def generate(self, prompts: Row, params: SamplingParams | None = None) -> Result: ...
 
     @overload
-    def generate(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Result]: ...
+    def generate(self, prompts: Iterable[Any], params: Params | None = None) -> list[Result]: ...
 
-    def generate(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Result | list[Result]:
+    def generate(self, prompts: Iterable[Any], params: Params | None = None) -> Result | list[Result]:
         """Return the result of one prompt, or the results of many in their order.
 
         Args:
@@ -94,21 +95,14 @@ class Engine(Session):
         return self._all(prompts, params)
 
     @overload
-    def chat(
-        self, messages: Messages, params: SamplingParams | None = None, *,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> Result: ...  # fmt: skip
+    def chat(self, messages: Messages, params: SamplingParams | None = None, *, tools: Tools = None) -> Result: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[Result]: ...  # fmt: skip
+        self, messages: Sequence[Messages], params: Params | None = None, *, tools: Tools = None
+    ) -> list[Result]: ...
 
-    def chat(
-        self, messages: Any, params: Any = None, *,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> Result | list[Result]:  # fmt: skip
+    def chat(self, messages: Any, params: Any = None, *, tools: Tools = None) -> Result | list[Result]:
         """Return the answer to one conversation, or the answers to many in their order.
 
         The model's chat template converts a conversation to text. To set variables of the template, call
@@ -135,27 +129,19 @@ class Engine(Session):
         check_argument("tools", tools, Annotated[list[Any] | None, "a list of tools (JSON schemas), or None"])
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
-            one: Row = {"messages": _as_list(messages), **shared}
+            one: Row = {"messages": messages, **shared}
             result: Result = self.generate(one, params)
             return result
-        return self._all([{"messages": _as_list(each), **shared} for each in messages], params)
+        return self._all([{"messages": each, **shared} for each in messages], params)
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self, context: str, continuation: str, *, on_result: OnResult | None = None
+        self, context: Text, continuation: Text, *, on_result: OnResult | None = None
     ) -> Result: ...
 
     @overload
-    def score(self, context: Ids, continuation: Ids, *, on_result: OnResult | None = None) -> Result: ...
-
-    @overload
     def score(
-        self, context: str | Sequence[str], continuation: Sequence[str], *, on_result: OnResult | None = None
-    ) -> list[Result]: ...
-
-    @overload
-    def score(
-        self, context: Ids | Sequence[Ids], continuation: Sequence[Ids], *, on_result: OnResult | None = None
+        self, context: Text | Sequence[Text], continuation: Sequence[Text], *, on_result: OnResult | None = None
     ) -> list[Result]: ...
 
     def score(self, context: Any, continuation: Any, *, on_result: OnResult | None = None) -> Result | list[Result]:
@@ -188,10 +174,10 @@ class Engine(Session):
             >>> yes.cumulative_logprob > no.cumulative_logprob
         """
         self._check_open()
-        from flexengine.engine.scoring import pairs_of, rows_of  # other jobs score nothing
+        from flexengine.engine.scoring import rows_of  # other jobs score nothing
 
-        pairs, alone = pairs_of(context, continuation)
-        results = self._all(rows_of(pairs), SamplingParams(logprobs=1), on_result)
+        rows, alone = rows_of(context, continuation)
+        results = self._all(rows, SamplingParams(logprobs=1), on_result)
         return results[0] if alone else results
 
     def run_job(
@@ -263,8 +249,3 @@ class Engine(Session):
         from flexengine.job.columns import answered  # other jobs have no columns
 
         return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
-
-
-def _as_list(messages: Any) -> Any:
-    """Return a tuple of messages as a list, the form of a row's messages."""
-    return list(messages) if isinstance(messages, tuple) else messages

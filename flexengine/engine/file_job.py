@@ -6,31 +6,32 @@ read once when the job is opened (counts and digest), once when its rows are run
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
+from flexengine import __version__
 from flexengine.activity import activity, message, reporting
 from flexengine.config import Result, SamplingParams
-from flexengine.engine.agreement import PREFILL_TOKENS, engine_part, manifest, settings_of, switches_part, take_over
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts, Summary
-from flexengine.engine.sweep_reports import JobRows
-from flexengine.errors import OutOfMemory
-from flexengine.job.inputs import InputRows
-from flexengine.job.overwrite import check_not_overwritten
+from flexengine.engine.summary import JobCounts, JobRows, Progress, Summary
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.job.files import STDIN, check_not_overwritten
+from flexengine.job.inputs import FORMATS, InputRows
 from flexengine.job.results import check_output, files_beside
 from flexengine.job.resume import JobStore, open_job
 from flexengine.job.rows import Row
-from flexengine.job.same_job import Manifest
-from flexengine.job.source import FORMATS
-from flexengine.job.streams import STDIN
+from flexengine.job.same_job import LOSSY, MODEL_FILES, Manifest, manifest_of
+from flexengine.lossy import Lossy
 from flexengine.plan.min_memory import SHORTEST
 from flexengine.records import Limit, check_argument
 
 if TYPE_CHECKING:
     from flexengine.engine.session import Session  # imports torch, which a job that is finished does not need
+
+# Names of settings.
+CACHE, IMPORTANCES, PREFILL_TOKENS, THRESHOLDS = "cache", "importances", "prefill_tokens", "thresholds"
+_AGAIN = "give --restart (restart=True in Python) to run the job again"
 
 
 class RowRunner(Protocol):
@@ -42,22 +43,16 @@ class RowRunner(Protocol):
     def manifest(self, store: JobStore, known: Manifest) -> Manifest:
         """Return the job's manifest. known: that of the run that began the job; empty if there was none."""
 
-    def take_over(self, store: JobStore) -> None:
-        """Use the choices of the run that began the job."""
-
     def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
-        """Yield the results of rows, without their prompts. The caller stores each before it takes the next one."""
+        """Yield the results of rows, without their prompts, with the choices of the run that began the job. The caller
+        stores each before it takes the next one."""
 
     def summary(self, counts: JobCounts, ran: bool) -> Any:
         """Return the summary of the run. ran: whether rows were run."""
 
 
 class FileJob:
-    """Runs the rows of a job that have no result yet.
-
-    Args:
-        store: an open job. Its messages, and those of this class, go to the listener of the caller's context.
-    """
+    """Runs the rows of an open job that have no result yet. Messages go to the listener of the caller's context."""
 
     def __init__(self, runner: RowRunner, store: JobStore) -> None:
         self.runner, self.store = runner, store
@@ -71,8 +66,8 @@ class FileJob:
             pass
         return self.end()
 
-    def begin(self) -> bool:
-        """Compare this run with the run that began the job, and use its choices. Return whether rows remain.
+    def begin(self) -> None:
+        """Compare this run with the run that began the job.
 
         Raises:
             InvalidInput: the job has another manifest, the output file has been changed, or the rows are to be run
@@ -80,23 +75,16 @@ class FileJob:
             OutOfMemory: no row fits into memory.
         """
         runner, store = self.runner, self.store
-        self._say_note()
         model = runner.open(store)
-        self._rows = store.begin(lambda known: runner.manifest(store, known), model)
-        self._say_note()
+        rows = store.begin(lambda known: runner.manifest(store, known), model)
+        self._rows = rows if store.total else ()
         if store.resumed:
             message(f"{store.resumed} of {store.total} rows were done before")
-        if not self._rows or not store.total:
-            return False
-        runner.take_over(store)
-        return True
 
     def results(self) -> Iterator[Result]:
         """Run the rows that remain. Yield every result after it was stored, without its prompt."""
-        if not self._rows or not self.store.total:
-            return
-        self.ran = True
-        for result in self.runner.results(self.store, self._rows):
+        self.ran = bool(self._rows)
+        for result in self.runner.results(self.store, self._rows) if self._rows else ():
             self.store.take(result)
             yield result
 
@@ -108,17 +96,9 @@ class FileJob:
                 store.end()
         return self.runner.summary(JobCounts(store.total, store.done, store.failed, store.resumed), self.ran)
 
-    def _say_note(self) -> None:
-        if note := self.store.take_note():
-            message(note)
-
 
 class EngineRunner:
-    """Computes the rows of a job with one engine; see `RowRunner`.
-
-    Args:
-        params: sampling parameters of rows without fields of these names.
-    """
+    """Computes the rows of a job with one engine; see `RowRunner`. params: defaults for fields that rows lack."""
 
     def __init__(self, engine: "Session", params: SamplingParams) -> None:
         self.engine, self.params = engine, params
@@ -138,52 +118,73 @@ class EngineRunner:
             except OutOfMemory:
                 if (workload := engine.reader.survey(store.rows, self.params)).count:
                     engine.planner.check(workload)  # its message says what these rows need
-        return manifest(store.rows, self.params, engine_part(engine, known), switches_part(engine))
-
-    def take_over(self, store: JobStore) -> None:
-        take_over(self.engine, store.settings)
+        return manifest_of(store.rows, self.params, engine_part(engine, known), engine.switches)
 
     def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
-        counts = JobRows(store.total, store.done, store.resumed - store.done, with_prompts=False)
-        stream = self.engine.results(rows, self.params, counts)
-        with self._saving(store), self._same_cuts(store.settings.get(PREFILL_TOKENS)), contextlib.closing(stream):
-            yield from stream
-
-    def summary(self, counts: JobCounts, ran: bool) -> Summary:
-        return replace(self.engine.summary if ran else self.engine.core.empty_summary(), job=counts)
-
-    @contextlib.contextmanager
-    def _saving(self, store: JobStore) -> Iterator[None]:
-        """Return a context manager in which results are synced to the disk after sweeps, before the engine's own
-        `on_sweep` is called."""
-        engine = self.engine
-        on_sweep = engine.on_sweep
+        engine, planner = self.engine, self.engine.planner
+        take_over(engine, store.settings)
+        before = engine.on_sweep, planner.policy, planner.prefill_tokens
 
         def sweep_ended(progress: Progress) -> None:
             if engine.layout is not None:
                 store.save_settings(settings_of(engine, engine.layout.policy.prefill_tokens))
             store.save(at_once=False)
-            if on_sweep is not None:
-                on_sweep(progress)
+            if before[0] is not None:
+                before[0](progress)
 
-        engine.on_sweep = sweep_ended
-        try:
-            yield
-        finally:
-            engine.on_sweep = on_sweep
-
-    @contextlib.contextmanager
-    def _same_cuts(self, tokens: int | None) -> Iterator[None]:
-        """Return a context manager in which prompts are cut as the run that began the job cut them: the last bits of a
-        prompt's KV depend on the cuts. tokens: most tokens of a prefill chunk; None if the job begins now."""
-        planner = self.engine.planner
-        before = planner.policy, planner.prefill_tokens
+        # Prompts are cut as the run that began the job cut them: the last bits of a prompt's KV depend on the cuts.
+        tokens = store.settings.get(PREFILL_TOKENS)
         if planner.keep_prefill(tokens):
             message(f"prefill_tokens stays {tokens}, with which the job began")
+        engine.on_sweep = sweep_ended
+        counts = JobRows(store.total, store.done, store.resumed - store.done, with_prompts=False)
         try:
-            yield
+            with contextlib.closing(engine.results(rows, self.params, counts)) as stream:
+                yield from stream
         finally:
-            planner.policy, planner.prefill_tokens = before
+            engine.on_sweep, planner.policy, planner.prefill_tokens = before
+
+    def summary(self, counts: JobCounts, ran: bool) -> Summary:
+        return replace(self.engine.summary if ran else self.engine.core.empty_summary(), job=counts)
+
+
+def engine_part(engine: "Session", known: Manifest) -> dict[str, Any]:
+    """Return the values of a manifest that identify the model and its arithmetic. known: as for `RowRunner`."""
+    return {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
+
+
+def settings_of(engine: "Session", prefill_tokens: int) -> dict[str, Any]:
+    """Return the choices of an engine. prefill_tokens: most tokens of a prefill chunk under its policy."""
+    importances = engine.calibrator.importances
+    fitted = {IMPORTANCES: importances.digest} if importances is not None else {}
+    sparse = {THRESHOLDS: thresholds} if (thresholds := engine.calibrator.thresholds) else {}
+    return {PREFILL_TOKENS: prefill_tokens, LOSSY: engine.lossy.enabled, CACHE: engine.core.cache_form, **fitted,
+            **sparse}  # fmt: skip
+
+
+def take_over(engine: "Session", settings: Mapping[str, Any]) -> None:
+    """Let an engine use the choices with which its job began. `Planner.keep_prefill` takes the size of prefill chunks.
+    settings: empty if the job begins now.
+
+    Raises:
+        InvalidInput: the engine cannot make the same choices.
+    """
+    if engine.options.allow and (chosen := settings.get(LOSSY)) is not None:
+        engine.use(Lossy(**chosen))
+        # A format of the cache that the user gave is compared with the manifest instead.
+        if (cache := settings.get(CACHE, "")) and cache != (now := engine.core.cache_form):
+            raise InvalidInput(f"this job chose a cache of {cache}, which is {now} now; {_AGAIN}")
+    began = settings.get(IMPORTANCES)
+    if began is not None and (current := engine.calibrator.importances) is not None and current.digest != began:
+        raise InvalidInput(
+            f"this job began with weights calibrated to {began}, but the cache no longer has these importances, and"
+            f" calibrating again, with other memory or libraries, gave {current.digest}; {_AGAIN}"
+        )
+    if (thresholds := settings.get(THRESHOLDS)) is not None and thresholds != engine.calibrator.thresholds:
+        raise InvalidInput(
+            "this job began with other thresholds of sparsified activations than the cache has now: they were removed"
+            f" from it, and measuring them again, with other memory or libraries, gave other numbers; {_AGAIN}"
+        )
 
 
 _ARGUMENTS = {

@@ -1,6 +1,6 @@
 """The sweeps of a job: requests enter the block when there is room, and rows yield results when they finish.
 
-Requests are taken from an iterator, one window of `engine/arrange.py` at a time, so memory does not grow with the
+Requests are taken from an iterator, one window of `engine/survey.py` at a time, so memory does not grow with the
 number of rows.
 """
 
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from flexengine.config import Completion, Result, Score
-from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.stages import JobResources, Sweep
-from flexengine.engine.state import Progress
-from flexengine.engine.sweep_reports import SweepReports
-from flexengine.job.prompts import Request
+from flexengine.engine.summary import Progress, SweepReports
+from flexengine.engine.survey import Arranged, Arrangement
+from flexengine.job.rows import Request
 from flexengine.model.stop import Stops
 from flexengine.runtime.lane import forget_variables
 from flexengine.runtime.shortage import shortage
@@ -123,16 +122,12 @@ class Generation:
                 if self._begun[cohort] is not None:
                     yield from self._end(cohort, on_sweep)
                 self._take()
-                yield from self._refused()
+                while self.arrangement.bad:
+                    row = self.arrangement.bad.popleft()
+                    self.progress.failed += 1
+                    yield Result(row.index, error=row.error, prompt=row.prompt)
                 if not self.resources.sweeps.idle:  # else `_take` read only rows with errors, up to its limit
                     self._guarded(self._begin, cohort)
-
-    def _refused(self) -> Iterator[Result]:
-        """Yield the results of rows with an error that were read."""
-        while self.arrangement.bad:
-            row = self.arrangement.bad.popleft()
-            self.progress.failed += 1
-            yield Result(row.index, error=row.error, prompt=row.prompt)
 
     def _end(self, cohort: int, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
         """End the cohort's sweep. Yield the results of the rows that are finished."""
@@ -192,12 +187,11 @@ class Generation:
             with torch.no_grad():
                 return step(argument)
         except BaseException as error:
-            failure = shortage(error, self.resources.cuda)
+            failure = shortage(error, any(stage.cuda for stage in self.resources.stages))
+            self.resources.abandon()
             if failure is None:
-                self.resources.abandon()
                 forget_variables(error)
                 raise
-        self.resources.abandon()
         raise failure
 
     def lose(self, home: str) -> int:
@@ -239,7 +233,7 @@ class Generation:
                                " --device-mem or lower max_tokens")  # fmt: skip
         prompt_tokens = sum(p.count for b in batches for p in b.pieces if sweeps.in_prompt(p))
         sweep = Sweep(sweeps.sweep, batches, sweeps.stems, sweeps.another)
-        self.reports.begin_sweep(resources.own.cells(batches), len(sweeps.live))
+        self.reports.begin_sweep(len(resources.own.program.streamed) * len(batches), len(sweeps.live))
         for stage in resources.stages:
             stage.start(sweep, self._sequences)
         self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)

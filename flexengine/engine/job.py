@@ -4,33 +4,30 @@
     plan      engine/planner.py     lossy switches, policy, layout         -> Plan
     prepare   engine/core.py        allocate what the layout books         -> JobResources
     run       engine/generation.py  sweeps; results leave as rows finish   -> Result
-    results   engine/state.py       counts, seconds, bytes                 -> summary
+    results   engine/summary.py     counts, seconds, bytes                 -> summary
 
 If memory runs out, `prepare` and `run` are repeated with a smaller layout. If an attention worker is lost, `run` is
 called again with a new worker. If several are lost at once, `prepare` is repeated, too.
 """
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from dataclasses import fields, replace
 from pkgutil import resolve_name
 from typing import Any
 
 from flexengine.activity import activity, listener, message
-from flexengine.config import Result, SamplingParams
-from flexengine.engine.arrange import Arrangement
+from flexengine.config import Result
 from flexengine.engine.core import Core
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
 from flexengine.engine.stages import JobResources
-from flexengine.engine.state import JobState, Progress
-from flexengine.engine.summary import Summary
-from flexengine.engine.survey import PromptReader, RequestSpool
-from flexengine.engine.sweep_reports import JobRows, SweepReports, best_read_rate
+from flexengine.engine.summary import JobRows, Progress, Summary, SweepReports, best_read_rate
+from flexengine.engine.survey import Arrangement, Params, PromptReader, RequestSpool
 from flexengine.errors import WorkerLost
-from flexengine.job.prompts import Request
-from flexengine.job.rows import Row
+from flexengine.job.rows import Request, Row
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -38,7 +35,7 @@ from flexengine.runtime.lane import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 
 # Imported after a failure.
-RECOVERY, RENEWED = "flexengine.engine.recovery:Recovery", "flexengine.engine.recovery:renewed_worker"
+NEXT_LAYOUT, RENEWED = "flexengine.engine.recovery:layout_after", "flexengine.engine.recovery:renewed_worker"
 
 
 class Job:
@@ -48,6 +45,11 @@ class Job:
         layout: the present layout; None before the plan is made, and if no row can be run.
         watch: predicted and measured seconds under this layout; None without a layout.
         summary: value of `Engine.summary`; its counts are 0 until the job ends, in any way.
+        progress: counts and seconds so far.
+        replanned: one message per replan, and per loss of an attention worker.
+        replans: replans after out-of-memory errors.
+        losses: losses of attention workers since a row was finished last.
+        in_flight: rows in flight when the last plan ran out of memory.
     """
 
     def __init__(
@@ -55,43 +57,57 @@ class Job:
         core: Core,
         planner: Planner,
         reader: PromptReader,
-        on_sweep: Callable[[Progress], None] | None = None,
-        load_first: bool = False,
-        rows: JobRows | None = None,
+        on_sweep: Callable[[Progress], None] | None,
+        load_first: bool,
+        rows: JobRows,
     ) -> None:
         self.core, self.planner, self.reader = core, planner, reader
-        self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows or JobRows()
+        self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows
         self.layout: Layout | None = None
         self.watch: SweepMonitor | None = None
         self.summary = core.empty_summary()
+        self.progress, self.replanned = Progress(), list[str]()
+        self.replans = self.losses = self.in_flight = 0
+        self._rows_at_loss = 0  # rows finished when a worker was lost last
+        self._feed: Iterator[Request | Row] = iter(())  # rows not started; after a replan, unfinished ones first
+        self._load_seconds = 0.0  # before the first sweep, summed over plans
+        self._bytes_before: dict[str, int] = {}  # bytes moved by link when the job began
+        self._busy: dict[str, float] = {}  # seconds of work by lane
 
-    def results(self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]) -> Generator[Result]:
+    def results(self, prompts: Iterable[Any], params: Params) -> Generator[Result]:
         """Yield results as rows finish. Raise as `Engine.stream`."""
         if iter(prompts) is prompts:  # an iterator can be iterated only once
             prompts = list(prompts)
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
         self.reader.shares = self.core.shares
-        spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
+        spool = RequestSpool()
         workload = self.reader.survey(prompts, params, spool=spool)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)
-        tokens = sum(n * times for (_, n), times in plan.workload.sizes.items())
-        requests = self.reader.replayed(spool, prompts, params, self.rows.with_prompts)
-        state = JobState(self._fitting(requests, plan), Progress(most=tokens))
-        if plan.layout is not None:
-            if listener() is not None:
-                from flexengine.plan.brief import plan_line  # its text is for listeners alone
+        self.progress.most = sum(n * times for (_, n), times in plan.workload.sizes.items())
+        given = prompts if self.rows.with_prompts else None
+        requests = spool.items(given) if spool.complete else self.reader.requests(prompts, params)
+        self._feed = self._fitting(requests, plan)
+        try:
+            if plan.layout is not None:
+                self._say_plan(plan.workload, plan.layout)
+                yield from self._run(plan.workload, plan.layout)
+                return
+            for row in self._feed:
+                assert isinstance(row, Row)
+                self.progress.failed += 1
+                yield Result(row.index, error=row.error, prompt=row.prompt)
+            self._summarise()
+        finally:
+            self._feed = iter(())  # else the requests of a job that ended early would stay in memory
 
-                cost, kept = self.planner.cost(plan.workload), self.core.resident == plan.layout.policy
-                message(plan_line(cost, cost.predict(plan.layout, 0.0 if kept else 1.0)), logging.DEBUG)
-            yield from self._run(plan.workload, plan.layout, state)
-            return
-        for row in state.feed:
-            assert isinstance(row, Row)
-            state.progress.failed += 1
-            yield Result(row.index, error=row.error, prompt=row.prompt)
-        self.summary = self._summarise(state, None)
+    def _say_plan(self, workload: Workload, layout: Layout) -> None:
+        if listener() is not None:
+            from flexengine.plan.brief import plan_line  # its text is for listeners alone
+
+            cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
+            message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)
 
     def _fitting(self, requests: Iterator[Request | Row], plan: Plan) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
@@ -106,49 +122,52 @@ class Job:
             else:
                 yield item
 
-    def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
-        """Yield the results of all rows, under one layout after the other: after a failure, `Recovery` has the next
-        one. Finished rows stay finished. Raise as `Recovery.layout_after`."""
-        recovery: Any = None
+    def _run(self, workload: Workload, layout: Layout) -> Iterator[Result]:
+        """Yield the results of all rows, under one layout after the other: after a failure, `layout_after` has the next
+        one. Finished rows stay finished. Raise as `layout_after`."""
         while True:
             try:
-                yield from self._attempt(self.planner.watch(workload, layout), state)
+                yield from self._attempt(self.planner.watch(workload, layout))
                 return
             except (Shortage, WorkerLost) as error:
                 failure = error.with_traceback(None)
             # Outside of `except`: errors of the recovery do not have the failure as their context.
-            recovery = recovery or resolve_name(RECOVERY)(self.core, self.planner, workload, state)
-            layout = recovery.layout_after(failure, layout)
+            layout = resolve_name(NEXT_LAYOUT)(self, workload, failure, layout)
 
-    def _attempt(self, watch: SweepMonitor, state: JobState) -> Generator[Result]:
+    def _attempt(self, watch: SweepMonitor) -> Generator[Result]:
         """Yield results until all rows are done.
 
         Raises:
-            Shortage: memory ran out. `state` holds the rows that remain, as after WorkerLost.
+            Shortage: memory ran out. `_feed` has the rows that remain, as after WorkerLost.
             WorkerLost: attention workers were lost that `_sweeps` could not replace.
         """
-        core, resources = self.core, self._prepare(watch, state)
+        core, resources = self.core, self._prepare(watch)
         self.watch, self.layout = watch, watch.layout
-        reports = self._reports(resources, state, watch)
-        arrangement = Arrangement(state.feed, core.shares)
+        reports = SweepReports(
+            listener(), self.progress, self.rows, lambda: sum(disk.bytes_read for disk in core.machine.disks),
+            best_read_rate(watch.cost.hardware), resources.own.worker.weights.arrivals.pending_bytes,
+        )  # fmt: skip
+        resources.own.executor.watchdog.look = reports.look
+        arrangement = Arrangement(self._feed, core.shares)
         generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
         failed = True
         try:
-            yield from self._sweeps(resources, generation, state)
+            yield from self._sweeps(resources, generation)
             failed = False
         except (Shortage, WorkerLost):
-            state.restart(generation.unfinished(), arrangement.feed)
+            unfinished = generation.unfinished()
+            self.in_flight, self._feed = len(unfinished), itertools.chain(unfinished, arrangement.feed)
             raise
         finally:
             reports.end(failed)
             resources.close()
             core.machine.give_back()
-            state.take_busy(resources.own.executor.times.busy)
-            self.summary = self._summarise(state, self.watch)
+            self.take_busy(resources.own.executor.times.busy)
+            self._summarise()
             self._write_trace()
         self.planner.rates.learn(self.watch)
 
-    def _sweeps(self, resources: JobResources, generation: Generation, state: JobState) -> Iterator[Result]:
+    def _sweeps(self, resources: JobResources, generation: Generation) -> Iterator[Result]:
         """Yield results until all rows are done. If an attention worker is lost, replace it, and compute again the
         sequences whose KV cache it held.
 
@@ -164,18 +183,9 @@ class Job:
                 return
             except WorkerLost as error:
                 loss = error.with_traceback(None)
-            self.watch = resolve_name(RENEWED)(self.core, self.planner, resources, generation, state, loss)
+            self.watch = resolve_name(RENEWED)(self, resources, generation, loss)
 
-    def _reports(self, resources: JobResources, state: JobState, watch: SweepMonitor) -> SweepReports:
-        disks = self.core.machine.disks
-        reports = SweepReports(
-            listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
-            best_read_rate(watch.cost.hardware), resources.own.pending_bytes,
-        )  # fmt: skip
-        resources.own.executor.watchdog.look = reports.look
-        return reports
-
-    def _prepare(self, watch: SweepMonitor, state: JobState) -> JobResources:
+    def _prepare(self, watch: SweepMonitor) -> JobResources:
         """Return the resources of the sweeps.
 
         Raises:
@@ -189,7 +199,7 @@ class Job:
             with activity("allocating", "allocating the memory of the plan"):
                 resources = core.prepare(watch, self.load_first)
         except WorkerLost:
-            state.note_loss()
+            self.note_loss()
             raise
         except Exception as error:
             lack = shortage(error, core.machine.gpu)
@@ -197,8 +207,8 @@ class Job:
             if lack is None:
                 raise
         else:
-            state.load_seconds += time.perf_counter() - began
-            state.bytes_before = state.bytes_before or core.traffic()
+            self._load_seconds += time.perf_counter() - began
+            self._bytes_before = self._bytes_before or core.traffic()
             return resources
         core.machine.give_back()
         raise lack
@@ -212,12 +222,34 @@ class Job:
         except OSError as error:
             message(f"the trace is lost: {error}; the results are complete", logging.WARNING)
 
-    def _summarise(self, state: JobState, watch: SweepMonitor | None) -> Summary:
-        """Return the summary of the job so far."""
-        core = self.core
+    def note_loss(self) -> None:
+        """Count the loss of an attention worker."""
+        self.losses = self.losses + 1 if self.progress.rows == self._rows_at_loss else 1
+        self._rows_at_loss = self.progress.rows
+
+    def report(self, text: str) -> None:
+        """Report how the job continues."""
+        self.replanned.append(text)
+        message(text, logging.WARNING)
+
+    def take_busy(self, busy: dict[str, float]) -> None:
+        """Add seconds of work by lane, and clear them."""
+        for lane, seconds in busy.items():
+            self._busy[lane] = self._busy.get(lane, 0.0) + seconds
+        busy.clear()
+
+    def _summarise(self) -> None:
+        core, progress, watch = self.core, self.progress, self.watch
         tiers = [t for t in core.machine.tiers if not (core.machine.capacity.shared and t == "host")]
-        return replace(
-            state.summary(core.empty_summary(), core.traffic()),
+        same = {field.name for field in fields(Summary)} & {field.name for field in fields(Progress)}
+        self.summary = replace(
+            core.empty_summary(),
+            **{name: getattr(progress, name) for name in same},
+            generated_tokens=progress.tokens - progress.scored,
+            load_seconds=self._load_seconds,
+            bytes={link: n - self._bytes_before.get(link, 0) for link, n in core.traffic().items()},
+            busy={lane: s / progress.seconds for lane, s in self._busy.items()} if progress.seconds else {},
+            replanned=tuple(self.replanned),
             peak_bytes={t: core.machine.tier(t).ledger.peak for t in tiers},
             policy=watch.layout.policy if watch else None,
             plan=watch.report() if watch else None,

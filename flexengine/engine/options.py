@@ -1,17 +1,17 @@
 """The options of an engine, each written once, in one frozen record."""
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, cast
 
 from flexengine.activity import Listener
 from flexengine.config import cache_root, parse_size
-from flexengine.engine.guests import ProcessGroup, guest
-from flexengine.engine.state import Progress
+from flexengine.engine.stages import ProcessGroup
+from flexengine.engine.summary import Progress
 from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.config import named_dtype
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from flexengine.strategy import Strategy
 
 P = ParamSpec("P")
+# Imported for attention workers.
+CHECK_WORKERS = "flexengine.guests.attention_workers.workers:check_workers"
+OPEN_WORKERS = "flexengine.guests.attention_workers.workers:open_workers"
 _MODEL = "a directory, a .gguf file, a hub id, or None for the demo model"
 _Engines = Annotated[int | None, Limit(1), "a number of engines of at least 1, or None"]
 
@@ -81,6 +84,11 @@ class MachineOptions:
         attention_workers: number of processes to start on this machine that hold KV cache and compute attention over it
             (docs/attention-workers.md), or a list of addresses HOST:PORT of running ones.
         worker_mem: bytes for KV cache of each worker that is started, in the same form as device_mem.
+        group: the processes of a pipeline, one of which runs this engine; None for one process.
+        sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
+            sizes are given. None is the number of processes of `group` on this machine, which also share its GPUs.
+        worker_sharing: engines that share the attention workers at these addresses: each takes at most an equal part of
+            their memory. None is the number of processes of `group`.
     """
 
     device: Annotated[str, KINDS] = "auto"
@@ -90,17 +98,14 @@ class MachineOptions:
     links: Annotated[Links | None, "a Links, such as Links(h2d=12e9), or None"] = None
     attention_workers: Annotated[int | Sequence[str], _workers] = 0
     worker_mem: _Size = None
+    group: Annotated[ProcessGroup | None, "a Group of flexengine.guests.stages, or None"] = None
+    sharing: _Engines = None
+    worker_sharing: _Engines = None
 
     def __post_init__(self) -> None:
         check(self)
         if self.attention_workers or self.worker_mem is not None:
-            guest("check of attention workers")(self.attention_workers, self.worker_mem)
-
-    @property
-    def _bytes(self) -> tuple[int | None, int | None]:
-        sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
-        device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
-        return device, host
+            resolve_name(CHECK_WORKERS)(self.attention_workers, self.worker_mem)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -114,27 +119,24 @@ class MachineOptions:
         except InvalidInput:
             return (Path(os.devnull) / "offload",)
 
-    def machine(
-        self, sharing: int = 1, processes: int = 1, worker_sharing: int = 1, group: ProcessGroup | None = None
-    ) -> Machine:
+    def machine(self) -> Machine:
         """Return the machine.
-
-        Args:
-            sharing: engines that share RAM and disks of this machine.
-            processes: processes that share its GPUs.
-            worker_sharing: engines that share the attention workers.
-            group: the processes that share the attention workers which this machine starts.
 
         Raises:
             InvalidInput: this machine does not have the device or a size.
             WorkerLost: an attention worker cannot be started, or does not answer.
         """
-        started: Sequence[Tier] = ()
+        group, started = self.group, list[Tier]()
+        processes, all_processes = (group.local_size, group.size) if group is not None else (1, 1)
         if self.attention_workers:
             memory = parse_size(self.worker_mem or "1", "--worker-mem")
-            started = guest("attention workers")(self.attention_workers, memory, worker_sharing, group)
+            engines = self.worker_sharing or all_processes
+            started = resolve_name(OPEN_WORKERS)(self.attention_workers, memory, engines, group)
+        sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
+        device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
+        sharing = self.sharing or processes
         try:
-            return make_machine(self.device, *self._bytes, self.directories, self.links, sharing, processes, started)
+            return make_machine(self.device, device, host, self.directories, self.links, sharing, processes, started)
         except BaseException:
             for worker in started:
                 worker.close()
@@ -160,11 +162,6 @@ class EngineOptions(MachineOptions):
         prefix_sharing: compute a prefix that several prompts have in common once.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
         strategy: layers, formats and batches of a pipeline's stages; None divides the layers evenly.
-        group: the processes of a pipeline, one of which runs this engine; None for one process.
-        sharing: engines on this machine that share its RAM and disks: each takes an equal part of what is free, unless
-            sizes are given. None is the number of processes of `group` on this machine, which also share its GPUs.
-        worker_sharing: engines that share the attention workers at these addresses: each takes at most an equal part of
-            their memory. None is the number of processes of `group`.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
@@ -188,9 +185,6 @@ class EngineOptions(MachineOptions):
     prefix_sharing: bool = True
     verify: bool = False
     strategy: "Strategy | None" = None
-    group: Annotated[ProcessGroup | None, "a Group of flexengine.guests.stages, or None"] = None
-    sharing: _Engines = None
-    worker_sharing: _Engines = None
     progress: Annotated[bool | Listener | None, _progress] = None
 
     def __post_init__(self) -> None:
@@ -230,14 +224,6 @@ class EngineOptions(MachineOptions):
         if any(formats):
             object.__setattr__(self, "lossy", replace(self.lossy, weights=formats))
 
-    def machine(
-        self, sharing: int = 1, processes: int = 1, worker_sharing: int = 1, group: ProcessGroup | None = None
-    ) -> Machine:
-        """Return the machine. The arguments are those of the options."""
-        group = self.group
-        processes, size = (group.local_size, group.size) if group is not None else (1, 1)
-        return super().machine(self.sharing or processes, processes, self.worker_sharing or size, group)
-
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.
 
@@ -256,18 +242,10 @@ def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callab
     So an option's name, type and default are written once, in the record.
     """
 
-    def dressed(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+    def dressed(method: Any) -> Callable[Concatenate[Any, P], None]:
         own = next(iter(inspect.signature(method).parameters.values()))
-        options = inspect.signature(record).parameters
-
-        @functools.wraps(method)
-        def checked(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
-            if (unknown := next((name for name in given if name not in options), None)) is not None:
-                raise TypeError(f"{type(self).__name__} has no option {unknown}; its options are {', '.join(options)}")
-            method(self, *args, **given)
-
-        parameters = [own, *options.values()]
-        checked.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        return checked
+        parameters = [own, *inspect.signature(record).parameters.values()]
+        method.__signature__ = inspect.Signature(parameters, return_annotation=None)
+        return cast(Callable[Concatenate[Any, P], None], method)
 
     return dressed

@@ -4,15 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from flexengine.activity import activity, message
-from flexengine.config import SamplingParams
 from flexengine.engine.rates import RateStore
-from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy, choices
-from flexengine.model.tokenizer import load_tokenizer
 from flexengine.places import place_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
@@ -28,9 +24,6 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
-
-if TYPE_CHECKING:  # plain jobs read no file
-    from flexengine.job.inputs import InputRows
 
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
@@ -97,14 +90,8 @@ class Planner:
         self.rates.forget()
 
     def keep_prefill(self, tokens: int | None) -> bool:
-        """Cut all prompts as an earlier run of the job cut them, as the last bits of results depend on it.
-
-        Returns:
-            Whether the user's policy was changed.
-
-        Args:
-            tokens: most tokens of a prefill chunk; None lets the planner choose.
-        """
+        """Cut all prompts as an earlier run of the job cut them, as the last bits of results depend on it. Return
+        whether the user's policy was changed. tokens: most of a prefill chunk; None lets the planner choose."""
         self.prefill_tokens = tokens
         if self.policy is None or not tokens or self.policy.prefill_tokens == tokens:
             return False
@@ -140,11 +127,7 @@ class Planner:
         return best
 
     def plan(self, workload: Workload, resident: Policy | None = None) -> Plan:
-        """Return the plan of a job. Raise OutOfMemory if not even its shortest rows fit.
-
-        Args:
-            resident: the policy under which weights are in memory; None if none are.
-        """
+        """Return the plan of a job. Raise OutOfMemory if not even its shortest rows fit. resident: as for `choose`."""
         if not workload.count:
             return Plan(None, workload, 0, None)
         layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
@@ -195,8 +178,8 @@ class Planner:
         """Return the best policy for a workload, and its prediction. Raise OutOfMemory if no policy fits.
 
         Args:
-            resident: the policy under which weights are in memory. They stay if the job fits beside them, unless the
-                job is long and reading them again pays.
+            resident: the policy under which weights are in memory; None if none are. They stay if the job fits beside
+                them, unless the job is long and reading them again pays.
             limits: if its `block` or `prefill_tokens` is None, that of the planner holds.
         """
         tokens, block = limits.prefill_tokens or self.prefill_tokens, limits.block or self.block
@@ -225,7 +208,7 @@ class Planner:
             layout: the layout under which memory ran out.
             tier: the tier that ran out: device, host, or an attention worker.
             missing: bytes that could not be allocated; 0 if the number is unknown.
-            resident: the policy under which weights are in memory; None if none are.
+            resident: as for `choose`.
 
         Raises:
             OutOfMemory: no such layout fits.
@@ -274,24 +257,3 @@ def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lo
     if best_seconds == float("inf"):
         raise min(refused, key=lambda error: error.needed)
     return best
-
-
-def workload(
-    opened: OpenModel,
-    rows: "InputRows",
-    params: SamplingParams,
-    trust_remote_code: bool,
-    refused: Refused,
-    shares: bool = True,
-) -> Workload:
-    """Return the sizes of the rows, encoded with the model's tokenizer.
-
-    Args:
-        refused: counts the rows that cannot be run.
-        shares: whether prompts may share common prefixes.
-    """
-    tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
-    reader = PromptReader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
-    reader.shares = shares and not opened.lossy.alters_cache
-    reader.check_chat(rows.chat)
-    return reader.survey(rows, params, refused)

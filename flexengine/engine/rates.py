@@ -3,12 +3,12 @@
 import logging
 from dataclasses import replace
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 from flexengine.activity import message
-from flexengine.engine.guests import guest
 from flexengine.engine.options import MachineOptions
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.measure import store
@@ -18,6 +18,8 @@ from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
+
+WORKER_RATES = "flexengine.guests.attention_workers.attender:measure_workers"  # imported on first use
 
 
 class RateStore:
@@ -102,9 +104,7 @@ class RateStore:
         memory. Empty if a worker is lost meanwhile, which the job will replace, or has no room for a page, which other
         engines may hold."""
         try:
-            rates: dict[str, Any] = guest("rates of attention workers")(
-                self.machine, self.opened.facts, self.opened.dtype
-            )
+            rates: dict[str, Any] = resolve_name(WORKER_RATES)(self.machine, self.opened.facts, self.opened.dtype)
             return rates
         except (WorkerLost, OutOfMemory) as error:
             message(f"attention workers are not measured: {error}; the plan assumes that they are as fast as copies to"
@@ -130,10 +130,7 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
 
 
 def this_machine(
-    options: MachineOptions,
-    opened: OpenModel | None,
-    again: bool = False,
-    dtype: str | None = None,
+    options: MachineOptions, opened: OpenModel | None, again: bool = False, dtype: str | None = None
 ) -> Hardware:
     """Return this machine's rates and, with a model, the rates of the model on it. Measure rates that are not stored.
 

@@ -10,16 +10,15 @@ as text or token ids. Other rows generate.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.prompts import Request, Target, check_text, checked_ids
-from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
+from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Request, Row, Target, check_text, checked_ids, tokenized
 from flexengine.model.tokenizer import opening, token_ids
 
 MAX_CHOICES = 1000
-Pair = tuple[Any, Any]  # context and continuation, both text or both token ids
 
 
 def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingParams, vocabulary: int) -> Request | Row:
@@ -67,7 +66,8 @@ class _Reading:
         if isinstance(context, str) and isinstance(continuation, str):
             check_text("context", context)
             check_text(name, continuation)
-            begin, rest = self._tokenized(lambda: split(self.tokenizer, context, continuation))
+            pair = partial(split, self.tokenizer, context, continuation)
+            begin, rest = tokenized(name, self.tokenizer, pair, "token ids")
         elif isinstance(continuation, str) or (isinstance(context, str) and context):
             raise InvalidInput(f"context is {shown(context)} and {name} is {shown(continuation)}; give both as text, or"
                                " both as token ids")  # fmt: skip
@@ -94,7 +94,8 @@ class _Reading:
         """
         if isinstance(text, str):
             check_text("text", text)
-            ids = self._tokenized(lambda: (token_ids(self.tokenizer, text, special=False),))[0]
+            encode = partial(token_ids, self.tokenizer, text, special=False)
+            ids = tokenized("text", self.tokenizer, encode, "token ids")
         else:
             ids = checked_ids("text", text, self.vocabulary)
         if not ids:
@@ -106,16 +107,6 @@ class _Reading:
             targets.append(Target(tuple(ids[end - most - 1 : done]), tuple(ids[done:end])))
             done = end
         return targets
-
-    def _tokenized(self, tokenize: Any) -> Any:
-        if self.tokenizer is None:
-            raise InvalidInput("the checkpoint has no tokenizer, so text cannot be scored; give token ids")
-        try:
-            return tokenize()
-        except InvalidInput:
-            raise
-        except Exception as error:  # a tokenizer may raise any error; only this row fails
-            raise InvalidInput(f"the text cannot be tokenised: {type(error).__name__}: {error}") from error
 
 
 def _kind_of(request: Mapping[str, Any]) -> str:
@@ -157,8 +148,8 @@ def first_token(tokenizer: Any) -> list[int]:
     return [first]
 
 
-def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
-    """Return the pairs to score, and whether there is one pair that was not given as a list.
+def rows_of(context: object, continuation: object) -> tuple[list[Row], bool]:
+    """Return a row to score per pair, and whether there is one pair that was not given as a list.
 
     Args:
         context: text or token ids, or a list of either.
@@ -174,7 +165,7 @@ def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
                 f"context is {shown(context)} beside one continuation; it must be text or token ids, or"
                 " continuation must be a list, too"
             )
-        return [_pair(context, continuation)], True
+        return [_row(0, context, continuation)], True
     if not isinstance(continuation, Sequence):
         raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")
     contexts: Any = [context] * len(continuation) if _is_one(context) else context
@@ -185,7 +176,7 @@ def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
             f"context has {len(contexts)} entries, but continuation has {len(continuation)}; give one"
             " context for each continuation, or one for all"
         )
-    return [_pair(one, other) for one, other in zip(contexts, continuation, strict=True)], False
+    return [_row(i, *pair) for i, pair in enumerate(zip(contexts, continuation, strict=True))], False
 
 
 def _is_one(value: object) -> bool:
@@ -193,7 +184,7 @@ def _is_one(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
 
 
-def _pair(context: Any, continuation: Any) -> Pair:
+def _row(index: int, context: Any, continuation: Any) -> Row:
     for name, value in (("context", context), ("continuation", continuation)):
         if not isinstance(value, Sequence) or isinstance(value, bytes):
             raise InvalidInput(f"a {name} is {shown(value)}; it must be text or a list of token ids")
@@ -202,12 +193,4 @@ def _pair(context: Any, continuation: Any) -> Pair:
             f"context is {shown(context)} and continuation is {shown(continuation)}; give both as text,"
             " or both as token ids"
         )
-    return context, continuation
-
-
-def rows_of(pairs: Sequence[Pair]) -> list[Row]:
-    """Return a row to score per pair."""
-    return [
-        Row(i, 0, {"context": context, "continuation": continuation}, scored=True)
-        for i, (context, continuation) in enumerate(pairs)
-    ]
+    return Row(index, 0, {"context": context, "continuation": continuation}, scored=True)

@@ -9,22 +9,26 @@ from typing import Any, Self
 from flexengine.activity import reported, reporting
 from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams
-from flexengine.engine import fingerprint
 from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import Core
-from flexengine.engine.guests import guest
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
-from flexengine.engine.summary import Summary
-from flexengine.engine.survey import PromptReader
-from flexengine.engine.sweep_reports import JobRows
+from flexengine.engine.summary import JobRows, Summary
+from flexengine.engine.survey import Params, PromptReader
 from flexengine.errors import InvalidInput, RanOut, shown
+from flexengine.job.same_job import MODEL_FILES
 from flexengine.lossy import MIXED, Lossy
+from flexengine.model import identity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
+
+# Imported for pipelines.
+STAGES_DRIVER = "flexengine.guests.stages.remote:Driver"
+STAGES_PLANNER = "flexengine.guests.stages.remote:PipelinePlanner"
+STAGES_CHECK = "flexengine.guests.stages.remote:check_alike"
 
 
 class Session:
@@ -44,7 +48,7 @@ class Session:
             self.core = core = _core(options)
         basis = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         strategy = options.strategy
-        planner = guest("planner of stages") if core.driver else None
+        planner = resolve_name(STAGES_PLANNER) if core.driver else None
         self.planner = planner(core.driver, strategy, *basis) if planner else Planner(*basis)
         if strategy is not None:
             from flexengine.plan.stages import shape_name
@@ -52,16 +56,14 @@ class Session:
             total = core.skeleton.total
             strategy.check(shape_name(core.facts, total), total, options.group.size if options.group else 1)
             self.planner.block = strategy.decode_batch * strategy.cohorts
-        self.reader = PromptReader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
-        self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
+        self.reader = PromptReader(core.tokenizer, core.skeleton, core.shares)
         self.calibrator = Calibrator(core, exact_engine)
         core.opened.importances = lambda: self.calibrator.importances
         core.opened.thresholds = lambda: self.calibrator.thresholds
-        self._bits: Any = None  # chooses the formats of weights `mixed`; None once they are chosen
-        if core.lossy.weights == MIXED:
-            self._bits = resolve_name(BITS)(core, self.calibrator)
+        # Chooses the formats of weights `mixed`; None once they are chosen.
+        self._bits: Any = resolve_name(BITS)(core, self.calibrator) if core.lossy.weights == MIXED else None
         if options.group is not None:
-            guest("check of stages")(core, options, options.group)
+            resolve_name(STAGES_CHECK)(core, options, options.group)
         self.on_sweep = options.on_sweep  # see EngineOptions; may be changed between jobs
         self.load_first = False
         self._job: Job | None = None  # the last one
@@ -107,15 +109,25 @@ class Session:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Return the lossy switches that are set, as a job's manifest names them, with the bits of each layer."""
+        """Return the lossy switches that are set, as a job's manifest names them, with the bits of each layer; or those
+        that the planner may choose from."""
+        if self.options.allow:
+            return {"allow": sorted(self.options.allow)}
         self.choose_bits()
         with reporting(self.listener):
-            return fingerprint.switches(self.core, self.calibrator)
+            return self.calibrator.switches
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
+        """Return the model's name and files, and `Core.numerics`, which a resumed job compares. With the lossy switches
+        and a request's own parameters, these determine its results.
+
+        Args:
+            known_files: marks of the model's files in the manifest of the run that began the job; {} if there was none.
+        """
+        core = self.core
         with reporting(self.listener):
-            return fingerprint.fingerprint(self.core, known_files)
+            files = identity.marks(identity.given_files(core.source), core.opened.files, known_files)
+        return {"model": core.source.name, **core.numerics, MODEL_FILES: files}
 
     def use(self, lossy: Lossy) -> None:
         """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for
@@ -176,9 +188,7 @@ class Session:
         if self._closed:
             raise InvalidInput("this engine is closed; open a new Engine")
 
-    def stream(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Generator[Result]:
+    def stream(self, prompts: Iterable[Any], params: Params | None = None) -> Generator[Result]:
         """Yield results as rows finish, in any order; `index` is the number of the row.
 
         Memory does not grow with the number of rows, if `prompts` is no iterator. If memory runs out although the plan
@@ -216,14 +226,9 @@ class Session:
             raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
         return self.results(prompts, SamplingParams() if params is None else params, JobRows())
 
-    def results(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], rows: JobRows
-    ) -> Generator[Result]:
-        """Yield results as `stream`, which checks the arguments.
-
-        Args:
-            rows: rows of the whole job, of which these prompts may be a part, for its progress reports.
-        """
+    def results(self, prompts: Iterable[Any], params: Params, rows: JobRows) -> Generator[Result]:
+        """Yield results as `stream`, which checks the arguments. rows: those of the whole job, of which these prompts
+        may be a part, for its progress reports."""
         with self._lock:
             self._check_idle()
             self.choose_bits()
@@ -241,7 +246,7 @@ class Session:
     def _all(
         self,
         prompts: Iterable[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | None = None,
         on_result: Callable[[Result], None] | None = None,
     ) -> list[Result]:
         """Return the results of a job, in the order of their indices. on_result: called with each as soon as it is
@@ -279,4 +284,4 @@ def _core(options: EngineOptions) -> Core:
         return stage_layers(count, group.rank, group.size, options.strategy)
 
     take_one(group.local_rank)
-    return Core(options, layers, guest("driver of stages")(group) if group.rank == 0 else None)
+    return Core(options, layers, resolve_name(STAGES_DRIVER)(group) if group.rank == 0 else None)

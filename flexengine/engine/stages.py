@@ -4,14 +4,15 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Self
 
 from flexengine.errors import InvalidInput
+from flexengine.lossy import Lossy
 from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import SweepMonitor
-from flexengine.plan.layout import Layout
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor, TaskFailed, cause_of
 from flexengine.runtime.shortage import shortage
@@ -20,8 +21,8 @@ from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
-from flexengine.schedule.tasks import Task
 from flexengine.worker.row_sequence import RowSequence
+from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Worker
 
 
@@ -104,20 +105,6 @@ class LocalStage(Stage):
     def __exit__(self, *error: Any) -> None:
         self.executor.__exit__(*error)
 
-    @property
-    def layout(self) -> Layout:
-        """The layout under which memory is allocated."""
-        return self.watch.layout
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of weights that the first sweep reads into memory."""
-        return self.worker.weights.arrivals.pending_bytes
-
-    def cells(self, batches: Sequence[Batch]) -> int:
-        """Return the number of cells of a sweep of this stage."""
-        return len(self.program.streamed) * len(batches)
-
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         self.worker.cache.claim(sequence, tokens)
 
@@ -134,21 +121,14 @@ class LocalStage(Stage):
         began, worker = time.perf_counter(), self.worker
         worker.begin(sweep.batches, members, sweep.stems)
         worker.weights.machine.synchronize()
-        error = self._run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
-        if error is not None:
+        error: Exception | None = None
+        try:
+            self.executor.run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
+        except TaskFailed as failed:
+            error = shortage(failed, self.cuda) or cause_of(failed)
+        if error is not None:  # outside of `except`: else the TaskFailed, with its traceback, would stay its context
             raise error
         self._results.append(StageResult(time.perf_counter() - began, worker.sampled, worker.scored))
-
-    def _run(self, tasks: Iterable[Task]) -> Exception | None:
-        """Run tasks. Return the error to raise, if one failed: outside of `except`, else the TaskFailed, with its
-        traceback, would stay referenced as its context."""
-        try:
-            self.executor.run(tasks)
-        except TaskFailed as failed:
-            if (lack := shortage(failed, self.cuda)) is not None:
-                return lack
-            return cause_of(failed)
-        return None
 
     def result(self) -> StageResult:
         return self._results.popleft()
@@ -185,11 +165,6 @@ class JobResources:
     def __exit__(self, *error: Any) -> None:
         self._lanes.__exit__(*error)
 
-    @property
-    def cuda(self) -> bool:
-        """Whether a stage computes on a CUDA GPU."""
-        return any(stage.cuda for stage in self.stages)
-
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         """Take KV pages in every stage until the sequence can hold `tokens` tokens."""
         for stage in self.stages:
@@ -221,11 +196,58 @@ def check_chain(stages: Sequence[Stage]) -> None:
         held = ", ".join(f"{first}..{end - 1} of {n}" for first, end, n in ranges)
         raise InvalidInput(f"the stages hold layers {held}; together they must hold each layer of one model once, in"
                            " order")  # fmt: skip
-    if len(stages) == 1:
-        return
     policies = [stage.policy for stage in stages]
     for name in (field.name for field in fields(Policy) if field.name not in ("weights", "slots", "neurons")):
         values = [getattr(policy, name) for policy in policies]
         if any(value != values[0] for value in values):
             raise InvalidInput(f"the stages' policies have {name} {', '.join(map(str, values))}; all stages of a chain"
                                " must have the same")  # fmt: skip
+
+
+class ProcessGroup(ABC):
+    """The processes of a pipeline, from the view of one of them."""
+
+    rank: int  # number of this process, and of its stage
+    size: int  # number of processes
+    local_size: int  # number of processes on this machine
+    local_rank: int  # number of this process among them
+    names: list[str]  # host and process number of each, for messages
+
+    @abstractmethod
+    def exchange(self, key: str, value: str) -> list[str]:
+        """Return the values that all processes give, in the order of their ranks. Wait for all of them."""
+
+
+class StageDriver(ABC):
+    """The other stages of a pipeline, from the view of the first one."""
+
+    ports: Ports  # ports of the first stage
+    lost: list[str]  # places of attention workers that all stages replace before they prepare the next job
+    measured: dict[int, dict[str, Any]]  # by stage, what it measured in the last job, as JSON values
+
+    @abstractmethod
+    def prepare(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> Callable[[], Sequence[Stage]]:
+        """Let every other stage allocate the memory of a job. Return a function that waits for the stages.
+
+        Args:
+            policy: policy of the first stage.
+            workload: sizes of the rows.
+            given: whether the user gave the policy, so that weights are placed as it says in all stages.
+            lossy: the lossy switches.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the present job in all stages, early or not. Wait until they have freed its memory."""
+
+    @abstractmethod
+    def report(self) -> tuple[dict[str, Any], ...]:
+        """Return what the other stages measured in the last job, without spans, in their order."""
+
+    @abstractmethod
+    def spans(self) -> dict[str, list[list[Any]]]:
+        """Return the rows of the other stages in a trace, by name."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """End the processes of the other stages."""

@@ -1,35 +1,38 @@
-"""Conversion of prompts to requests, and the survey: a count of all rows by size, before the job is planned."""
+"""Conversion of prompts to requests, their order, and the survey: a count of all rows by size, before a job is planned.
+
+Requests are read in windows of WINDOW_TOKENS. In a window, requests with a common prefix are put one after the other,
+so that the prefix is computed once.
+"""
 
 import pickle
 import tempfile
-from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
-from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.errors import InvalidInput
-from flexengine.job.chat import fault
-from flexengine.job.prompts import Request, encode
-from flexengine.job.rows import Row, row_of
+from flexengine.job.rows import Request, Row, chat_fault, encode, row_of
+from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import check_stops
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
-from flexengine.schedule.prefixes import Stem, stems_above
+from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of
 
+Params = SamplingParams | Sequence[SamplingParams]  # of all prompts, or of each prompt
 MEMORY_BYTES = 16 << 20  # of encoded prompts; more is written to a file without a name
 _ENDLESS = 1 << 40  # context in tokens of a model whose config has no limit
+WINDOW_TOKENS = 1 << 19  # of prompts; about 20 MB in RAM
+MAX_BAD = 1000  # rows with an error that are held at once
 
 
 class Refused:
     """Counts the rows that cannot be run, and holds the error of the first one."""
 
-    def __init__(self) -> None:
-        self.count, self.first = 0, ""
+    count, first = 0, ""
 
     def __str__(self) -> str:
         left = "is" if self.count == 1 else "are"
@@ -53,47 +56,87 @@ class Refused:
 
 class RequestSpool:
     """The encoded prompts of a job, in a temporary file from the survey to the run, so that each is tokenized once.
+    Prompts as they were given are left out."""
 
-    Requests, and rows with an error, are in the order in which they were added. Prompts as they were given are left
-    out, but for rows with an error.
-
-    Args:
-        defaults: sampling parameters that most requests have.
-    """
-
-    def __init__(self, defaults: SamplingParams) -> None:
+    def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115 - it lives as long as this object
-        self._defaults, self._count = defaults, 0
+        self._count = 0
         self.complete = True  # False once the file could not be written
 
     def add(self, item: Request | Row) -> None:
         """Add an item. If the disk is full, drop all items."""
         if not self.complete:
             return
+        bare = Row(item.index, item.line, error=item.error) if isinstance(item, Row) else replace(item, prompt=None)
         try:
-            pickle.dump(self._packed(item), self._file, pickle.HIGHEST_PROTOCOL)
+            pickle.dump(bare, self._file, pickle.HIGHEST_PROTOCOL)
             self._count += 1
-        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # a row's data may be of any type
+        except OSError:
             self.complete = False
             self._file.close()
 
-    def _packed(self, item: Request | Row) -> Any:
-        if isinstance(item, Row):
-            return Row(item.index, item.line, error=item.error)
-        sampling = None if item.sampling == self._defaults else item.sampling
-        return item.index, item.line, array("i", item.prompt_ids), sampling, item.choices
-
-    def items(self) -> Iterator[Request | Row]:
-        """Yield all items, once. Then, or if the generator is closed, free the memory or the file."""
+    def items(self, prompts: Iterable[Any] | None) -> Iterator[Request | Row]:
+        """Yield all items in order, once. Then, or if the generator is closed, free the memory or file. prompts: those
+        from which the items were made; None leaves them out."""
         with self._file as file:
             file.seek(0)
-            for _ in range(self._count):
-                item = pickle.load(file)
-                if isinstance(item, Row):
-                    yield item
-                    continue
-                index, line, ids, sampling, choices = item
-                yield Request(index, tuple(ids), sampling or self._defaults, line, choices)
+            stored = (pickle.load(file) for _ in range(self._count))
+            if prompts is None:
+                yield from stored
+                return
+            for number, (prompt, item) in enumerate(zip(prompts, stored, strict=True)):
+                row = row_of(prompt, number)
+                yield replace(item, prompt=row.prompt) if isinstance(item, Request) else replace(row, error=item.error)
+
+
+class Arranged(NamedTuple):
+    """A request and the longest stem of each of its sequences."""
+
+    request: Request
+    stems: list[Stem | None]
+
+
+def arrange(requests: Sequence[Request], shares: bool) -> list[Arranged]:
+    """Return the requests in the order in which they enter, with their stems. shares: whether there may be stems."""
+    if not shares:
+        return [Arranged(request, [None] * len(request.sizes)) for request in requests]
+    # The first token whose logits a sequence needs is its own, so it is not shared.
+    prefixes = [
+        [target.context[:-1] for target in each.targets] if each.choices else [each.prompt_ids[:-1]] * each.sampling.n
+        for each in requests
+    ]
+    order = order_of([own[0] for own in prefixes])
+    stems = iter(stems_of([prefix for i in order for prefix in prefixes[i]]))
+    return [Arranged(requests[i], [next(stems) for _ in prefixes[i]]) for i in order]
+
+
+class Arrangement:
+    """The rows of a job, read from a feed one window at a time.
+
+    Attributes:
+        shares: whether sequences share common prefixes.
+        feed: requests, and rows with an error. Rows that are not read yet remain in the iterator.
+    """
+
+    def __init__(self, feed: Iterator[Request | Row], shares: bool) -> None:
+        self.feed, self.shares = feed, shares
+        self.bad: deque[Row] = deque()  # rows with an error that are read
+        self.ready: deque[Arranged] = deque()  # requests that are read, in the order in which they enter
+        self.ended = False
+
+    def read(self) -> None:
+        """Read the next window, unless requests are ready, or rows with an error wait to be reported."""
+        requests, tokens = list[Request](), 0
+        while not (self.ready or self.ended) and tokens < WINDOW_TOKENS and len(self.bad) < MAX_BAD:
+            item = next(self.feed, None)
+            if item is None:
+                self.ended = True
+            elif isinstance(item, Row):
+                self.bad.append(item)
+            else:
+                requests.append(item)
+                tokens += sum(prompt for prompt, _ in item.sizes)
+        self.ready.extend(arrange(requests, self.shares))
 
 
 class Tally:
@@ -132,17 +175,16 @@ class Tally:
 class PromptReader:
     """Converts prompts to requests for one model."""
 
-    def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
-        """Convert prompts with this tokenizer.
+    def __init__(self, tokenizer: Any, skeleton: Skeleton, shares: bool) -> None:
+        """Convert prompts for the model of `skeleton`.
 
         Args:
             tokenizer: None if the checkpoint has none.
-            context: most tokens of a sequence; None if there is no limit.
-            vocabulary: number of tokens that the model has.
+            shares: whether sequences share common prefixes.
         """
-        self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
-        self.shares = False  # whether sequences share common prefixes
-        self.unscored: str | None = None  # why this model cannot score; None if it can
+        self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
+        self.shares, self.vocabulary = shares, skeleton.head[1][0]
+        self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
@@ -157,26 +199,17 @@ class PromptReader:
     def check_chat(self, chat: bool) -> None:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
         them, as every prompt would be refused. chat: whether they are."""
-        if chat and (reason := fault(self.tokenizer)) is not None:
+        if chat and (reason := chat_fault(self.tokenizer)) is not None:
             raise InvalidInput(
                 f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or take"
                 " an instruction-tuned model"
             )
 
-    def requests(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[Request | Row]:
-        """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Requests among the
-        prompts are yielded unchanged.
-
-        Args:
-            params: sampling parameters of all prompts, or of each prompt. Those of a row replace them.
-        """
+    def requests(self, prompts: Iterable[Any], params: Params) -> Iterator[Request | Row]:
+        """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Parameters of a row
+        replace `params`."""
         for i, prompt in enumerate(prompts):
-            if isinstance(prompt, Request):
-                yield prompt
-                continue
-            row = _row(prompt, i)
+            row = row_of(prompt, i)
             defaults = params if isinstance(params, SamplingParams) else params[i]
             scored = row.is_scored and row.error is None
             if scored and self.unscored:
@@ -191,38 +224,10 @@ class PromptReader:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
-    def replayed(
-        self,
-        spool: RequestSpool,
-        prompts: Iterable[Any],
-        params: SamplingParams | Sequence[SamplingParams],
-        with_prompts: bool,
-    ) -> Iterator[Request | Row]:
-        """Yield what `requests` yields for these prompts, of which `survey` filled the spool.
-
-        Args:
-            with_prompts: whether the items have their prompts as they were given. If False, the prompts are iterated
-                only if the spool is not complete.
-        """
-        if not spool.complete:
-            yield from self.requests(prompts, params)
-        elif not with_prompts:
-            yield from spool.items()
-        else:
-            for i, (prompt, item) in enumerate(zip(prompts, spool.items(), strict=True)):
-                if isinstance(prompt, Request):
-                    yield prompt
-                    continue
-                row = _row(prompt, i)
-                if isinstance(item, Request):
-                    yield replace(item, prompt=row.prompt)
-                else:
-                    yield replace(row, error=item.error)
-
     def survey(
         self,
         prompts: Iterable[Any],
-        params: SamplingParams | Sequence[SamplingParams],
+        params: Params,
         refused: Refused | None = None,
         spool: RequestSpool | None = None,
     ) -> Workload:
@@ -256,7 +261,3 @@ class PromptReader:
                 arrangement.ready.clear()
                 arrangement.bad.clear()
         return tally.workload()
-
-
-def _row(prompt: object, index: int) -> Row:
-    return prompt if isinstance(prompt, Row) else row_of(prompt, index)

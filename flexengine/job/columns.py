@@ -4,6 +4,7 @@ docs/python.md says which columns are read and added, and on what sampling noise
 """
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +12,9 @@ import numpy as np
 
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory, json_fault
-from flexengine.job.chat import TOOLS
-from flexengine.job.prompts import OVERRIDES
-from flexengine.job.read_arrow import record_of, records_of
-from flexengine.job.reading import whole_number
+from flexengine.job.read_tables import record_of, records_of, whole_number
 from flexengine.job.results import finite
-from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.rows import OVERRIDES, PROMPT_KINDS, TOOLS, Row
 
 INDEX = "index"
 READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, INDEX)
@@ -73,15 +71,14 @@ def rows_of(batch: Any) -> list[Row]:
 def results_of(rows: list[Row], generate: Generate) -> list[Result]:
     """Return the results, in the order of rows. Rows that share an index are generated in different rounds, as results
     are matched to rows by index."""
-    rounds: list[dict[int, int]] = []  # row index -> position in the batch
+    rounds = defaultdict[int, dict[int, int]](dict)  # by number of the round: row index -> position in the batch
+    seen = Counter[int]()
     for position, row in enumerate(rows):
-        free = next((taken for taken in rounds if row.index not in taken), None)
-        if free is None:
-            rounds.append(free := {})
-        free[row.index] = position
+        rounds[seen[row.index]][row.index] = position
+        seen[row.index] += 1
     results = {
         positions[result.index]: result
-        for positions in rounds
+        for positions in rounds.values()
         for result in generated([rows[position] for position in positions.values()], generate)
     }
     return [results[position] for position in range(len(rows))]
@@ -109,10 +106,7 @@ def result_columns(results: list[Result], as_json: list[str]) -> dict[str, Any]:
     """Return pyarrow arrays by name, with one entry per result.
 
     generated_text, finish_reason and error are strings; token_ids is list<int64>, empty for an error; prompt_tokens and
-    completion_tokens are int64; the columns of `as_json` are strings of JSON, or null.
-
-    Args:
-        as_json: the names that `json_columns` returns.
+    completion_tokens are int64; the columns of `as_json`, from `json_columns`, are strings of JSON, or null.
     """
     pa = _arrow()
     text, number = pa.string(), pa.int64()

@@ -1,25 +1,25 @@
 """The rows of an input file. A bad row becomes a row with an error; only an unusable file raises."""
 
 import hashlib
+import io
 import os
+import re
 import sys
 from array import array
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from shlex import quote
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from flexengine.activity import advance
-from flexengine.errors import InvalidInput
-from flexengine.job.reading import OpenReader, ReadOptions
+from flexengine.errors import InvalidInput, meant
+from flexengine.job.files import STDIN, descriptor, file_state, full_disk, is_stream
 from flexengine.job.rows import Row
-from flexengine.job.source import FORMATS, InputFile
-from flexengine.job.streams import STDIN
-
-_BLOCK_BYTES = 2**20
 
 
 class InputScan(NamedTuple):
@@ -32,7 +32,7 @@ class InputScan(NamedTuple):
 
 class InputRows(AbstractContextManager["InputRows"]):
     """The rows of an input file. Every `iter()` reads the file again from its beginning. Memory does not grow with the
-    file. Use as a context manager, or call `close`.
+    file. Use as a context manager.
 
     Iterating raises InvalidInput if the file has changed since it was opened, if compressed data, a Parquet or an Arrow
     file is damaged, or if an array in JSON is invalid from some line on.
@@ -53,17 +53,13 @@ class InputRows(AbstractContextManager["InputRows"]):
         """Open an input file.
 
         Args:
-            path: a file, or a stream (a pipe, a device, /dev/fd/3), which is copied to a temporary file as it can be
-                read only once. "-" is standard input from its present position.
+            path: a file, or a stream (a pipe, a device, /dev/fd/3). "-" is standard input from its present position.
             prompt_column: field or column that holds the prompt; other prompt fields are then data. A column named
                 messages or prompt_token_ids is read as such. None reads any of PROMPT_KINDS, or `prompt` in CSV and
                 TSV files.
             limit: most rows to read; None reads all.
-            form: one of `source.FORMATS`; None takes the format of the file's suffix, jsonl for a stream without one.
-                A jsonl line may be an OpenAI batch line, see `read_json.is_batch_line`.
-            chat: run each prompt that is text as a user's message, through the model's chat template. Rows with
-                messages or token ids, and OpenAI batch lines, are run as they are.
-            score: score rows without a prompt; see `Row.scored`.
+            form: as for `InputFile`. A jsonl line may be an OpenAI batch line, see `read_json.is_batch_line`.
+            chat, score: see `Row`. OpenAI batch lines are run as they are.
 
         Raises:
             InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
@@ -74,31 +70,26 @@ class InputRows(AbstractContextManager["InputRows"]):
         self._scan: InputScan | None = None
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._source = InputFile(self.path, form)
-        self.form = self._source.form  # its format, one of `source.FORMATS`
+        self.form = self._source.form  # its format, one of FORMATS
         try:
             self._state = self._source.state
-            module, _, name = FORMATS[self.form].reader.partition(":")
-            open_reader: OpenReader = getattr(import_module(module), name)
-            self._read = open_reader(ReadOptions(self._source, prompt_column, score))
+            open_reader: OpenReader = resolve_name(FORMATS[self.form].reader)
+            self._read = open_reader(self._source, prompt_column, score)
         except BaseException:
-            self.close()
+            self._source.close()
             raise
 
     def __iter__(self) -> Iterator[Row]:
         return self.hashed(None)
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the temporary copy, if there is one. Without this call it is removed with the object."""
         self._source.close()
 
     @property
     def size(self) -> int:
         """Bytes of the input, before decompression; 0 if it is gone."""
         state = self._source.state
-        return state[2] if state else 0
+        return state[0] if state else 0
 
     @property
     def changed(self) -> bool:
@@ -117,7 +108,7 @@ class InputRows(AbstractContextManager["InputRows"]):
             for row in islice(self._read(file), self._limit):
                 marked = (self.chat or self.score) and not row.is_batch
                 yield replace(row, chat=self.chat, scored=self.score) if marked else row
-            while digest is not None and file.read(_BLOCK_BYTES):
+            while digest is not None and file.read(_STEP):
                 pass
 
     def scan(self) -> InputScan:
@@ -147,3 +138,254 @@ class InputRows(AbstractContextManager["InputRows"]):
                 )
         self._scan = InputScan(total, digest.hexdigest(), only_texts)
         return self._scan
+
+
+class Format(NamedTuple):
+    """A file format of input rows."""
+
+    reader: str  # OpenReader of this format, as "module:name", which is imported when a file of this format is opened
+    suffixes: tuple[str, ...]
+    seeks: bool = False  # whether it is read at any position, so that it cannot be decompressed while it is read
+
+
+FORMATS = {
+    "jsonl": Format("flexengine.job.read_json:open_json", (".jsonl", ".ndjson", ".json")),
+    "txt": Format("flexengine.job.read_json:open_text", (".txt",)),
+    "csv": Format("flexengine.job.read_tables:open_table", (".csv",)),
+    "tsv": Format("flexengine.job.read_tables:open_table", (".tsv",)),
+    "parquet": Format("flexengine.job.read_tables:open_table", (".parquet",), seeks=True),
+    "arrow": Format("flexengine.job.read_tables:open_table", (".arrow", ".feather"), seeks=True),
+}
+ACCEPTED = (
+    ".jsonl, .ndjson and .json (one JSON object per line, or an array of objects), .txt (one prompt per line), .csv and"
+    " .tsv (with a header), each also with .gz or .zst behind it, .parquet, .arrow and .feather"
+)
+_PACKED = {".gz": "gzip", ".zst": "zstd"}
+# Patterns of the first bytes. A zstd file may begin with a skippable frame.
+_FIRST_BYTES = {"gzip": rb"\x1f\x8b", "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
+_UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
+_SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
+# Files that begin like this hold no text.
+_FOREIGN = (
+    (rb"PK\x03\x04", "a spreadsheet or a ZIP archive; save the sheet as CSV (UTF-8), or unpack the archive"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file; give --input-format parquet (input_format='parquet' in Python)"),
+    (rb"ARROW1\x00\x00", "an Arrow file; give --input-format arrow (input_format='arrow' in Python)"),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
+    (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
+)
+_UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_STEP = 2**20  # bytes read at a time
+_SEEN = 32  # bytes of the beginning that are looked at
+
+
+class InputFile:
+    """An input that is open until `close` is called.
+
+    Attributes:
+        file: regular file that holds its bytes: the input, or a temporary copy of a stream.
+        form: one of FORMATS.
+        packing: how it is compressed: gzip, zstd or "".
+    """
+
+    def __init__(self, name: Path, form: str | None = None) -> None:
+        """Open an input.
+
+        Args:
+            name: a file, or a stream, which is copied to a temporary file as it can be read only once.
+            form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
+
+        Raises:
+            InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
+                unknown, or it is compressed in a way that is not read.
+        """
+        self.name = name
+        self._copy: Any = None
+        if name.is_dir():
+            raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
+        self.form, packed = _form_of(name, form)
+        try:
+            self.file = self._regular()
+            self.packing = self._packing_of(packed)
+            if not FORMATS[self.form].seeks:
+                self._check_text()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove the temporary copy, if there is one."""
+        if self._copy is not None:
+            self._copy.close()
+
+    @contextmanager
+    def open(self, digest: Any = None) -> Iterator[BinaryIO]:
+        """Open the file for reading from its beginning. Compressed data is decompressed while it is read.
+
+        Reading raises InvalidInput if compressed data is damaged or cut short.
+
+        Args:
+            digest: object of hashlib that gets all bytes that are read; None for no digest.
+        """
+        with self.file.open("rb") as file:
+            if not self.packing and digest is None:
+                yield file
+                return
+            with self._unpacked(file) if self.packing else nullcontext(file) as content:
+                yield cast(BinaryIO, io.BufferedReader(_Bytes(content, self, digest), _STEP))
+
+    @property
+    def state(self) -> tuple[int, ...] | None:
+        """Size, time, device and inode of the file, by which a change is noticed; None if the file is gone."""
+        gone = self._copy is not None and self._copy.closed  # another file may have its number now
+        return None if gone else file_state(self.file)
+
+    def _regular(self) -> Path:
+        """Return a regular file that holds the input's bytes."""
+        stream = is_stream(self.name)
+        number = descriptor(self.name)
+        try:
+            with open(self.name if number is None else number, "rb", closefd=number is None) as file:
+                return self._copied(file) if stream else self.name
+        except OSError as error:
+            remedy, known = f"give a file: {ACCEPTED}", None
+            if not stream:
+                with suppress(OSError):
+                    known = meant(self.name.name, os.listdir(self.name.parent))
+            if known:
+                remedy = f"did you mean {self.name.with_name(known)}?"
+            raise InvalidInput(f"input {self.name} cannot be read ({error.strerror}); {remedy}") from error
+
+    def _copied(self, stream: BinaryIO) -> Path:
+        """Return a temporary copy of the rest of a stream. Raise OSError if the stream cannot be read.
+
+        The copy has no name in its directory, so nothing of it is left when the process is killed.
+        """
+        import tempfile
+
+        block = stream.read(_STEP)
+        try:
+            self._copy = copy = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
+            while block:
+                copy.write(block)
+                block = stream.read(_STEP)
+            copy.flush()
+        except OSError as error:
+            reason = full_disk(error, tempfile.gettempdir()) if self._copy else ""
+            raise InvalidInput(
+                f"input {self.name} cannot be copied to a temporary file: {reason or error.strerror};"
+                " or set TMPDIR to another directory"
+            ) from error
+        return Path(f"/proc/self/fd/{copy.fileno()}")
+
+    def _packing_of(self, wanted: str) -> str:
+        """Return how the file is compressed. Its first bytes decide, so a stream needs no suffix."""
+        with self.file.open("rb") as file:
+            head = file.read(_SEEN)
+        packing = next((name for name, first in _FIRST_BYTES.items() if re.match(first, head)), "")
+        if wanted and packing != wanted:
+            begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"
+            raise InvalidInput(f"input {self.name} is no {wanted} file: {begins}; give it the name of what it is")
+        if packing and FORMATS[self.form].seeks:
+            raise InvalidInput(
+                f"input {self.name} is a compressed .{self.form} file, which must be read at any position; decompress"
+                f" it first ({'gunzip' if packing == 'gzip' else 'unzstd'} -k {quote(str(self.name))})"
+            )
+        return packing
+
+    def _unpacked(self, file: BinaryIO) -> Any:
+        if self.packing == "gzip":
+            import gzip
+
+            return gzip.GzipFile(fileobj=file)
+        for module in ("compression.zstd", "backports.zstd"):
+            try:
+                return import_module(module).ZstdFile(file)
+            except ImportError:
+                continue
+        raise InvalidInput(f'input {self.name}: reading zstd needs backports.zstd; pip install "flexengine[zst]"')
+
+    def _check_text(self) -> None:
+        """Raise InvalidInput if the file begins like a file of another kind, or is not encoded as UTF-8."""
+        with self.open() as file:
+            head = file.read(_SEEN)
+        if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
+            raise InvalidInput(f"input {self.name} is {what}")
+        wide = head.startswith(_UTF32_BOMS)
+        even, odd = head[0::2], head[1::2]  # every second byte of Latin letters in UTF-16 is 0
+        zeros = len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))
+        if wide or head.startswith(_UTF16_BOMS) or zeros:
+            encoding = "UTF-32" if wide else "UTF-16"
+            command = f"iconv -f {encoding} -t UTF-8"
+            if self._copy is None and not self.packing:
+                made = self.name.with_name(f"utf8-{self.name.name}")
+                command += f" {quote(str(self.name))} > {quote(str(made))}"
+            first = "decompress it, and " if self.packing else ""
+            raise InvalidInput(
+                f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
+                f" must be UTF-8: {first}convert it with {command}"
+            )
+
+
+class _Bytes(io.RawIOBase):
+    """Bytes of a file, which are added to a digest while they are read. Reading damaged compressed data raises
+    InvalidInput, which names the last whole line.
+
+    Args:
+        file: the file, or an object that decompresses it.
+        digest: None for no digest.
+    """
+
+    def __init__(self, file: Any, source: InputFile, digest: Any) -> None:
+        self._file, self._source, self._digest, self._lines = file, source, digest, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        name, packing = self._source.name, self._source.packing
+        try:
+            data = self._file.read1(len(buffer))
+        except Exception as error:  # each decompressor raises errors of its own
+            if not packing or (isinstance(error, OSError) and error.errno is not None):
+                raise  # the file itself cannot be read
+            reason = "it is cut short" if isinstance(error, EOFError) else str(error) or type(error).__name__
+            raise InvalidInput(
+                f"input {name} is damaged after line {self._lines}: {reason} ({packing}); make it again"
+            ) from error
+        if packing:
+            self._lines += data.count(b"\n")
+        if self._digest is not None:
+            self._digest.update(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _form_of(name: Path, form: str | None) -> tuple[str, str]:
+    """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none)."""
+    suffix = name.suffix.lower()
+    packed = _PACKED.get(suffix, "")
+    if form is not None:
+        if form not in FORMATS:
+            raise InvalidInput(f"input format is {form!r}; it must be one of {', '.join(FORMATS)}")
+        return form, packed
+    inner = Path(name.stem).suffix.lower() if packed else suffix
+    if not inner and is_stream(name):
+        return "jsonl", packed
+    named = next((name for name, kind in FORMATS.items() if inner in kind.suffixes), None)
+    if named is not None:
+        return named, packed
+    where = f"no suffix before {name.suffix}" if packed and not inner else f"suffix {inner!r}"
+    fault = f"has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
+    if inner in _SPREADSHEETS:
+        fault = "is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"
+    elif inner in _UNPACK:
+        unpack = f"{_UNPACK[inner]} {quote(str(name))}"
+        fault = f"is compressed in a way that is not read; decompress it first ({unpack})"
+    raise InvalidInput(f"input {name} {fault}")
+
+
+ReadRows = Callable[[BinaryIO], Iterator[Row]]  # yields the rows of the file, which is at its beginning
+# Takes an input, the prompt column, and whether rows without a prompt are scored. Raises InvalidInput if no row of the
+# file can be read.
+OpenReader = Callable[[InputFile, str | None, bool], ReadRows]

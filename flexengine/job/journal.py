@@ -20,24 +20,17 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flexengine.config import Completion, Result, Score
 from flexengine.errors import InvalidInput
-from flexengine.job.whole_file import sync_directory
+from flexengine.job.files import sync_directory
 
 TODO, DONE, FAILED = 0, 1, 2
 SYNC_SECONDS = 1.0
 # Translation tables from a row's state to 1 if the row is finished, else 0; _RETRIED runs failed rows again.
 _FINISHED, _RETRIED = (bytes(states) + bytes(253) for states in ((0, 1, 1), (0, 1, 0)))
 _MANIFEST = b'{"manifest":'
-
-
-class Dropped(NamedTuple):
-    """The end of a journal that recovery dropped."""
-
-    bytes: int = 0
-    damaged: bool = False  # whether a whole record was dropped, not only one that was cut short by a kill
 
 
 def encode_record(value: dict[str, Any]) -> bytes:
@@ -85,6 +78,8 @@ class Journal(AbstractContextManager["Journal"]):
         output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
             replaced.
         outdated: whether rows have got results since the output file was written.
+        dropped_bytes: bytes at the end of the file that recovery dropped.
+        damaged: whether a whole record was dropped, not only one that was cut short by a kill.
         wrote: whether an output file was written or was about to be, or the job replaces one of another job.
     """
 
@@ -94,7 +89,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._file = _open_locked(path)
         try:
             self._forget()
-            self.dropped = self._recover()
+            self.dropped_bytes, self.damaged = self._recover()
         except BaseException:
             os.close(self._file)
             raise
@@ -112,7 +107,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._end = 0
         self._synced = (0, 0.0)  # end of the bytes that this process has synced, and time.monotonic() of the last sync
 
-    def _recover(self) -> Dropped:
+    def _recover(self) -> tuple[int, bool]:
         size = os.fstat(self._file).st_size
         with open(self._file, "rb", closefd=False) as file:
             head = file.read(9 + len(_MANIFEST))
@@ -129,7 +124,7 @@ class Journal(AbstractContextManager["Journal"]):
             damaged = file.readline().endswith(b"\n")  # a record that a kill cut short has no newline
         self._truncate()
         self._synced = (self._end, 0.0)
-        return Dropped(size - self._end, damaged)
+        return size - self._end, damaged
 
     def _note(self, value: dict[str, Any]) -> bool:
         """Take in the record at `_end`, read or just written. Return False if the first record is no manifest."""
@@ -221,18 +216,13 @@ class Journal(AbstractContextManager["Journal"]):
                     raise OSError(errno.EIO, f"the record of row {index} has changed since it was written")
                 yield result_of(value)
 
-    def sync(self) -> None:
-        """Sync all records to the disk."""
-        if self._end > self._synced[0]:
+    def sync(self, at_once: bool = True) -> None:
+        """Sync all records to the disk. at_once: False syncs only if the last sync was SYNC_SECONDS ago: a sync
+        takes longer than a sweep of a small model, and only a crash of the machine can lose unsynced records."""
+        if self._end > self._synced[0] and (at_once or time.monotonic() - self._synced[1] >= SYNC_SECONDS):
             end = self._end
             os.fsync(self._file)
             self._synced = (end, time.monotonic())
-
-    def sync_if_due(self) -> None:
-        """Call `sync` unless it was called in the last SYNC_SECONDS. A sync takes longer than a sweep of a small model,
-        and only a crash of the machine, not of this process, can lose unsynced records."""
-        if time.monotonic() - self._synced[1] >= SYNC_SECONDS:
-            self.sync()
 
     def close(self) -> None:
         """Sync and unlock the journal. Delete the file if it has no manifest."""

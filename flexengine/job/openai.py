@@ -9,14 +9,13 @@ input line and its result, so that a resumed job writes the same bytes.
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput, json_kind, shown
-from flexengine.job import chat
-from flexengine.job.rows import Row
+from flexengine.job.rows import TOOLS, Row, check_format, messages_of, tools_of, with_parsed_arguments
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
 MAX_ID_CHARACTERS = 512
@@ -66,7 +65,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     request |= {name: remaining.pop(name) for name in _SAME if name in remaining}
     if request.get("top_k") == -1:  # in vLLM -1 is all tokens
         request["top_k"] = 0
-    chat.check_format(remaining)
+    check_format(remaining)
     for name, only in (*_ONLY, ("best_of", request.get("n", 1))):
         if name in remaining and type(remaining[name]) is type(only) and remaining[name] == only:
             del remaining[name]
@@ -105,17 +104,17 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
             if unknown := sorted(set(message) - _MESSAGE):
                 known = ", ".join(sorted(_MESSAGE))
                 raise InvalidInput(f"messages[{number}] has {unknown}; a message may have {known}")
-        own.append(chat.with_parsed_arguments(message))
-    tools = chat.tools_of(body)
-    for name in (chat.TOOLS, "tool_choice", "parallel_tool_calls"):
+        own.append(with_parsed_arguments(message))
+    tools = tools_of(body)
+    for name in (TOOLS, "tool_choice", "parallel_tool_calls"):
         body.pop(name, None)
     logprobs, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if not isinstance(logprobs, bool):
         raise InvalidInput(f"logprobs is {shown(logprobs)}; it must be true or false")
     if top is not None and not logprobs:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
-    chosen = ({"logprobs": top or 0} if logprobs else {}) | ({chat.TOOLS: tools} if tools else {})
-    return {"messages": chat.messages_of(own or messages), **chosen}
+    chosen = ({"logprobs": top or 0} if logprobs else {}) | ({TOOLS: tools} if tools else {})
+    return {"messages": messages_of(own or messages), **chosen}
 
 
 def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
@@ -132,20 +131,20 @@ def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> 
     ordered = np.frombuffer(hashes, dtype=np.int64) if hashes else np.empty(0, np.int64)
     ordered.sort()
     suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    repeated: list[tuple[str, int, int]] = []
-    for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
-        chosen, first = set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), dict[str, int]()
+
+    def repeats(chosen: set[int]) -> Iterator[tuple[str, int, int]]:
+        first = dict[str, int]()
         for row in rows:
-            if not row.custom_id or hash(row.custom_id) not in chosen:
-                continue
-            if row.custom_id in first:
-                repeated.append((row.custom_id, first[row.custom_id], row.line))
-            first.setdefault(row.custom_id, row.line)
-            if len(repeated) == most:
-                break
-        if repeated:
-            break
-    return repeated
+            if row.custom_id and hash(row.custom_id) in chosen:
+                if row.custom_id in first:
+                    yield row.custom_id, first[row.custom_id], row.line
+                first.setdefault(row.custom_id, row.line)
+
+    for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
+        chosen = set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist())
+        if repeated := list(islice(repeats(chosen), most)):
+            return repeated
+    return []
 
 
 def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[str, Any]:
@@ -153,10 +152,7 @@ def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[
 
     A refused line, whose error begins with its place in the file, gets the response that OpenAI gives to a bad request:
     status_code 400, with the reason in the body. A row that failed later has an error and no response. A custom_id that
-    is not allowed is returned unchanged.
-
-    Args:
-        created: Unix time of the job's start.
+    is not allowed is returned unchanged. created: Unix time of the job's start.
     """
     name = f"{row.index} {row.custom_id}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(name, digest_size=16).hexdigest()

@@ -1,33 +1,26 @@
 """Readers of JSON lines, of JSON over several lines, and of text with a prompt on each line.
 
-JSON over several lines are the elements of one array, or documents one after the other. Memory holds one element and a
-part of the file. Elements are found by decoding them, as only that finds their end.
+Lines are read as bytes, so that a bad line affects no other line. JSON over several lines are the elements of one
+array, or documents one after the other. Memory holds one element and a part of the file. Elements are found by decoding
+them, as only that finds their end. A bad row becomes a row with an error; only an unusable file raises.
 """
 
 import codecs
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flexengine.errors import InvalidInput
-from flexengine.job import reading
-from flexengine.job.reading import (
-    BOM,
-    ReadOptions,
-    ReadRows,
-    json_object,
-    json_reason,
-    plain_request,
-    read_lines,
-    too_long,
-    utf8_fault,
-)
+from flexengine.errors import InvalidInput, json_fault, json_kind
+from flexengine.job.inputs import InputFile, ReadRows
 from flexengine.job.rows import PROMPT_KINDS, Row
 
+MAX_LINE_BYTES = 64 * 2**20
+BOM = b"\xef\xbb\xbf"
 _STEP = 2**20  # bytes read at a time
 _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
@@ -40,19 +33,18 @@ _END = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, stri
 _BATCH_KEYS = ("custom_id", "method", "url", "body")
 
 
-def open_text(options: ReadOptions) -> ReadRows:
+def open_text(source: InputFile, column: str | None, score: bool) -> ReadRows:
     """Return the reader of a file with a prompt on each line."""
-    name = options.source.name
-    if options.column is not None:
-        raise InvalidInput(f"input {name} has one prompt per line and no columns; leave the prompt column out")
-    if options.score:
+    if column is not None:
+        raise InvalidInput(f"input {source.name} has one prompt per line and no columns; leave the prompt column out")
+    if score:
         raise InvalidInput(
-            f"input {name} has one prompt per line, and --score (score=True in Python) scores no prompts; give"
+            f"input {source.name} has one prompt per line, and --score (score=True in Python) scores no prompts; give"
             " texts as .jsonl or .csv with the field text"
         )
 
     def rows(file: BinaryIO) -> Iterator[Row]:
-        for row, raw in _lines(options, file):
+        for row, raw in _lines(file):
             fault = utf8_fault(raw)
             if row.error is None:
                 row = row.refused(fault) if fault else Row(row.index, row.line, {"prompt": raw.decode("utf-8")})
@@ -61,48 +53,41 @@ def open_text(options: ReadOptions) -> ReadRows:
     return rows
 
 
-def open_json(options: ReadOptions) -> ReadRows:
+def open_json(source: InputFile, column: str | None, score: bool) -> ReadRows:
     """Return the reader of JSON lines, or of JSON over several lines. A line may be an OpenAI batch line."""
-    with options.source.open() as file:
-        numbered = _elements if is_document(file) else _lines
+    with source.open() as file:
+        document = is_document(file)
+
+    def rows(unreadable: str | None, file: BinaryIO) -> Iterator[Row]:
+        found = elements(file, MAX_LINE_BYTES, source.name)
+        whole = ((Row(index, line), raw) for index, (line, raw) in enumerate(found))
+        for blank, raw in whole if document else _lines(file):
+            row = _json_row(blank, raw, column, score) if blank.error is None else blank
+            yield row if row.fields else replace(row, custom_id=unreadable)
+
     # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
-    with options.source.open() as file:
-        first = next((row for row in _json_rows(options, numbered, None, file) if row.fields), None)
-    return partial(_json_rows, options, numbered, "" if first is not None and first.is_batch else None)
+    with source.open() as file:
+        first = next((row for row in rows(None, file) if row.fields), None)
+    return partial(rows, "" if first is not None and first.is_batch else None)
 
 
-_Numbered = Callable[[ReadOptions, BinaryIO], Iterator[tuple[Row, bytes]]]
-
-
-def _json_rows(options: ReadOptions, numbered: _Numbered, unreadable: str | None, file: BinaryIO) -> Iterator[Row]:
-    for blank, raw in numbered(options, file):
-        row = _json_row(blank, raw, options) if blank.error is None else blank
-        yield row if row.fields else replace(row, custom_id=unreadable)
-
-
-def _lines(options: ReadOptions, file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
+def _lines(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
     """Yield each line that is not blank, without its line end, with an empty row, or a row with an error."""
     index = 0
-    for line, raw in enumerate(read_lines(file, reading.MAX_LINE_BYTES), start=1):
+    for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
         if raw is not None and not raw.strip():
             continue
         row = Row(index, line)
-        yield (row.refused(too_long(reading.MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
+        yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
         index += 1
 
 
-def _elements(options: ReadOptions, file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
-    """Yield each element of an array, or each of several documents, with an empty row."""
-    found = elements(file, reading.MAX_LINE_BYTES, options.source.name)
-    return ((Row(index, line), raw) for index, (line, raw) in enumerate(found))
-
-
-def _json_row(row: Row, raw: bytes, options: ReadOptions) -> Row:
+def _json_row(row: Row, raw: bytes, column: str | None, score: bool) -> Row:
     try:
         fields = json_object(raw)
         row = Row(row.index, row.line, fields)
-        if not is_batch_line(fields, (*PROMPT_KINDS, options.column)):
-            return replace(row, request=plain_request(fields, options.column, options.score))
+        if not is_batch_line(fields, (*PROMPT_KINDS, column)):
+            return replace(row, request=plain_request(fields, column, score))
         from flexengine.job import openai  # most files have no such line
 
         row = replace(row, custom_id=openai.custom_id_of(fields))
@@ -224,3 +209,80 @@ class _Text:
     def _advance(self, end: int) -> None:
         self._line += self._text.count("\n", self._at, end)
         self._at = end
+
+
+def plain_request(fields: dict[str, Any], column: str | None, score: bool) -> dict[str, Any]:
+    """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
+
+    Args:
+        column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
+            fields.
+        score: a row without this field is scored.
+
+    Raises:
+        InvalidInput: the row has no such field, and is not scored.
+    """
+    if column is None:
+        return fields
+    others = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
+    if fields.get(column) is None:
+        if score:
+            return others
+        raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
+    return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}
+
+
+def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
+    """Yield lines with their line ends, without a leading BOM. A line over `most` bytes is skipped in pieces, and None
+    is yielded for it."""
+    first = True
+    while raw := file.readline(most + 1):
+        if over := len(raw) > most and not raw.endswith(b"\n"):
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(2**20)
+        yield None if over else raw.removeprefix(BOM) if first else raw
+        first = False
+
+
+def too_long(most: int) -> str:
+    """Return the fault of a line or record of over `most` bytes."""
+    return f"is longer than {most:,} bytes"
+
+
+def utf8_fault(raw: bytes) -> str | None:
+    """Return why the bytes are not UTF-8 text, or None if they are."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"invalid UTF-8 at byte {error.start}; save the file as UTF-8"
+    return None
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line. Raise InvalidInput if the line holds none, or holds NaN or numbers beyond a
+    float's range."""
+    if fault := utf8_fault(raw):
+        raise InvalidInput(fault)
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
+    except json.JSONDecodeError as error:  # its own text counts lines within this line
+        raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
+    if not isinstance(value, dict):
+        raise InvalidInput(f'holds {json_kind(value)}; a row must be an object such as {{"prompt": ...}}')
+    return value
+
+
+def json_reason(error: json.JSONDecodeError) -> str:
+    """Return why a text is no JSON. Python's own advice on a byte order mark is for programmers."""
+    return "a byte order mark (BOM)" if "BOM" in error.msg else error.msg.removesuffix(" at")
+
+
+def _finite(text: str) -> float:
+    if text in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"{text} is not a JSON number")
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is beyond the range of a float")
+    return value

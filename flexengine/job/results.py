@@ -1,19 +1,16 @@
-"""Writing of results to output files: JSON lines in input order, in whatever order the rows finish."""
+"""Results as lines of an output: where they may be written, and their JSON."""
 
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from flexengine.activity import advance
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
+from flexengine.job.files import is_stream, part_path, stdout_is_open
 from flexengine.job.rows import Row
-from flexengine.job.streams import descriptor, is_stream, stdout_is_open
-from flexengine.job.whole_file import part_path, whole_file
 
 Encode = Callable[[Row, Result], bytes]
 _OPTIONAL = ("logprobs", "samples", "scores")  # fields that are left out if they are None
@@ -138,87 +135,3 @@ def line_encoder(model: str, created: int) -> Encode:
 def finite(value: Any) -> Any:
     """Return the value as JSON has it, with None for infinity (the logarithm of 0) and NaN."""
     return json.loads(json.dumps(value, default=present_fields), parse_constant=lambda _: None)
-
-
-class ResultWriter:
-    """Writes results, which come in any order, as lines in the order of the rows to a device, a pipe or a stream. A
-    line is written as soon as all earlier rows are written.
-
-    Attributes:
-        done: results so far without an error.
-        failed: results so far with an error.
-
-    Args:
-        rows: the input rows, with indices 0, 1, 2, ... They are iterated while lines are written, so that memory holds
-            only results that wait for an earlier row.
-        output: a stream such as /dev/null or /dev/fd/3; None writes to `stream`.
-        stream: None is standard output.
-    """
-
-    def __init__(
-        self,
-        rows: Iterable[Row],
-        output: str | os.PathLike[str] | None = None,
-        stream: BinaryIO | None = None,
-        encode: Encode = encode_row,
-    ) -> None:
-        self.done = self.failed = 0
-        self._rows = iter(rows)
-        self._output, self._stream, self.encode = output, stream, encode
-        self._waiting: dict[int, Result] = {}
-        self._next = 0
-
-    def __enter__(self) -> "ResultWriter":
-        if self._output is None:
-            self._file = self._stream or sys.stdout.buffer
-            return self
-        try:
-            number = descriptor(self._output)  # opening an open file by name would begin it anew, and empty it
-            self._file = open(self._output if number is None else os.dup(number), "wb")
-        except OSError as error:
-            raise InvalidInput(f"output {self._output} cannot be written: {error.strerror}") from error
-        return self
-
-    def write(self, result: Result) -> None:
-        """Take the result of a row. Write it, and the results that waited for it, if all earlier rows are written."""
-        if result.index < self._next or result.index in self._waiting:
-            raise RuntimeError(f"row {result.index} was finished twice")
-        self._waiting[result.index] = result
-        if result.error is None:
-            self.done += 1
-        else:
-            self.failed += 1
-        while (ready := self._waiting.pop(self._next, None)) is not None:
-            self._file.write(self.encode(next(self._rows), ready))
-            self._next += 1
-        self._file.flush()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._output is None:
-            self._file.flush()
-        else:
-            self._file.close()
-        if kind is None and self._waiting:
-            raise RuntimeError(f"row {self._next} was never finished; {len(self._waiting)} later rows were")
-
-
-def write_output(
-    output: str | os.PathLike[str],
-    rows: Iterable[Row],
-    results: Iterator[Result],
-    encode: Encode = encode_row,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Write the output file: a line per row, in order.
-
-    The file appears complete or not at all.
-
-    Args:
-        results: the results, in the order of `rows`.
-        ready: called when all lines are written, before they appear under the name `output`.
-    """
-    with whole_file(output) as file:
-        for row, result in zip(rows, results, strict=True):
-            file.write(encode(row, result))
-            advance()
-        ready()

@@ -3,23 +3,24 @@
 import errno
 import hashlib
 import os
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from flexengine.activity import activity
+from flexengine.activity import activity, advance, message
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
+from flexengine.job.files import descriptor, file_state, full_disk, size_of, whole_file
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
-from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
+from flexengine.job.results import Encode, journal_path, line_encoder
 from flexengine.job.rows import Row
 from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
-from flexengine.job.whole_file import full_disk, size_of
 
 Describe = Callable[[Manifest], Manifest]
 _STEP = 2**20
@@ -45,12 +46,11 @@ class JobStore(AbstractContextManager["JobStore"]):
         total: number of rows; if the rows have not been scanned, the constructor reads the input once.
         resumed: rows that had a result when the job was resumed; set by `begin`.
         finished: whether all rows have a result and the output file is written; set by `begin`.
-        note: message for the user after the job is opened and after `begin`; "" if there is none. See `take_note`.
     """
 
     def __init__(self, rows: InputRows) -> None:
         self.rows, self.total = rows, rows.scan().total
-        self.resumed, self.finished, self.note = 0, False, ""
+        self.resumed, self.finished = 0, False
 
     @property
     @abstractmethod
@@ -79,11 +79,6 @@ class JobStore(AbstractContextManager["JobStore"]):
     def standing(self) -> str:
         """Return the message for an interrupted job."""
 
-    def take_note(self) -> str:
-        """Return `note`, and make it empty."""
-        note, self.note = self.note, ""
-        return note
-
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
@@ -102,47 +97,69 @@ class JobStore(AbstractContextManager["JobStore"]):
 
 
 class PrintedJob(JobStore):
-    """A job whose results go to stdout, a device or a pipe, in input order. It has no journal and cannot be resumed.
-    output: a device or pipe; None is stdout."""
+    """A job whose results go to stdout, a device or a pipe. It has no journal and cannot be resumed.
+
+    Results come in any order. Each is written as soon as all earlier rows are written. The rows are iterated meanwhile,
+    so that memory holds only results that wait for an earlier row. output: a device or pipe; None is stdout.
+    """
 
     def __init__(self, rows: InputRows, output: str | os.PathLike[str] | None = None) -> None:
         super().__init__(rows)
-        self._writer = ResultWriter(rows, output)
-        self._name = output or "stdout"
+        self._output, self._in_order = output, iter(rows)
+        self._waiting: dict[int, Result] = {}
+        self._next = self._failed = 0
 
     @property
     def done(self) -> int:
-        return self._writer.done
+        return self._next + len(self._waiting) - self._failed
 
     @property
     def failed(self) -> int:
-        return self._writer.failed
+        return self._failed
 
     def __enter__(self) -> "PrintedJob":
-        self._writer.__enter__()
+        if self._output is None:
+            self._file: BinaryIO = sys.stdout.buffer
+            return self
+        try:
+            number = descriptor(self._output)  # opening an open file by name would begin it anew, and empty it
+            self._file = open(self._output if number is None else os.dup(number), "wb")
+        except OSError as error:
+            raise InvalidInput(f"output {self._output} cannot be written: {error.strerror}") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._writer.__exit__(kind)
+            if self._output is None:
+                self._file.flush()
+            else:
+                self._file.close()
         except OSError:
             if kind is None:
                 raise  # else the first error is the one to report
-        if kind is None and self.done + self.failed != self.total:
-            raise RuntimeError(f"{self.total} rows were read, but {self.done + self.failed} have a result")
+        if kind is None and self._next != self.total:
+            raise RuntimeError(f"row {self._next} of {self.total} was never finished")
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
-        self._writer.encode = line_encoder(model, int(time.time()))
+        self._encode = line_encoder(model, int(time.time()))
         return self.rows
 
     def take(self, result: Result) -> None:
+        if result.index < self._next or result.index in self._waiting:
+            raise RuntimeError(f"row {result.index} was finished twice")
+        self._waiting[result.index] = result
+        self._failed += result.error is not None
         try:
-            self._writer.write(result)
+            while (ready := self._waiting.pop(self._next, None)) is not None:
+                self._file.write(self._encode(next(self._in_order), ready))
+                self._next += 1
+            self._file.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
             remedy = "free space there, or name a plain file as output, whose job can be continued"
-            raise OSError(error.errno, f"results cannot be written ({error.strerror}); {remedy}", self._name) from error
+            reason = f"results cannot be written ({error.strerror}); {remedy}"
+            raise OSError(error.errno, reason, self._output or "stdout") from error
 
     def standing(self) -> str:
         ended = self.done + self.failed
@@ -153,10 +170,7 @@ class JournalJob(JobStore):
     """A job whose results go to a journal beside the output file. The output file is written at the end.
 
     The journal stays. If the same command is run again, it does nothing if the job is finished, writes a lost output
-    file again without computing, and runs further rows if the limit is larger.
-
-    Args:
-        restart, retry: as for `open_job`.
+    file again without computing, and runs further rows if the limit is larger. Arguments as for `open_job`.
 
     Raises:
         InvalidInput: another process writes this output, or the output file exists but its journal does not.
@@ -174,9 +188,9 @@ class JournalJob(JobStore):
                 " Python) to replace it"
             )
         self.journal = Journal(path)
-        if self.journal.dropped.damaged and not restart:
+        if self.journal.damaged and not restart:
             again = "their rows are run again" if self.journal.manifest else "the job starts over"
-            self.note = f"journal {path} was damaged: {self.journal.dropped.bytes:,} bytes at its end dropped, {again}"
+            message(f"journal {path} was damaged: {self.journal.dropped_bytes:,} bytes at its end dropped, {again}")
 
     @property
     def done(self) -> int:
@@ -206,12 +220,12 @@ class JournalJob(JobStore):
             check_same(journal.manifest, manifest, journal.path)
             if names := rewritten(journal.manifest, manifest):
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                self.note = (
+                message(
                     f"model file {names[0]}{more} was written since the job began; its size and samples of its contents"
                     " are the same, so the job continues; --verify (verify=True in Python) compares all contents"
                 )
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
-        self._seen = _state(self._output)
+        self._seen = file_state(self._output)
         size = None
         if self._seen is not None:
             size = self._seen[0]
@@ -226,7 +240,7 @@ class JournalJob(JobStore):
     def _check_own(self, size: int) -> None:
         """Raise InvalidInput if the output file, of `size` bytes, was not written by this job, or was edited since."""
         journal = self.journal
-        if not journal.wrote and not journal.dropped.damaged:
+        if not journal.wrote and not journal.damaged:
             raise InvalidInput(
                 f"output {self._output} exists, but this job has not written it; rename it, and the same"
                 " command writes the job's output"
@@ -278,26 +292,23 @@ class JournalJob(JobStore):
 
     def save(self, at_once: bool = True) -> None:
         with self._explained():
-            if at_once:
-                self.journal.sync()
-            else:
-                self.journal.sync_if_due()
+            self.journal.sync(at_once)
 
     def end(self) -> None:
-        digest = hashlib.sha256()
-
-        def ready() -> None:
-            if digest.hexdigest() != (self.journal.manifest or {}).get(INPUT_DIGEST):
-                raise OSError(errno.ESTALE, _INPUT_CHANGED)
-            self.journal.forget_output()
-
+        digest, encode = hashlib.sha256(), self._encoder()
         with self._explained():
             if self.rows.changed:
                 raise OSError(errno.ESTALE, _INPUT_CHANGED)
-            if _state(self._output) not in (None, self._seen):
+            if file_state(self._output) not in (None, self._seen):
                 raise OSError(errno.EEXIST, f"output {self._output} {_OTHER_WRITER}")
             results = self.journal.results(range(self.total))
-            write_output(self._output, self.rows.hashed(digest), results, self._encoder(), ready)
+            with whole_file(self._output) as file:
+                for row, result in zip(self.rows.hashed(digest), results, strict=True):
+                    file.write(encode(row, result))
+                    advance()
+                if digest.hexdigest() != (self.journal.manifest or {}).get(INPUT_DIGEST):
+                    raise OSError(errno.ESTALE, _INPUT_CHANGED)
+                self.journal.forget_output()
             self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:
@@ -321,15 +332,6 @@ class JournalJob(JobStore):
         """Return how many rows are done and which command continues the job."""
         command = "the same command without --restart (restart=True in Python)" if self._restart else "the same command"
         return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"
-
-
-def _state(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Return bytes, time, device and inode of a file, by which a change is noticed; None if there is none."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
 
 
 def open_job(

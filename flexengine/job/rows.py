@@ -1,11 +1,16 @@
-"""A row of the input. All file readers yield rows, and an engine runs them."""
+"""A row of the input, which all file readers yield, and its request, which an engine runs. A row that cannot be run has
+an error; nothing is raised."""
 
+import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-from flexengine.errors import json_kind
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, json_kind, shown
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
@@ -65,7 +70,9 @@ class Row:
 
 
 def row_of(prompt: object, index: int) -> Row:
-    """Return the row of a prompt given in Python: a string, or a mapping with the fields of a JSONL row."""
+    """Return the row of a prompt given in Python: a string, a mapping with the fields of a JSONL row, or a row."""
+    if isinstance(prompt, Row):
+        return prompt
     if isinstance(prompt, str):
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):
@@ -77,3 +84,293 @@ def without_place(error: str) -> str:
     """Return a row's error without the line and the number of the row at its beginning, as in "line 3: ..." and
     "row 2 (line 3): ..."."""
     return _PLACE.sub("", error)
+
+
+OVERRIDES = tuple(f.name for f in fields(SamplingParams))
+
+
+class Target(NamedTuple):
+    """Tokens to score: log probabilities of `continuation` after `context` (teacher forcing). Both have tokens.
+
+    Together they may have one token more than the model's context, as the last token is not computed.
+    """
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Tokens to compute. The last len(continuation) of them predict the continuation."""
+        return self.context + self.continuation[:-1]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A row that can be run. Prompt and max_tokens together fit the model's context."""
+
+    index: int
+    prompt_ids: tuple[int, ...]  # token ids in [0, vocabulary size)
+    sampling: SamplingParams
+    line: int = field(default=0, compare=False)
+    # What to score, by choice; a long text is scored in several parts. () for a row that generates.
+    choices: tuple[tuple[Target, ...], ...] = ()
+    prompt: Any = field(default=None, compare=False, repr=False)  # the prompt as it was given; see Result
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets of all choices, in order."""
+        return [target for choice in self.choices for target in choice]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Prompt tokens, and most tokens to generate, of each of the row's sequences. Scoring takes one sweep, like the
+        generation of one token."""
+        if self.choices:
+            return [(len(target.prompt_ids), 1) for target in self.targets]
+        return [(len(self.prompt_ids), self.sampling.max_tokens)] * self.sampling.n
+
+
+def encode(
+    row: Row, tokenizer: Any, context_length: int, defaults: SamplingParams, vocab_size: int | None = None
+) -> Request | Row:
+    """Return the request of a row, or the row with an error if it cannot be run.
+
+    Args:
+        tokenizer: None if the checkpoint has none; only prompt_token_ids are allowed then.
+        context_length: most tokens of prompt and continuation together.
+        defaults: sampling parameters of fields that the row does not have.
+        vocab_size: prompt_token_ids must be smaller; None takes the tokenizer's.
+    """
+    if row.error is not None:
+        return row
+    request = row.request
+    try:
+        for name in ("max_new_tokens", "max_completion_tokens"):  # other programs' names, which would be read as data
+            if request.get(name) is not None and request.get("max_tokens") is None:
+                raise InvalidInput(f"{name} is {shown(request[name])}; the field is named max_tokens here: rename it")
+        check_format(request)
+        sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
+        known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
+        ids = _prompt_ids(request, tokenizer, known, row.chat)
+        if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
+            raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
+        total = len(ids) + sampling.max_tokens
+        if total > context_length:
+            raise InvalidInput(
+                f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens,"
+                f" more than the model's context of {context_length}; shorten the prompt or lower max_tokens"
+            )
+    except InvalidInput as error:
+        return row.refused(str(error))
+    return Request(row.index, ids, sampling, row.line, prompt=row.prompt)
+
+
+def _prompt_ids(
+    request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool
+) -> tuple[int, ...]:
+    """Return the token ids of a request's prompt. as_message: run text as a user's message."""
+    present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
+    if len(present) != 1:
+        fields = (
+            f" (its fields are {shown(list(request))}; --prompt-column, or prompt_column of run_job, names another)"
+        )
+        raise InvalidInput(
+            f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed"
+            f"{'' if present else fields}"
+        )
+    kind = present[0]
+    if kind == "messages":
+        return _chat_ids(kind, request[kind], request, tokenizer)
+    if kind == "prompt" and as_message and isinstance(prompt := request[kind], str):
+        return _chat_ids(kind, [{"role": "user", "content": prompt}], request, tokenizer)
+    if request.get(TOOLS) and json_kind(request[TOOLS]) == "an array":
+        raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
+    if kind == "prompt_token_ids":
+        return checked_ids(kind, request[kind], vocab_size)
+    if not isinstance(prompt := request[kind], str):
+        raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string")
+    check_text(kind, prompt)
+    return _text_ids(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
+
+
+def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """Return the token ids of messages, with the request's tools. kind: field that the messages are from."""
+    messages, tools = messages_of(given), tools_of(request)
+    try:
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    except RecursionError as error:
+        raise InvalidInput("messages are nested too deeply") from error
+    check_text(kind, text)
+    return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools))
+
+
+def tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any], instead: str = "prompt_token_ids") -> Any:
+    """Return what `tokenize` returns for a field. Raise InvalidInput if there is no tokenizer or it raises an error.
+
+    Args:
+        kind: name of the field.
+        instead: what to send if there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send {instead}")
+    try:
+        return tokenize()
+    except InvalidInput:
+        raise
+    except Exception as error:  # a chat template or a tokenizer may raise any error; only this row fails
+        raise InvalidInput(f"{kind} cannot be tokenised: {type(error).__name__}: {error}") from error
+
+
+def _text_ids(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[int, ...]:
+    """Return the token ids of a prompt. Raise InvalidInput if there are none or they cannot be computed."""
+
+    def converted() -> tuple[int, ...]:
+        found = tokenize()
+        return tuple(int(i) for i in (found["input_ids"] if isinstance(found, Mapping) else found))
+
+    ids: tuple[int, ...] = tokenized(kind, tokenizer, converted)
+    if not ids:
+        raise InvalidInput(f"{kind} is empty after tokenisation")
+    return ids
+
+
+def check_text(kind: str, text: str) -> None:
+    """Raise InvalidInput if UTF-8 cannot encode the text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character; remove it") from error
+
+
+def checked_ids(kind: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
+    """Return token ids as a tuple. Raise InvalidInput, with the field's name `kind`, if these are no token ids."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, or a tensor of torch
+    if not isinstance(value, (list, tuple)) or not value:
+        raise InvalidInput(f"{kind} is {shown(value)}; it must be an array of token ids that is not empty")
+    top = math.inf if vocab_size is None else vocab_size
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidInput(f"{kind} holds {shown(token)}; token ids are whole numbers")
+        if not 0 <= token < top:
+            raise InvalidInput(f"{kind} holds {token}; token ids lie in [0, {top})")
+    return tuple(value)
+
+
+TOOLS = "tools"
+
+
+def messages_of(value: Any) -> list[dict[str, Any]]:
+    """Return messages for a chat template: without null fields, and with text parts joined to one text.
+
+    transformers also leaves null fields out. Parts are joined with newlines, as vLLM and llama.cpp join them, since
+    templates of text models read `content` as text. All other fields stay as they are.
+
+    Raises:
+        InvalidInput: the value is no array of messages, or a message has no text; the error names the message.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidInput(f"messages is {shown(value)}; it must be an array of messages that is not empty")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def _message(place: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidInput(f"{place} is {shown(message)}; it must be an object with role and content")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(role := fields.get("role"), str) or not role:
+        raise InvalidInput(f"{place}.role is {shown(role)}; it must be a string such as user")
+    calls = fields.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        raise InvalidInput(f"{place}.tool_calls is {shown(calls)}; it must be an array of objects")
+    content = fields.get("content")
+    if isinstance(content, list) and content:
+        fields["content"] = "\n".join(_part(place, part) for part in content)
+    elif content is None and calls:
+        fields.pop("content", None)
+    elif not isinstance(content, str):
+        raise InvalidInput(
+            f"{place}.content is {shown(content)}; it must be a string or an array of text parts"
+            + (", or be null beside tool_calls" if content is None else "")
+        )
+    return fields
+
+
+def _part(place: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise InvalidInput(f"{place} has a part that is {json_kind(part)}; it must be an object of type text")
+    if part.get("type") != "text":
+        kind = shown(part.get("type"))
+        raise InvalidInput(f"{place} has a part of type {kind}; only text is read, no images, audio or files")
+    if not isinstance(text := part.get("text"), str):
+        raise InvalidInput(f"{place} has a text part whose text is {shown(text)}; it must be a string")
+    return text
+
+
+def chat_fault(tokenizer: Any) -> str | None:
+    """Return why no prompt can be run as a user's message; None if prompts can. One message is tokenized to try.
+    tokenizer: None if the checkpoint has none."""
+    if tokenizer is None:
+        return "the checkpoint has no tokenizer"
+    try:
+        chat_token_ids(tokenizer, [{"role": "user", "content": "a"}], None)
+    except Exception as error:  # a chat template may raise any error
+        if getattr(tokenizer, "chat_template", None) is None:
+            return "the model has no chat template"
+        return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
+    return None
+
+
+def with_parsed_arguments(message: Any) -> Any:
+    """Return a message of the OpenAI API with the arguments of its tool calls as objects, if they are JSON text.
+
+    The API has arguments as text; chat templates read objects, as transformers documents.
+    """
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a chat template gets; None for none, or if `tool_choice` is none. Raise InvalidInput if
+    tools is no array of objects, or a field asks for something that a model cannot be forced to do."""
+    tools, choice = request.get(TOOLS), request.get("tool_choice")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidInput(f"tools is {shown(tools)}; it must be an array of objects")
+    if choice not in (None, "auto", "none"):
+        raise InvalidInput(f"tool_choice is {shown(choice)}; it must be auto or none, as no tool call can be forced")
+    if (parallel := request.get("parallel_tool_calls")) not in (None, True):
+        raise InvalidInput(f"parallel_tool_calls is {shown(parallel)}; only true is possible: the model decides")
+    return (tools or None) if choice != "none" else None
+
+
+def check_format(request: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if `response_format` asks for another format than text."""
+    wanted = request.get("response_format")
+    if isinstance(wanted, Mapping) and wanted.get("type") != "text":
+        raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
+
+
+def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
+    """Return the token ids of a chat, as the tokenizer's chat template writes it.
+
+    Raises:
+        InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
+        Any error of the template.
+    """
+    write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
+    if tools and write(tools=tools, tokenize=False) == write(tools=None, tokenize=False):
+        raise InvalidInput(
+            "tools are given, but the model's chat template does not use them; remove them, or take a"
+            " model whose template does"
+        )
+    return write(tools=tools, tokenize=True, return_dict=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.inputs import InputRows
 
 FORMAT = 3
 MODEL_FILES = "model_files"
@@ -34,19 +35,21 @@ class OtherJob(InvalidInput):
     """A journal holds results of another job."""
 
 
-def make_manifest(
-    sampling: SamplingParams, given: Mapping[str, Any], engine: Mapping[str, Any], lossy: Mapping[str, Any]
+def manifest_of(
+    rows: InputRows, sampling: SamplingParams, engine: Mapping[str, Any], lossy: Mapping[str, Any]
 ) -> Manifest:
-    """Return the manifest of a job: name -> JSON value.
+    """Return the manifest of a job of a file: name -> JSON value.
 
     Args:
-        given: fields that identify its input and output.
+        sampling: parameters of rows without fields of these names.
         engine: fields that identify the model and its arithmetic.
         lossy: the lossy switches that are set, by name.
     """
-    parts = ({"format": FORMAT}, given, engine, asdict(sampling), {LOSSY: dict(lossy)})
-    manifest = {name: value for part in parts for name, value in part.items()}
-    plain: Manifest = json.loads(json.dumps(manifest))  # tuples become lists, as when the journal is read
+    given = {"input": rows.path.name, INPUT_DIGEST: rows.scan().sha256, "input_format": rows.form,
+             "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
+    only_if_true = {name: True for name, value in ((CHAT, rows.chat), (SCORE, rows.score)) if value}
+    values = {"format": FORMAT, **given, **only_if_true, **engine, **asdict(sampling), LOSSY: dict(lossy)}
+    plain: Manifest = json.loads(json.dumps(values))  # tuples become lists, as when the journal is read
     return plain
 
 

@@ -14,7 +14,7 @@ ROOM = re.compile(r" *(\d+) ([\w.]+)(?: +back to((?: \d+)+))?")  # number, modul
 @pytest.mark.parametrize(
     ("what", "passes"),
     [
-        ("prompt", ["job.prompts", "engine.generation", "worker.worker", "job.results"]),
+        ("prompt", ["job.rows", "engine.generation", "worker.worker", "job.results"]),
         ("weight", ["model.checkpoint", "worker.weights"]),
         ("error", ["runtime.execute", "runtime.lane", "engine.stages"]),
     ],

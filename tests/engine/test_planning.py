@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.engine import planner as planning
-from flexengine.engine.survey import Refused
+from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import InputRows
 from flexengine.measure.kernels import quick_rates
+from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
@@ -221,7 +222,8 @@ def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
     rows = [*known.rows, {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}]
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with InputRows(tmp_path / "in.jsonl") as opened:
-        found = planning.workload(bare, opened, GREEDY, False, refused)
+        reader = PromptReader(load_tokenizer(bare.source.directory, False), bare.skeleton, True)
+        found = reader.survey(opened, GREEDY, refused)
     assert found == Workload.of((len(p), NEW) for p in known.prompts)
     assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: line {len(known.rows) + 1}")
 

@@ -8,10 +8,9 @@ import pytest
 
 from flexengine import Policy, SamplingParams, activity
 from flexengine.activity import Activity
-from flexengine.engine import sweep_reports as module
+from flexengine.engine import summary as module
 from flexengine.engine.engine import Engine
-from flexengine.engine.state import Progress
-from flexengine.engine.sweep_reports import GENERATING, JobRows, Rate, SweepReports, best_read_rate, disk_rate
+from flexengine.engine.summary import GENERATING, JobRows, Progress, Rate, SweepReports, best_read_rate, disk_rate
 from flexengine.errors import InvalidInput
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from flexengine import Policy, SamplingParams
 from flexengine.config import Result
-from flexengine.engine.arrange import Arrangement
 from flexengine.engine.core import Core
 from flexengine.engine.generation import Generation
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
 from flexengine.engine.stages import JobResources
-from flexengine.engine.state import Progress
-from flexengine.engine.survey import PromptReader
-from flexengine.engine.sweep_reports import JobRows, SweepReports
+from flexengine.engine.summary import JobRows, Progress, SweepReports
+from flexengine.engine.survey import Arrangement, PromptReader
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.worker.stage_ports import Port, Ports
@@ -58,8 +56,7 @@ class Chain:
     def generate(self, rows: Iterable[Any], params: SamplingParams) -> list[Result]:
         rows = list(rows)
         last = self.cores[-1]
-        reader = PromptReader(last.tokenizer, last.skeleton.context_length, last.skeleton.head[1][0])
-        reader.shares = True
+        reader = PromptReader(last.tokenizer, last.skeleton, True)
         workload = reader.survey(rows, params)
         between = [RamPort() for _ in self.cores[1:]]
         stages = []

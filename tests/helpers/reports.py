@@ -4,8 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts
+from flexengine.engine.summary import JobCounts, Progress
 from flexengine.plan.feedback import LaneSeconds, PlanReport
 from flexengine.shell.report.record import DONE, Bucket, ErrorCounts, Lengths, Planned, ReportRecord
 from flexengine.shell.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine

@@ -10,7 +10,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
-from flexengine.engine.sweep_reports import JobRows
+from flexengine.engine.summary import JobRows
 from tests.helpers.job import Job
 
 ROOT = Path(__file__).parents[2]

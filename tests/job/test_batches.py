@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import InputRows
-from flexengine.job.prompts import Request, encode
-from flexengine.job.rows import Row
+from flexengine.job.rows import Request, Row, encode
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 from tests.helpers.strategies import mutated
 

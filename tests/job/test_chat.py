@@ -5,8 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
-from flexengine.job.prompts import Request, encode
-from flexengine.job.rows import Row
+from flexengine.job.rows import Request, Row, encode
 
 WORDS = ["<unk>", "user", "assistant", "tool", ":", "a", "b", "call", "f", "x", "1", "with", "tools", "id"]
 PLAIN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"

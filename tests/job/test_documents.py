@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
-from flexengine.job import read_json, reading
+from flexengine.job import read_json
 from flexengine.job.inputs import InputRows
 from flexengine.job.read_json import elements, is_document
 from tests.helpers.inputs import rows_of, written
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_read_on_is_refused_with_its_line(tmp_path, text, 
 
 
 def test_an_element_has_the_length_of_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     fits = '[{"prompt": "%s"}]' % ("x" * 986)
     assert len(rows_of(tmp_path, fits.encode(), "in.json")) == 1
     for text in (fits.replace("xx", "xxx", 1), '[{"prompt": "' + "x" * 3_000_000):

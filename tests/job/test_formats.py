@@ -8,13 +8,11 @@ from typing import BinaryIO
 
 import pytest
 
-from flexengine.job.inputs import InputRows
-from flexengine.job.reading import ReadOptions, ReadRows
+from flexengine.job.inputs import FORMATS, Format, InputFile, InputRows, ReadRows
 from flexengine.job.rows import Row
-from flexengine.job.source import FORMATS, Format
 
 
-def open_words(options: ReadOptions) -> ReadRows:
+def open_words(source: InputFile, column: str | None, score: bool) -> ReadRows:
     """Return the reader of a file whose words are prompts."""
 
     def rows(file: BinaryIO) -> Iterator[Row]:
@@ -40,4 +38,4 @@ def test_readers_are_imported_when_a_file_of_their_format_is_opened(tmp_path: Pa
     said = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "in.jsonl"], capture_output=True, text=True, check=True
     )
-    assert said.stdout.splitlines() == ["1", "['flexengine.job.reading', 'flexengine.job.read_json']", "set()"]
+    assert said.stdout.splitlines() == ["1", "['flexengine.job.read_json']", "set()"]

@@ -17,11 +17,10 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job import reading
+from flexengine.job import read_json
 from flexengine.job.inputs import InputRows
-from flexengine.job.prompts import Request, encode
-from flexengine.job.read_csv import parsed_cell
-from flexengine.job.rows import Row, row_of
+from flexengine.job.read_tables import parsed_cell
+from flexengine.job.rows import Request, Row, encode, row_of
 from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 
 
@@ -64,7 +63,7 @@ def test_a_bad_line_is_one_error_row(tmp_path, bad, reason):
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
 def test_a_huge_line_is_one_error_row(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 1000)
     form = '{"prompt": "%s"}' if name == "in.jsonl" else "%s"
     huge, small = (form % ("x" * n) for n in (3_000_000, 1))
     exact = form % ("x" * (1000 - len(form) + 2))
@@ -246,7 +245,7 @@ def test_a_bad_record_is_one_error_row(tmp_path, bad, reason, after):
 
 
 def test_a_record_over_many_lines_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 100)
     rows = rows_of(tmp_path, b'prompt\n"start\n' + b"hello\n" * 50, "in.csv")
     assert [r.line for r in rows] == list(range(2, 53))
     assert [r.error is None for r in rows] == [False, *[True] * 50]

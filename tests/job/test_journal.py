@@ -19,7 +19,7 @@ from hypothesis import given, settings
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
-from flexengine.job.journal import DONE, FAILED, TODO, Dropped, Journal
+from flexengine.job.journal import DONE, FAILED, TODO, Journal
 from tests.helpers.strategies import flipped
 
 MANIFEST = {"model": "m", "seed": 3}
@@ -89,7 +89,7 @@ def test_the_format(path: Path, written: list[Result]) -> None:
 def test_read_again(path: Path, written: list[Result]) -> None:
     before = path.read_bytes()
     with Journal(path) as journal:
-        assert (journal.manifest, journal.created, journal.dropped) == (MANIFEST, 1234, Dropped())
+        assert (journal.manifest, journal.created, journal.dropped_bytes, journal.damaged) == (MANIFEST, 1234, 0, False)
         assert list(journal.results(range(ROWS))) == sorted(written, key=lambda r: r.index)
         assert [journal.state(i) for i in range(ROWS + 1)] == [
             *(FAILED if i % 7 == 3 else DONE for i in range(ROWS)), TODO]  # fmt: skip
@@ -122,7 +122,7 @@ def test_cut_at_every_byte(path: Path, written: list[Result]) -> None:
         with Journal(path) as journal:
             assert journal.manifest == (MANIFEST if whole else None)
             assert held(journal) == {r.index: r for r in written[: max(len(whole) - 1, 0)]}
-            assert journal.dropped == Dropped(length - max(whole, default=0), False)
+            assert (journal.dropped_bytes, journal.damaged) == (length - max(whole, default=0), False)
             assert path.stat().st_size == max(whole, default=0)
         assert path.exists() == bool(whole)
 
@@ -140,8 +140,8 @@ def test_flipped_bits(path: Path, written: list[Result]) -> None:
             found = held(journal)
             assert found.items() <= known.items()
             assert len(found) == max(len(good) - 1, 0)
-            assert journal.dropped.bytes == len(data) - journal._end > 0
-            assert journal.dropped.damaged == (b"\n" in hurt[journal._end :])
+            assert journal.dropped_bytes == len(data) - journal._end > 0
+            assert journal.damaged == (b"\n" in hurt[journal._end :])
 
     keeps_what_is_whole()
 
@@ -214,7 +214,7 @@ def test_records_of_a_later_version_are_passed_over(path: Path) -> None:
         body = b'{"something new":[1]}'
         file.write(b"%08x %b\n" % (zlib.crc32(body), body))
     with Journal(path) as journal:
-        assert journal.dropped == Dropped()
+        assert (journal.dropped_bytes, journal.damaged) == (0, False)
         journal.add(Result(2))
     assert [r.get("index") for r in parse(path.read_bytes())] == [None, 0, 1, None, 2]
 
@@ -336,7 +336,7 @@ def test_fsync_when_due(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for index in range(40):  # a sweep every 0.1 s
             now[0] += 0.1
             journal.add(Result(index))
-            journal.sync_if_due()
+            journal.sync(at_once=False)
         assert len(synced) in (3, 4)
         assert min(b - a for a, b in pairwise(synced)) >= 1 - 1e-9
         count = len(synced)

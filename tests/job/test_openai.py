@@ -14,9 +14,8 @@ import pytest
 from flexengine.config import Completion, Result, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, request_of
-from flexengine.job.prompts import encode
 from flexengine.job.read_json import is_batch_line
-from flexengine.job.rows import Row
+from flexengine.job.rows import Row, encode
 
 
 def line(url: str = COMPLETIONS, **body) -> dict:

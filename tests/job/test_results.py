@@ -3,6 +3,10 @@
 import io
 import json
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +14,11 @@ from hypothesis import strategies as st
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
+from flexengine.job.files import part_path, whole_file
 from flexengine.job.openai import batch_line
-from flexengine.job.results import ResultWriter, check_output, journal_path, line_encoder, write_output
+from flexengine.job.results import check_output, encode_row, journal_path, line_encoder
+from flexengine.job.resume import PrintedJob
 from flexengine.job.rows import Row
-from flexengine.job.whole_file import part_path
 
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 
@@ -23,12 +28,28 @@ def pair(index: int, text: str | None = "ok", /, error: str | None = None, **fie
     return row, Result(index, text, [index], None if error else "stop", 2, 1, error)
 
 
-def lines_of(pairs):
-    """Return the lines that a ResultWriter writes for (row, result) pairs that finish in this order."""
+class GivenRows(list[Row]):
+    """Rows of an input that needs no file."""
+
+    def scan(self) -> Any:
+        return SimpleNamespace(total=len(self))
+
+
+@contextmanager
+def printing(rows: Iterable[Row], output: str | None = None) -> Iterator[tuple[PrintedJob, io.BytesIO]]:
+    """Open the job of these rows, whose results are written to a device, or to a stream in place of stdout."""
     stream = io.BytesIO()
-    with ResultWriter(sorted((row for row, _ in pairs), key=lambda r: r.index), stream=stream) as writer:
+    job = PrintedJob(GivenRows(rows), output)  # type: ignore[arg-type]
+    job.begin(lambda known: known, "m")
+    with redirect_stdout(SimpleNamespace(buffer=stream)), job:  # type: ignore[type-var]
+        yield job, stream
+
+
+def lines_of(pairs):
+    """Return the lines that are printed for (row, result) pairs that finish in this order."""
+    with printing(sorted((row for row, _ in pairs), key=lambda r: r.index)) as (job, stream):
         for _, result in pairs:
-            writer.write(result)
+            job.take(result)
     return stream.getvalue().splitlines(keepends=True)
 
 
@@ -38,24 +59,21 @@ def test_input_order_whatever_the_finish_order(order):
     pairs = [pair(i, error="bad" if i % 7 == 0 else None, id=f"x{i}") for i in range(50)]
     ours = [{name: vars(result)[name] for name in FIELDS} for _, result in pairs]
     expected = [{"prompt": f"p{i}", "id": f"x{i}", **fields} for i, fields in enumerate(ours)]
-    pairs = [pairs[i] for i in order]
-    stream = io.BytesIO()
-    with ResultWriter([row for row, _ in sorted(pairs, key=lambda p: p[0].index)], stream=stream) as writer:
-        for _, result in pairs:
-            writer.write(result)
+    with printing(row for row, _ in pairs) as (job, stream):
+        for i in order:
+            job.take(pairs[i][1])
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines == expected
     assert list(lines[0]) == ["prompt", "id", *FIELDS]
-    assert (writer.done, writer.failed) == (42, 8)
+    assert (job.done, job.failed) == (42, 8)
 
 
 def test_lines_are_written_as_soon_as_it_is_their_turn():
-    stream = io.BytesIO()
     pairs = [pair(index) for index in range(4)]
     seen = []
-    with ResultWriter((row for row, _ in pairs), stream=stream) as writer:
+    with printing(row for row, _ in pairs) as (job, stream):
         for index in (1, 0, 3, 2):
-            writer.write(pairs[index][1])
+            job.take(pairs[index][1])
             seen.append(len(stream.getvalue().splitlines()))
     assert seen == [0, 2, 2, 4]
 
@@ -130,19 +148,22 @@ def test_fields_that_are_no_json_cost_only_themselves():
 
 def test_lost_and_doubled_rows_are_noticed():
     rows = [pair(i)[0] for i in range(3)]
-    with pytest.raises(RuntimeError, match="row 0"), ResultWriter(rows, stream=io.BytesIO()) as writer:
-        writer.write(Result(1))
-    with ResultWriter(rows, stream=io.BytesIO()) as writer:
+    with pytest.raises(RuntimeError, match="row 0 of 3"), printing(rows) as (job, _):
+        job.take(Result(1))
+    with pytest.raises(RuntimeError, match="row 1 of 3"), printing(rows) as (job, _):
+        job.take(Result(0))
+    with printing(rows) as (job, _):
         for index in (0, 2):
-            writer.write(Result(index))
+            job.take(Result(index))
             with pytest.raises(RuntimeError, match="twice"):
-                writer.write(Result(index))
-        writer.write(Result(1))
+                job.take(Result(index))
+        job.take(Result(1))
 
 
 def test_a_device_is_written_directly():
-    with ResultWriter([pair(0)[0]], "/dev/null") as writer:
-        writer.write(Result(0))
+    with printing([pair(0)[0]], "/dev/null") as (job, stream):
+        job.take(Result(0))
+    assert stream.getvalue() == b""
     assert not os.path.isfile("/dev/null")
     assert journal_path("/dev/null") is journal_path(None) is None
 
@@ -151,7 +172,9 @@ def test_a_device_is_written_directly():
 
 
 def put(out, pairs):
-    write_output(out, [row for row, _ in pairs], (result for _, result in pairs))
+    with whole_file(out) as file:
+        for row, result in pairs:
+            file.write(encode_row(row, result))
 
 
 def test_an_output_appears_whole(tmp_path):
@@ -159,24 +182,22 @@ def test_an_output_appears_whole(tmp_path):
     pairs = [pair(i, id=i) for i in range(3)]
     seen = []
 
-    def results():
-        for _, result in pairs:
+    def finished():
+        for each in pairs:
             seen.append(sorted(os.listdir(tmp_path)))
-            yield result
+            yield each
 
-    write_output(out, [row for row, _ in pairs], results())
+    put(out, finished())
     assert seen == [["out.jsonl.part"]] * 3
     assert out.read_bytes() == b"".join(lines_of(pairs))
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-@pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
-def test_an_exception_leaves_the_old_output_and_nothing_else(tmp_path, lengths):
+def test_an_exception_leaves_the_old_output_and_nothing_else(tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("old")
-    rows, results = ([pair(i)[which] for i in range(n)] for which, n in enumerate(lengths))
-    with pytest.raises(ValueError, match="argument"):
-        write_output(out, rows, iter(results))
+    with pytest.raises(ZeroDivisionError):
+        put(out, (pair(i) if i < 2 else 1 / 0 for i in range(3)))
     assert out.read_text() == "old"
     assert os.listdir(tmp_path) == ["out.jsonl"]
 

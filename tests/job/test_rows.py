@@ -1,8 +1,16 @@
-"""Rows and the places at the beginning of their errors."""
+"""Rows, the places at the beginning of their errors, and their requests. Tokens are judged by the tokenizer itself."""
 
+import dataclasses
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from flexengine.job.rows import Row, without_place
+from flexengine.config import SamplingParams
+from flexengine.job.rows import OVERRIDES, Request, Row, encode, row_of, without_place
 
 
 @pytest.mark.parametrize("error", [
@@ -15,3 +23,156 @@ def test_errors_without_their_place(error: str) -> None:
 
 def test_places_within_an_error_stay() -> None:
     assert without_place("line 3: invalid JSON, see row 2: x") == "invalid JSON, see row 2: x"
+
+
+WORDS = ["<unk>", "<bos>", "hello", "world", "user", "assistant", "system", ":", "a", "b"]
+CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+CHAT += "{% if add_generation_prompt %}assistant :{% endif %}"
+DEFAULTS = SamplingParams(max_tokens=4)
+
+
+def make_tokenizer(bos: bool = False, chat: bool = True) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if bos:
+        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=CHAT if chat else None)
+
+
+def run(fields, tokenizer=None, context=64, **kwargs):
+    return encode(Row(3, 7, fields), tokenizer or make_tokenizer(), context, DEFAULTS, **kwargs)
+
+
+def error_of(*args, **kwargs) -> str:
+    row = run(*args, **kwargs)
+    assert isinstance(row, Row), row
+    assert row.error is not None
+    assert row.error.startswith("line 7: "), row.error
+    return row.error
+
+
+def test_row_of():
+    assert row_of("hi", 2) == Row(2, 0, {"prompt": "hi"})
+    assert row_of({"prompt_token_ids": [1]}, 0).fields == {"prompt_token_ids": [1]}
+    bad = row_of(17, 5)
+    assert bad.error == "prompt 5: is a number; it must be a string or an object with the fields of a row"
+    assert encode(bad, make_tokenizer(), 64, DEFAULTS) is bad
+
+
+def test_prompt_ids_are_the_tokenizers():
+    for bos in (False, True):
+        tokenizer = make_tokenizer(bos)
+        request = run({"prompt": "hello world a"}, tokenizer)
+        assert request == Request(3, tuple(tokenizer("hello world a")["input_ids"]), DEFAULTS)
+    assert request.prompt_ids[0] == 1
+
+
+def test_messages_go_through_the_chat_template():
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "hello world"}]
+    ids = run({"messages": messages}, make_tokenizer(bos=True)).prompt_ids
+    assert [WORDS[i] for i in ids] == ["system", ":", "a", "user", ":", "hello", "world", "assistant", ":"]
+
+
+def test_a_prompt_as_a_users_message():
+    def chat(prompt, tokenizer=None):
+        return encode(Row(3, 7, {"prompt": prompt, "n": 2}, chat=True), tokenizer or make_tokenizer(), 64, DEFAULTS)
+
+    request = chat("hello world", make_tokenizer(bos=True))
+    assert [WORDS[i] for i in request.prompt_ids] == ["user", ":", "hello", "world", "assistant", ":"]
+    assert (request.prompt, request.sampling.n) == ("hello world", 2)
+    assert [WORDS[i] for i in chat("").prompt_ids] == ["user", ":", "assistant", ":"]
+    for wrong, reason in ((5, "prompt is a number"), ("\ud800", "prompt holds half a surrogate pair")):
+        assert chat(wrong).error.startswith(f"line 7: {reason}")
+    assert "prompt cannot be tokenised" in chat("a", make_tokenizer(chat=False)).error
+
+
+def test_overrides():
+    request = run({"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5, "ignore_eos": True, "other": 1})
+    assert request.sampling == SamplingParams(9, 1, 5, True)
+    assert run({"prompt": "a", "max_tokens": None}).sampling == DEFAULTS
+
+
+def test_every_sampling_field_can_be_overridden():
+    changed = {
+        "max_tokens": 9, "temperature": 0.5, "seed": 5, "ignore_eos": True, "top_k": 3, "top_p": 0.5, "min_p": 0.25,
+        "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": -1.0, "stop": ["x", "y"],
+        "stop_token_ids": [4], "n": 2, "logprobs": 1,
+    }  # fmt: skip
+    assert set(OVERRIDES) == {f.name for f in dataclasses.fields(SamplingParams)} == set(changed)
+    assert run({"prompt": "a", **changed}).sampling == SamplingParams(**changed)
+    assert run({"prompt": "a", "stop": "x"}).sampling.stop == ("x",)
+
+
+def test_a_request_of_its_own_wins_over_the_fields():
+    row = Row(3, 7, {"prompt": "a", "max_tokens": 9}, request={"prompt": "b", "n": 2})
+    request = encode(row, make_tokenizer(), 64, DEFAULTS)
+    assert request == Request(3, (9,), SamplingParams(max_tokens=4, n=2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": "9"}, {"max_tokens": 0}, {"max_tokens": True}, {"max_tokens": 1.5}, {"temperature": -1},
+     {"temperature": "hot"}, {"temperature": float("nan")}, {"seed": 1.5}, {"seed": [1]}, {"ignore_eos": 1},
+     {"top_p": 0}, {"top_k": -2}, {"stop": [1]}, {"stop_token_ids": "1"}, {"n": 0}, {"logprobs": 21}],
+)  # fmt: skip
+def test_wrong_overrides(wrong):
+    assert next(iter(wrong)) in error_of({"prompt": "a", **wrong})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "prompt_token_ids": [1]},
+     {"text": "a"}, {"prompt": None}],
+)  # fmt: skip
+def test_exactly_one_kind_of_prompt(fields):
+    assert "exactly one" in error_of(fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": 5}, {"prompt": ["a"]}, {"messages": []}, {"messages": "hi"}, {"messages": [1]},
+     {"messages": [{"role": "user"}]}, {"messages": [{"role": 1, "content": "a"}]},
+     {"prompt_token_ids": []}, {"prompt_token_ids": 3}, {"prompt_token_ids": [1, "2"]}, {"prompt_token_ids": [True]},
+     {"prompt_token_ids": [-1]}, {"prompt_token_ids": [10]}, {"prompt_token_ids": [2**70]},
+     {"prompt": "\ud800"}, {"messages": [{"role": "user", "content": "a\udfff"}]}],
+)  # fmt: skip
+def test_unusable_prompts(fields):
+    assert next(iter(fields)) in error_of(fields)
+
+
+def test_token_id_range():
+    assert run({"prompt_token_ids": [0, 9]}).prompt_ids == (0, 9)
+    assert run({"prompt_token_ids": [12]}, vocab_size=13).prompt_ids == (12,)
+    assert "[0, 12)" in error_of({"prompt_token_ids": [12]}, vocab_size=12)
+
+
+def test_without_a_tokenizer():
+    for fields, works in (({"prompt_token_ids": [5]}, True), ({"prompt": "a"}, False)):
+        out = encode(Row(0, 1, fields), None, 64, DEFAULTS, vocab_size=10)
+        assert isinstance(out, Request) == works
+    assert "no tokenizer" in out.error
+
+
+def test_without_a_chat_template():
+    messages = [{"role": "user", "content": "a"}]
+    assert "chat_template" in error_of({"messages": messages}, make_tokenizer(chat=False))
+
+
+def test_context_length_counts_prompt_and_continuation():
+    fields = {"prompt": "a b a b a b"}
+    assert isinstance(run(fields, context=10), Request)
+    message = error_of(fields, context=9)
+    assert all(number in message for number in ("6", "4", "9"))
+
+
+def test_empty_prompts():
+    assert "empty after tokenisation" in error_of({"prompt": ""})
+    assert run({"prompt": ""}, make_tokenizer(bos=True)).prompt_ids == (1,)
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 4]), torch.tensor([3, 4])])
+def test_arrays_and_tensors_are_token_ids(ids: Any) -> None:
+    request = encode(Row(0, 0, {"prompt_token_ids": ids}), None, 100, DEFAULTS, 10)
+    assert isinstance(request, Request)
+    assert request.prompt_ids == (3, 4)
+    assert all(type(token) is int for token in request.prompt_ids)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.same_job import check_same, differences, make_manifest
+from flexengine.job.same_job import check_same, differences, manifest_of
 
-GIVEN = {"input": "in.jsonl", "input_sha256": "a" * 64, "prompt_column": None}
+GIVEN = {"path": Path("in.jsonl"), "sha256": "a" * 64, "prompt_column": None}
 ENGINE = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "threads": [1, 2]}
 OTHER: dict[str, Any] = {
     "max_tokens": 7, "temperature": 0.5, "seed": 9, "ignore_eos": True, "top_k": 4, "top_p": 0.5, "min_p": 0.1,
@@ -20,7 +22,9 @@ OTHER: dict[str, Any] = {
 
 
 def manifest(given: dict[str, Any] = GIVEN, engine: dict[str, Any] = ENGINE, lossy: Any = None, **sampling: Any) -> Any:
-    return make_manifest(SamplingParams(**sampling), given, engine, lossy or {})
+    scan = SimpleNamespace(sha256=given["sha256"])
+    rows: Any = SimpleNamespace(**given, scan=lambda: scan, form="jsonl", chat=False, score=False)
+    return manifest_of(rows, SamplingParams(**sampling), engine, lossy or {})
 
 
 def test_every_sampling_parameter_has_a_case() -> None:
@@ -39,7 +43,7 @@ def test_the_column_of_prompts_is_compared() -> None:
 
 
 def test_contents_of_the_input_are_compared() -> None:
-    found = differences(manifest(), manifest({**GIVEN, "input": "new.jsonl", "input_sha256": "b" * 64}))
+    found = differences(manifest(), manifest({**GIVEN, "path": Path("new.jsonl"), "sha256": "b" * 64}))
     assert found == ["the input has other contents: was in.jsonl, SHA-256 aaaaaaaaaaaa..., now new.jsonl, SHA-256"
                      " bbbbbbbbbbbb..."]  # fmt: skip
 
@@ -62,7 +66,7 @@ def test_lossy_switches_are_compared_one_by_one() -> None:
 
 
 def test_names_of_the_input_and_the_model_are_not() -> None:
-    assert differences(manifest(), manifest({**GIVEN, "input": "renamed.jsonl"})) == []
+    assert differences(manifest(), manifest({**GIVEN, "path": Path("renamed.jsonl")})) == []
     assert differences(manifest(), manifest(engine={**ENGINE, "model": "renamed"})) == []
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.job import reading
-from flexengine.job.inputs import InputRows
-from flexengine.job.source import FORMATS
+from flexengine.job import read_json
+from flexengine.job.inputs import FORMATS, InputRows
 from tests.helpers.inputs import arrow_file, written
 
 
@@ -89,7 +88,7 @@ def test_damage_anywhere_is_a_refusal_or_nothing(tmp_path, packing):
 
 @pytest.mark.parametrize("packing", [".gz", ".zst"])
 def test_a_small_file_with_a_huge_line_takes_little_memory(tmp_path, monkeypatch, packing):
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr(read_json, "MAX_LINE_BYTES", 10_000)
     data = b'{"prompt": "a"}\n' + b"x" * 40_000_000 + b'\n{"prompt": "b"}\n'
     path = written(tmp_path, packed(data, packing), "in.jsonl" + packing)
     assert path.stat().st_size < 100_000

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import InputRows
-from flexengine.job.prompts import Request, encode
-from flexengine.job.read_arrow import arrow_table
-from flexengine.job.source import InputFile
+from flexengine.job.inputs import InputFile, InputRows
+from flexengine.job.read_tables import arrow_table
+from flexengine.job.rows import Request, encode
 from tests.helpers.inputs import DEFAULTS, arrow_file, make_tokenizer, written
 from tests.helpers.strategies import flipped
 

@@ -19,10 +19,10 @@ from flexengine.apps.evaluate.runs import Run, run_job
 from flexengine.apps.evaluate.scenario import Scenario
 from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.errors import InvalidInput
+from flexengine.job.files import write_whole
 from flexengine.job.journal import Journal
 from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place
-from flexengine.job.whole_file import write_whole
 from flexengine.records import read_object
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"

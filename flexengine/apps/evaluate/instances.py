@@ -16,10 +16,9 @@ from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
 from flexengine.apps.evaluate.templates import columns_of, filled, text_of
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, shown
-from flexengine.job.inputs import InputRows
-from flexengine.job.reading import TableRow, other_separator
+from flexengine.job.inputs import InputFile, InputRows
+from flexengine.job.read_tables import TableRow, other_separator
 from flexengine.job.rows import without_place
-from flexengine.job.source import InputFile
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from flexengine.apps.evaluate.figures import LEVEL, Draws, Figure
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
 from flexengine.apps.evaluate.runs import Run
+from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields
-from flexengine.job.whole_file import write_whole
 
 RESULTS = ("results.json", "results.csv", "results.html", "instances.jsonl")
 MINUS = "\N{MINUS SIGN}"

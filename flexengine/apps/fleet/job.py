@@ -20,12 +20,11 @@ from flexengine.apps.fleet.member import (
     shards,
 )
 from flexengine.config import Result
-from flexengine.engine.agreement import manifest
 from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput, MemberFailed
 from flexengine.job.resume import JobStore
 from flexengine.job.rows import Row
-from flexengine.job.same_job import Manifest
+from flexengine.job.same_job import Manifest, manifest_of
 from flexengine.plan.formatting import count
 
 
@@ -67,17 +66,15 @@ class FleetRunner:
 
     def manifest(self, store: JobStore, known: Manifest) -> Manifest:
         assert self.about is not None
-        return manifest(store.rows, self.recipe.params, self.about.engine, self.about.switches)
+        return manifest_of(store.rows, self.recipe.params, self.about.engine, self.about.switches)
 
-    def take_over(self, store: JobStore) -> None:
+    def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
+        """Yield the results of rows. Raise MemberFailed if a member failed, or refuses the job."""
         assert self.about is not None
         settings = store.settings or self.about.settings
         self.recipe = replace(self.recipe, agreed=replace(self.about, settings=settings))
         if settings:
             store.save_settings(dict(settings))
-
-    def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
-        """Yield the results of rows. Raise MemberFailed if a member failed, or refuses the job."""
         began, left = time.monotonic(), store.total - store.resumed
         parts = shards(rows, self._shard_rows or shard_rows(left, self.fleet.actors))
         done = set[int]()  # rows of this run: an actor that is lost after its answer may have been repeated

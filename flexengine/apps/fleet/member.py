@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from flexengine.apps.fleet.space import ALL, Share
 from flexengine.config import Result, SamplingParams
-from flexengine.engine.agreement import CACHE, LOSSY, PREFILL_TOKENS, engine_part, settings_of, switches_part, take_over
 from flexengine.engine.engine import Engine
-from flexengine.engine.sweep_reports import JobRows
+from flexengine.engine.file_job import CACHE, PREFILL_TOKENS, engine_part, settings_of, take_over
+from flexengine.engine.summary import JobRows
 from flexengine.errors import (
     ONE_SEQUENCE,
     FlexError,
@@ -29,7 +29,7 @@ from flexengine.guests.stages.group import PipelineGroup
 from flexengine.job.columns import generated
 from flexengine.job.journal import decode_record, encode_record, result_of, value_of
 from flexengine.job.rows import Row
-from flexengine.job.same_job import differences
+from flexengine.job.same_job import LOSSY, differences
 from flexengine.lossy import Lossy
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -45,7 +45,7 @@ class Description:
     """The values that a job needs of its engines before it begins."""
 
     name: str
-    # engine, switches: parts of the manifest; see `engine_part` and `switches_part`.
+    # engine, switches: parts of the manifest; see `engine_part` and `Session.switches`.
     engine: Mapping[str, Any]
     switches: Mapping[str, Any]
     settings: Mapping[str, Any]  # see `settings_of`; empty if there is no row to plan with
@@ -165,7 +165,7 @@ class FleetMember:
             engine.reader.check(params)
             engine.reader.check_chat(self.recipe.chat)
             engine.choose_bits()
-            own, switches = engine_part(engine, {}), switches_part(engine)
+            own, switches = engine_part(engine, {}), engine.switches
             settings: dict[str, Any] = {}
             workload = engine.reader.survey(rows_of(sample), params) if sample else None
             if workload is not None and workload.count and (layout := _planned(engine, workload)) is not None:

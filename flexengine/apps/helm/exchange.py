@@ -11,9 +11,9 @@ from flexengine.apps.helm.requests import ID, STATE, Encoding, digest_of, result
 from flexengine.apps.rows_job import RowsJob, RunsJobs
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_fault, json_kind, shown
+from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
-from flexengine.job.whole_file import write_whole
 
 Request = Mapping[str, Any]
 Row = dict[str, Any]

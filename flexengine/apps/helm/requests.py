@@ -12,8 +12,8 @@ from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.prompts import check_text
 from flexengine.job.results import logprob_of
+from flexengine.job.rows import check_text
 
 Token = dict[str, Any]
 

@@ -327,12 +327,11 @@ def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[
     Raises:
         InvalidInput: the cache has responses of another model.
     """
-    was, allow = stored.get(RECORD) or {}, engine.options.allow
+    was = stored.get(RECORD) or {}
     model = engine.fingerprint(was.get(MODEL_FILES, {}))
-    if allow:
+    if engine.options.allow:
         model.pop("cache", None)  # the planner chooses it
-    lossy = {"allow": sorted(allow)} if allow else engine.switches
-    now = json.loads(json.dumps({**options, **model, LOSSY: lossy}))  # tuples become lists
+    now = json.loads(json.dumps({**options, **model, LOSSY: engine.switches}))  # tuples become lists
     if was and (changed := differences(was, now)):
         raise InvalidInput(
             f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}; name"

@@ -8,7 +8,7 @@ from flexengine.apps.tables import FileTable
 from flexengine.apps.wrangle.prompts import serialise, text_of
 from flexengine.apps.wrangle.spec import TOKEN, Spec
 from flexengine.errors import InvalidInput
-from flexengine.job.reading import TableRow
+from flexengine.job.read_tables import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time

@@ -13,9 +13,9 @@ from flexengine.apps.wrangle.prompts import NO, YES
 from flexengine.apps.wrangle.spec import TRANSFORM
 from flexengine.apps.wrangle.tables import Added, check_output, holds_table, write_table
 from flexengine.errors import InvalidInput
+from flexengine.job.files import part_path
 from flexengine.job.journal import Journal
 from flexengine.job.results import files_beside
-from flexengine.job.whole_file import part_path
 
 
 def job_of(output: str) -> RowsJob:

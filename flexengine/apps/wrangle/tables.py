@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.apps.wrangle.prompts import text_of
 from flexengine.errors import InvalidInput
-from flexengine.job.reading import DELIMITERS
+from flexengine.job.files import explained, whole_file
+from flexengine.job.inputs import InputFile
+from flexengine.job.read_tables import DELIMITERS
 from flexengine.job.results import encode_fields
-from flexengine.job.source import InputFile
-from flexengine.job.whole_file import explained, whole_file
 
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with .gz or .zst)"

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flexengine.activity import activity, message
 from flexengine.config import parse_size
-from flexengine.engine.guests import ProcessGroup
+from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, OutOfMemory, WorkerLost, shown
 from flexengine.guests.attention_workers.client import Client
 from flexengine.guests.attention_workers.pool import WorkerPool

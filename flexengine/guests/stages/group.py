@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from flexengine.engine.guests import ProcessGroup
+from flexengine.engine.stages import ProcessGroup
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.wire.link import MOST_BODY, Broken, Connection, pack, unpack
 from flexengine.guests.wire.processes import INTERFACE, LOCAL, ranks

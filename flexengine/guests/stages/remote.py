@@ -31,11 +31,9 @@ from flexengine import __version__
 from flexengine.activity import message
 from flexengine.config import SamplingParams
 from flexengine.engine.core import Core
-from flexengine.engine.fingerprint import numerics
-from flexengine.engine.guests import StageDriver
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import UNLIMITED, Planner
-from flexengine.engine.stages import Stage, StageResult, Sweep
+from flexengine.engine.stages import Stage, StageDriver, StageResult, Sweep
 from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost, WorkerLost
 from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
@@ -364,7 +362,7 @@ def check_alike(core: Core, options: EngineOptions, group: PipelineGroup) -> Non
     own: dict[str, Any] = {
         "flexengine": f"{__version__}, frames {LAYOUT}", "python torch": torch.__version__,
         "model": core.source.name, "files of the model": identity.digest(identity.given_files(core.source))[:16],
-        **{f"setting {name}": value for name, value in numerics(core).items() if name not in ("torch", "policy")},
+        **{f"setting {name}": value for name, value in core.numerics.items() if name not in ("torch", "policy")},
         "lossy switches": core.lossy.enabled, "switches to choose from": sorted(options.allow),
         "policy": options.policy.to_json() if options.policy else None,
         "layers": core.skeleton.total,

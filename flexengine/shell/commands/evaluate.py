@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine.errors import InvalidInput
-from flexengine.job.interrupt import Interrupts
-from flexengine.job.overwrite import check_not_overwritten
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, interruptible
+from flexengine.job.files import check_not_overwritten
+from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
 from flexengine.shell.commands.messages import say, table
 from flexengine.shell.commands.open_engine import bare_options, load_libraries
 from flexengine.shell.commands.options import DTYPES, MACHINE, OptionTable, file_name, named

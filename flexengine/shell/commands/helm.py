@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import InvalidInput, shown
-from flexengine.job.interrupt import Interrupts
-from flexengine.job.overwrite import check_not_overwritten
+from flexengine.job.files import check_not_overwritten, is_stream
 from flexengine.job.results import check_output
-from flexengine.job.streams import is_stream
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, foreign_errors, interruptible
+from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, foreign_errors, interruptible
 from flexengine.shell.commands.messages import say, say_error
 from flexengine.shell.commands.open_engine import load_libraries
 from flexengine.shell.commands.options import LOSSY, MACHINE, MODEL, OptionTable, add_options, allowed, lossy_of, named

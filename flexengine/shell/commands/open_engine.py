@@ -19,7 +19,7 @@ from flexengine.shell.commands.progress import verified_line
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import MachineOptions
-    from flexengine.engine.state import Progress
+    from flexengine.engine.summary import Progress
     from flexengine.guests.stages.group import PipelineGroup
     from flexengine.job.inputs import InputRows
     from flexengine.lossy import Lossy

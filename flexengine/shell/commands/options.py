@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from flexengine import shipped
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.source import FORMATS
+from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 

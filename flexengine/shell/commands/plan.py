@@ -284,12 +284,15 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
             both = f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens}"
             raise InvalidInput(f"{both} make more than {context}; lower one")
         return Workload({(prompt, params.max_tokens): (args.rows or ROWS) * params.n})
-    from flexengine.engine import planner as planners
-    from flexengine.engine.survey import Refused
+    from flexengine.engine.survey import PromptReader, Refused
+    from flexengine.model.tokenizer import load_tokenizer
 
     refused = Refused()
     with open_rows(args) as rows:
-        workload = planners.workload(opened, rows, params, args.trust_remote_code, refused, args.prefix_sharing)
+        tokenizer = load_tokenizer(opened.source.directory, args.trust_remote_code)
+        reader = PromptReader(tokenizer, opened.skeleton, args.prefix_sharing and not opened.lossy.alters_cache)
+        reader.check_chat(rows.chat)
+        workload = reader.survey(rows, params, refused)
     refused.report(workload, args.input)
     return workload
 

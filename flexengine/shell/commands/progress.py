@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine.activity import Activity, message, reporting
 from flexengine.activity.terminal import Display
 from flexengine.config import Result
-from flexengine.job.chat import fault
+from flexengine.job.rows import chat_fault
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 from flexengine.shell.commands.messages import NORMAL, VERBOSE, verbosity
 
@@ -77,7 +77,7 @@ class RowNotes:
         were continued as they stand, and the model has a chat template."""
         if not self._empty or 2 * self._empty < self._rows or rows.chat or not rows.scan().only_texts:
             return ""
-        if fault(tokenizer) is not None:
+        if chat_fault(tokenizer) is not None:
             return ""
         empty = f"{self._empty} of {count(self._rows, 'text is', 'texts are')} empty"
         return f"{empty}; --chat runs each prompt as a user's message, through the model's chat template"

@@ -206,12 +206,11 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
 
 def facts(engine: "Engine") -> dict[str, Any]:
     """Return the model, the machine and the versions of a run."""
-    from flexengine.engine.fingerprint import numerics  # imported here, as these modules import torch
     from flexengine.measure.store import machine_name
 
     core = engine.core
     name = machine_name(core.machine)
-    return {"model": core.source.name, "kind": core.machine.kind, "machine": name, **numerics(core)}
+    return {"model": core.source.name, "kind": core.machine.kind, "machine": name, **core.numerics}
 
 
 # Output.

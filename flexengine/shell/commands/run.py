@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.interrupt import Interrupts
-from flexengine.job.overwrite import check_model_kept, check_not_overwritten
+from flexengine.job.files import STDIN, check_model_kept, check_not_overwritten, descriptor, part_path
 from flexengine.job.results import check_output, files_beside
-from flexengine.job.streams import STDIN, output_name
-from flexengine.job.whole_file import part_path
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, interruptible
+from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
 from flexengine.shell.commands.fleet import FLEET, check_fleet, fleet_runner
 from flexengine.shell.commands.habits import command_text
 from flexengine.shell.commands.messages import NORMAL, detail, say, verbosity
@@ -26,7 +23,7 @@ from flexengine.shell.commands.progress import RowNotes, detail_lines, last_line
 from flexengine.shell.report.base import NoReport
 
 if TYPE_CHECKING:
-    from flexengine.engine.state import Progress
+    from flexengine.engine.summary import Progress
     from flexengine.job.resume import JobStore
 
 _END = """\
@@ -80,7 +77,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         right = command_text("run", ["INPUT", "--model", args.input])
         raise InvalidInput(f"{args.input} is a model, which is given by --model; write {right}")
     args.input = STDIN if args.input == "-" else args.input
-    args.output = output_name(args.output)
+    if args.output == "-" or (args.output and descriptor(args.output) == 1):
+        args.output = None  # standard output, as if no name was given
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
         say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
     rank = rank_of(args)
@@ -126,8 +124,6 @@ def run_job(
     # Imported here, as it imports numpy, and --help must not.
     from flexengine.engine.file_job import EngineRunner, FileJob
 
-    if note := store.take_note():
-        say(note)
     notes, report = RowNotes(), NoReport()
     if args.report:
         from flexengine.shell.report.recorder import ReportRecorder

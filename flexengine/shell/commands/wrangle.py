@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.apps.wrangle.spec import DEFAULT_SHOTS, MAX_TOKENS, PICKS, SIMILARITIES, TASKS, Spec, make_spec
 from flexengine.errors import InvalidInput
-from flexengine.job.interrupt import Interrupts
 from flexengine.plan.formatting import count
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, interruptible
+from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
 from flexengine.shell.commands.messages import say
 from flexengine.shell.commands.open_engine import open_engine
 from flexengine.shell.commands.parser import Parser

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flexengine.errors import InvalidInput
-from flexengine.job.overwrite import check_model_kept, check_not_overwritten
+from flexengine.job.files import check_model_kept, check_not_overwritten
 
 
 def check_written(written: Mapping[str, str | None], read: Mapping[str, str | None], model: str | None) -> None:

@@ -7,7 +7,7 @@ from flexengine.config import Result
 
 if TYPE_CHECKING:
     from flexengine.engine.session import Session
-    from flexengine.engine.state import Progress
+    from flexengine.engine.summary import Progress
 
 
 class NoReport:

@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from flexengine import __version__
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts
+from flexengine.engine.summary import JobCounts, Progress
 from flexengine.job.rows import without_place
 from flexengine.plan.brief import kind_bytes
 from flexengine.plan.feedback import PlanReport, SweepMonitor

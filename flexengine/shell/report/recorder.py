@@ -11,11 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from flexengine.config import Completion, Result
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts
+from flexengine.engine.summary import JobCounts, Progress
 from flexengine.errors import InvalidInput
+from flexengine.job.files import part_path
 from flexengine.job.resume import JobStore
-from flexengine.job.whole_file import part_path
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.shell.report.base import NoReport
 from flexengine.shell.report.record import (

@@ -12,7 +12,7 @@ import torch
 
 from flexengine.apps.evaluate.report import RESULTS
 from flexengine.config import Result
-from flexengine.job import whole_file
+from flexengine.job import files
 from flexengine.job.journal import Journal
 from flexengine.shell.commands import evaluate
 from tests.helpers.forked import SlowCommand
@@ -133,7 +133,7 @@ def test_an_interrupted_evaluation_ends_with_the_same_files(
 ) -> None:
     whole = tmp_path / "whole"
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
-    add, write_whole = Journal.add, whole_file.write_whole
+    add, write_whole = Journal.add, files.write_whole
     for stop in (0, 5, 17, "results.csv"):
         folder, count = tmp_path / f"stop-{stop}", 0
 

@@ -62,11 +62,8 @@ def recipe(directory: str, **options: Any) -> Recipe:
 def run(known: Any, output: Path, fleet: LocalFleet, size: int | None = None, **options: Any) -> dict[str, Any]:
     model, given, _ = known
     with InputRows(given) as rows, open_job(rows, output) as job:
-        running = FileJob(FleetRunner(fleet, recipe(model, **options), size), job)
-        if running.begin():
-            for _ in running.results():
-                pass
-        return running.end()
+        summary: dict[str, Any] = FileJob(FleetRunner(fleet, recipe(model, **options), size), job).run()
+        return summary
 
 
 @pytest.mark.parametrize(("actors", "size", "repeated"), [(1, None, False), (2, 3, True), (3, 1, True), (1, 99, False)])
@@ -137,9 +134,10 @@ def test_a_fleet_continues_the_job_of_an_engine(options: Any, known: Any, tmp_pa
         open_job(rows, outputs[1]) as job,
     ):  # fmt: skip
         running = FileJob(EngineRunner(engine, PARAMS), job)
-        assert running.begin()
+        running.begin()
         with contextlib.closing(running.results()) as results:
             began = len(list(islice(results, 7)))
+        assert began == 7
     assert run(known, outputs[1], LocalFleet(2), 3, **options)["job"]["done_before"] == began
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 

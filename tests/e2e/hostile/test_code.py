@@ -8,7 +8,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.job.prompts import Row, encode
+from flexengine.job.rows import Row, encode
 from flexengine.model.config import load_config
 from flexengine.model.tokenizer import load_tokenizer
 from tests.helpers.hostile import LLAMA, damaged, refused_or_loaded, write_json

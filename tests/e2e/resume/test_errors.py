@@ -8,7 +8,7 @@ import pytest
 
 from flexengine.engine.engine import Engine
 from flexengine.engine.planner import Planner
-from flexengine.engine.sweep_reports import JobRows
+from flexengine.engine.summary import JobRows
 from tests.helpers.job import Job
 from tests.helpers.resuming import SAMPLED, Watch, journal_of, records, rows_done, state
 
@@ -140,7 +140,7 @@ def test_an_output_that_was_edited_is_not_replaced(job: Job, watch: Watch, more:
     assert job.output.read_bytes() == expected
 
 
-@pytest.mark.parametrize("before", ["write_output", "add_output"])
+@pytest.mark.parametrize("before", ["whole_file", "add_output"])
 @pytest.mark.parametrize("limit", ["6", "8"])
 def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
     job: Job, watch: Watch, whole: Any, monkeypatch: pytest.MonkeyPatch, before: str, limit: str
@@ -156,7 +156,7 @@ def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
     (job.folder / "peace.jsonl.journal").unlink()
     assert job("--limit", "3") == 0, job.err
     with monkeypatch.context() as patched:
-        patched.setattr(*((resume, before) if before == "write_output" else (journal.Journal, before)), fail)
+        patched.setattr(*((resume, before) if before == "whole_file" else (journal.Journal, before)), fail)
         assert job() == 3
     watch.forget()
     if (before, limit) == ("add_output", "6"):

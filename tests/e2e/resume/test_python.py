@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, InvalidInput, OutOfMemory, Policy, Progress, SamplingParams, Summary
-from flexengine.engine import sweep_reports
-from flexengine.engine.summary import JobCounts
-from flexengine.engine.sweep_reports import JobRows
+from flexengine.engine import summary
+from flexengine.engine.summary import JobCounts, JobRows
 from tests.helpers.families import NEW
 from tests.helpers.forked import Forked
 from tests.helpers.job import Job
@@ -274,13 +273,13 @@ def test_killed(job: Job, whole: Any) -> None:
 
 def test_progress_of_the_next_job_does_not_count_this_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[JobRows] = []
-    made = sweep_reports.SweepReports.__init__
+    made = summary.SweepReports.__init__
 
     def counting(*given: Any) -> None:
         counted.append(given[3])
         made(*given)
 
-    monkeypatch.setattr(sweep_reports.SweepReports, "__init__", counting)
+    monkeypatch.setattr(summary.SweepReports, "__init__", counting)
     with opened(job, device="cpu") as engine:
         engine.run_job(job.input, job.output, PARAMS)
         engine.generate(job.family.rows[:2], PARAMS)

@@ -65,7 +65,7 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
 
 
 def test_a_job_that_cannot_fit_is_refused_before_its_model_is_hashed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexengine.engine.fingerprint.model_files", lambda *_: pytest.fail("the model was hashed"))
+    monkeypatch.setattr("flexengine.model.identity.marks", lambda *_: pytest.fail("the model was hashed"))
     assert job("--device", "cpu", "--device-mem", "4K") == 2
     refused = job.err
     monkeypatch.undo()

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ import pytest
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
-from flexengine.job.results import ResultWriter
 from flexengine.shell.commands import exit_codes, run
 from tests.helpers.job import Job
 
@@ -163,7 +163,8 @@ def test_the_first_error_is_the_one_reported(job: Job, monkeypatch: pytest.Monke
     assert job() == exit_codes.REFUSED
     assert "first" in job.err
     assert "second" not in job.err
-    monkeypatch.setattr(ResultWriter, "__exit__", broken)
+    stdout = SimpleNamespace(buffer=SimpleNamespace(flush=broken))
+    monkeypatch.setattr("flexengine.job.resume.sys", SimpleNamespace(stdout=stdout))
     assert run.main(without_output(job)) == exit_codes.REFUSED
     assert "first" in job.capsys.readouterr().err
 

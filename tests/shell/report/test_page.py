@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flexengine.engine.state import Progress
-from flexengine.engine.summary import JobCounts
+from flexengine.engine.summary import JobCounts, Progress
 from flexengine.shell.report.page import render
 from flexengine.shell.report.record import FAILED, INTERRUPTED, RUNNING, ErrorCounts, Lengths
 from tests.helpers.reports import PLAN, record

@@ -1,0 +1,353 @@
+"""Readers of tables: of CSV and TSV files with the csv module; of Parquet files, and of Arrow IPC files and streams
+(.arrow, .feather version 2), with pyarrow, which is optional.
+
+Cells of CSV files have the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
+"""
+
+import base64
+import csv
+import datetime
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any, BinaryIO, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, json_fault, meant, shown
+from flexengine.job import read_json
+from flexengine.job.inputs import InputFile, ReadRows
+from flexengine.job.read_json import plain_request, utf8_fault
+from flexengine.job.rows import CONTEXT, PROMPT_KINDS, SCORED_KINDS, Row
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
+_AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
+_MOST_LINES = 1000  # of a record: without a limit every stray quote would read the rest of the file
+_Cells = tuple[int, list[str], str | None]  # line on which a record starts, its cells, and why it cannot be read
+_WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
+_BATCH_ROWS = 256  # rows converted to Python at a time
+
+
+def _kinds(hint: Any) -> frozenset[Any]:
+    """Return the types in a type hint: tuple and str for tuple[str, ...], int and NoneType for int | None."""
+    return frozenset({get_origin(hint) or hint}).union(*map(_kinds, get_args(hint)))
+
+
+SAMPLING_TYPES = {name: _kinds(hint) for name, hint in get_type_hints(SamplingParams).items()}
+
+
+class TableRow(NamedTuple):
+    """One row of a table."""
+
+    line: int  # line on which the row starts, from 1
+    fields: dict[str, Any]  # cells by column, converted to values that JSON can hold
+    fault: str | None = None  # why the row cannot be used; None if it can
+
+
+def check_columns(source: InputFile, columns: list[str], wanted: tuple[str, ...]) -> None:
+    """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
+    if double := sorted({name for name in columns if columns.count(name) > 1}):
+        raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
+    if set(wanted) & set(columns):
+        return
+    lacks = f"input {source.name} has no column {' or '.join(wanted)}; its columns are {columns}"
+    if seems := other_separator(columns, source.form, _AS_TSV):
+        raise InvalidInput(f"{lacks}: {seems}")
+    name = meant(wanted[0], columns) or "NAME"
+    raise InvalidInput(
+        f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r} in Python)"
+    )
+
+
+def whole_number(name: str, value: Any) -> Any:
+    """Return a cell's value. In a column named like a sampling field of whole numbers 9.0 becomes 9, as columns with
+    gaps hold floats."""
+    whole = int in SAMPLING_TYPES.get(name, ()) and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
+
+
+def other_separator(columns: Sequence[str], form: str, as_tsv: str = "name it .tsv") -> str:
+    """Return, for a message, the character that seems to separate the columns, and what to do; "" if there is none.
+
+    Args:
+        columns: names of the columns. With another separator there is one, which holds all names.
+        as_tsv: what to do if tabs separate the columns.
+    """
+    separator = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and form in DELIMITERS else None
+    if separator is None:
+        return ""
+    tabs = separator[0] == "\t"
+    remedy = as_tsv if tabs else "save the file with commas"
+    return f"they seem to be separated by {'tabs' if tabs else repr(separator[0])}; {remedy}"
+
+
+def open_table(source: InputFile, column: str | None, score: bool) -> ReadRows:
+    """Return the reader of a table. pyarrow opens Parquet and Arrow files by their path."""
+    if in_text := source.form in DELIMITERS:
+        column = column or "prompt"
+        if column in PROMPT_KINDS[1:]:
+            raise InvalidInput(f"input {source.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
+    texts = (column or "prompt", *((CONTEXT, *SCORED_KINDS) if score else ()))
+    convert = whole_number if not in_text else _scored_cell if score else parsed_cell
+
+    def table(file: BinaryIO) -> tuple[list[str], Iterator[TableRow]]:
+        return csv_table(file, source) if in_text else arrow_table(source, texts)
+
+    def row_of(index: int, record: TableRow) -> Row:
+        row = Row(index, record.line, record.fields)
+        try:
+            if record.fault is not None:
+                raise InvalidInput(record.fault)
+            request = plain_request(record.fields, column, score)
+            return replace(row, request={name: convert(name, value) for name, value in request.items()})
+        except InvalidInput as error:
+            return row.refused(str(error))
+
+    with source.open() as file:
+        columns, _ = table(file)
+    prompts = PROMPT_KINDS if column is None else (column,)
+    check_columns(source, columns, (*SCORED_KINDS, *prompts) if score else prompts)
+    return lambda file: (row_of(index, record) for index, record in enumerate(table(file)[1]))
+
+
+class _Feed(Iterator[str]):
+    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again."""
+
+    def __init__(self, lines: Iterator[bytes | None], most: int) -> None:
+        self._lines, self._most = enumerate(lines, start=1), most
+        self._again: deque[tuple[int, bytes | None]] = deque()
+        self._size = 0
+        self.taken: list[tuple[int, bytes | None]] = []  # lines (number, bytes) of the present record
+
+    def __next__(self) -> str:
+        number, raw = self._again.popleft() if self._again else next(self._lines)
+        self.taken.append((number, raw))
+        self._size += len(raw or b"")
+        if raw is None or self._size > self._most + 2:  # 2 bytes for the record's line end
+            raise csv.Error(read_json.too_long(self._most))
+        if len(self.taken) > _MOST_LINES:
+            raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
+        return raw.decode("utf-8", "surrogateescape")
+
+    def begin(self) -> None:
+        self.taken.clear()
+        self._size = 0
+
+    def give_back(self) -> None:
+        """Yield all lines of this record but the first again."""
+        self._again.extendleft(reversed(self.taken[1:]))
+        del self.taken[1:]
+
+
+def csv_table(file: BinaryIO, source: InputFile) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated. Raise
+    InvalidInput if the file has no header."""
+    records = _csv_records(file, DELIMITERS[source.form], read_json.MAX_LINE_BYTES)
+    line, columns, fault = next(records, (0, [], "it is empty"))
+    if fault:
+        fault = f"line {line} {fault}" if line else fault
+        raise InvalidInput(f"input {source.name} has no header line that names the columns: {fault}")
+
+    def named() -> Iterator[TableRow]:
+        for line, cells, fault in records:
+            if fault is None and len(cells) != len(columns):
+                fault = f"has {len(cells)} cells, but the header has {len(columns)}"
+            yield TableRow(line, {} if fault else dict(zip(columns, cells, strict=True)), fault)
+
+    return columns, named()
+
+
+def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[_Cells]:
+    """Yield the records of a CSV file, header first, without blank lines.
+
+    If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
+    A stray quote therefore does not consume the rest of the file.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
+    feed = _Feed(read_json.read_lines(file, most), most)
+    while True:
+        feed.begin()
+        cells, fault = list[str](), None
+        try:
+            cells = next(csv.reader(feed, delimiter=delimiter, strict=True))
+        except StopIteration:
+            return
+        except csv.Error as error:
+            feed.give_back()
+            fault = str(error)  # without the csv module's advice for programmers
+            if fault.startswith("new-line character"):
+                fault = "has a carriage return (CR) that ends no line; save the file with line ends LF or CRLF"
+            elif not fault.startswith("is longer"):
+                fault = f"invalid CSV: {fault.split(' - ')[0]}"
+        raw = b"".join(raw for _, raw in feed.taken if raw is not None)
+        if fault is None and not raw.strip(b" \r\n"):
+            continue
+        yield feed.taken[0][0], cells, utf8_fault(raw) or fault
+
+
+def _scored_cell(name: str, cell: str) -> Any:
+    """Return the value of a CSV cell of a row that is scored or generates: an empty cell is no value, and choices are a
+    JSON list. Other cells are as for `parsed_cell`."""
+    if not cell and name in ("prompt", CONTEXT, *SCORED_KINDS):
+        return None
+    if name != "choices":
+        return parsed_cell(name, cell)
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"choices is {shown(cell)}, which is no JSON list: {json_fault(error)}") from error
+
+
+def parsed_cell(name: str, cell: str) -> Any:
+    """Return the value of a CSV cell.
+
+    In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
+    if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
+    booleans are true and false, lists are JSON, and a list of one may be its element alone.
+
+    Raises:
+        InvalidInput: the text is no value of this sampling field.
+    """
+    kinds = SAMPLING_TYPES.get(name)
+    if kinds is None:
+        return cell
+    if not cell:
+        return None
+    try:
+        if tuple in kinds:
+            return json.loads(cell) if cell.startswith("[") else [cell if str in kinds else _whole(cell)]
+        if bool in kinds:
+            return {"true": True, "false": False}[cell.strip().lower()]
+        return float(cell) if float in kinds else _whole(cell)
+    except (ValueError, KeyError, RecursionError) as error:
+        wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
+        if tuple in kinds:
+            wanted = "a JSON list" if str in kinds else "a JSON list of whole numbers, or one whole number"
+        raise InvalidInput(
+            f"column {name} is {cell[:50]!r}; as a sampling field it must be {wanted} (rename the column if it holds"
+            " data)"
+        ) from error
+
+
+def _whole(cell: str) -> int:
+    if (match := _WHOLE.fullmatch(cell)) is None:
+        raise ValueError(cell)
+    return int(match[1])
+
+
+def arrow_table(source: InputFile, texts: Container[str] | None) -> tuple[list[str], Iterator[TableRow]]:
+    """Return the names of the columns of a Parquet or Arrow file, and its rows, which are read as they are iterated.
+
+    Values are those that JSON can hold (see `_plain`). Iterating raises InvalidInput if the file is damaged.
+
+    Args:
+        texts: as for `record_of`.
+
+    Raises:
+        InvalidInput: the file cannot be opened.
+    """
+    name, form = source.name, source.form
+    try:
+        schema, batches = _open(source.file, form)
+    except ImportError as error:
+        raise InvalidInput(
+            f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"'
+        ) from error
+    except Exception as error:  # pyarrow raises errors of its own, and others unchanged
+        raise InvalidInput(f"input {name} cannot be read as .{form}: {_first_line(error)}") from error
+    return list(schema.names), _records(batches, name, texts)
+
+
+def _records(batches: Iterator[Any], name: Path, texts: Container[str] | None) -> Iterator[TableRow]:
+    import pyarrow as pa
+
+    line = 0
+    try:
+        for batch in batches:
+            for first in range(0, batch.num_rows, _BATCH_ROWS):
+                for cells in records_of(batch.slice(first, _BATCH_ROWS)):
+                    line += 1
+                    yield record_of(line, cells, texts)
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
+
+
+def _open(path: Path, form: str) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of a file."""
+    import pyarrow as pa
+
+    if form == "parquet":
+        import pyarrow.parquet as pq
+
+        table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        return table.schema_arrow, table.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+    source = pa.memory_map(str(path))
+    try:
+        file = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
+        source.seek(0)
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+
+
+def records_of(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows as Python values. A cell that cannot be converted is the exception instead."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, ArithmeticError):  # text that is not UTF-8, or a time beyond Python's range
+        columns = batch.schema.names
+        for i in range(batch.num_rows):
+            yield {name: _cell(column[i]) for name, column in zip(columns, batch.columns, strict=True)}
+
+
+def _cell(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, ArithmeticError) as error:
+        try:
+            return str(scalar.cast("string").as_py())  # nanosecond times, which Python cannot represent
+        except (ValueError, ArithmeticError, NotImplementedError):
+            return error
+
+
+def record_of(line: int, cells: dict[str, Any], texts: Container[str] | None) -> TableRow:
+    """Return the record of a row's cells. It has a fault if a cell is an exception, or if bytes in one of the columns
+    `texts` are not UTF-8.
+
+    Args:
+        texts: columns in which bytes are text. None reads bytes of every column as text if they are UTF-8.
+    """
+    fault = next((f"column {n}: {_first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
+    for name, value in cells.items():
+        if isinstance(value, bytes) and (texts is None or name in texts):
+            wrong = utf8_fault(value)
+            fault = fault or (wrong if texts is not None else None)
+            cells[name] = value if wrong else value.decode("utf-8")
+    return TableRow(line, {name: _plain(v) for name, v in cells.items() if not isinstance(v, Exception)}, fault)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold. Infinity and NaN become None, dates and times ISO 8601 text, bytes base64, and
+    other types (decimals, durations, UUIDs) text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
+        return value.isoformat()
+    return str(value)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
