@@ -5,8 +5,8 @@ python -m bench.walk prompt|weight|error
 Runs a job of a tiny model with a trace function in all threads. A module is a *room* of the walk if one of its
 functions is called with the thing: the prompt's text or its token ids, the weight's name or its bytes, the error; or
 with a record that holds it, at most DEPTH records deep; or if the error is raised through it. A *turn* is a move from a
-room to one that was entered earlier; equal moves count once. Prints the rooms in the order of first entry, with the numbers
-of the rooms that the walk turns back to from there, and counts. docs/architecture.md has the three walks.
+room to one that was entered earlier; equal moves count once. Prints the rooms in the order of first entry, with the
+numbers of the rooms that the walk turns back to from there, and counts. docs/architecture.md has the three walks.
 """
 
 import argparse

@@ -1,20 +1,12 @@
 """Rows that an app makes, as the input of one resumable job, and the rows of its output."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields, journal_path
-
-
-class RunsJobs(Protocol):
-    """The part of an engine that runs jobs of files."""
-
-    @property
-    def run_job(self) -> Callable[..., Any]:
-        """Return a function that runs the rows of a file; see `Engine.run_job`."""
 
 
 class RowsJob(NamedTuple):
@@ -40,20 +32,19 @@ class RowsJob(NamedTuple):
         """Return whether a run has begun the job."""
         return self.rows.exists() and self.journal.exists()
 
-    def has_other(self, rows: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether the input is there and has other rows."""
-        return self.rows.exists() and self.rows.read_bytes() != _encoded(rows)
+    def has(self, rows: Iterable[Mapping[str, Any]]) -> bool:
+        """Return whether the input has these rows."""
+        return self.rows.exists() and self.rows.read_bytes() == _encoded(rows)
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the input, unless it has these rows."""
-        rows = list(rows)
-        if not self.rows.exists() or self.has_other(rows):
+        if not self.has(rows):
             write_whole(self.rows, _encoded(rows))
 
-    def outputs(self) -> list[dict[str, Any]]:
-        """Return the rows of the output."""
+    def outputs(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the output."""
         with self.results.open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+            yield from map(json.loads, file)
 
 
 def _encoded(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -21,8 +21,7 @@ from lm_eval.api.model import CacheHook  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from flexengine.apps.lm_eval import sampling  # noqa: E402
-from flexengine.apps.lm_eval.arguments import OWN  # noqa: E402
+from flexengine.apps.lm_eval.arguments import ALLOWED, OWN  # noqa: E402
 from flexengine.apps.lm_eval.model import RECORD, FlexLM  # noqa: E402
 from flexengine.engine.options import EngineOptions  # noqa: E402
 from flexengine.errors import FlexError, InvalidInput  # noqa: E402
@@ -328,7 +327,7 @@ def test_commands_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert args.model == "MODEL"
     assert len(found) == 3
     text = page.read_text("utf-8")
-    ours = {*OWN, *(f.name for f in fields(Lossy)), *(f.name for f in fields(EngineOptions)), *sampling.ALLOWED}
+    ours = {*OWN, *(f.name for f in fields(Lossy)), *(f.name for f in fields(EngineOptions)), *ALLOWED}
     ours -= {"group", "strategy", "sharing", "worker_sharing"}  # of pipelines and fleets
     ours -= {"model", "on_sweep", "links", "lossy", "device", "max_tokens", "max_new_tokens", "max_completion_tokens"}
     assert {name for name in ours if f"`{name}`" not in text and f"`--{name}`" not in text} == set()

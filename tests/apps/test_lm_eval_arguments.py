@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 
-from flexengine.apps.lm_eval import sampling
-from flexengine.apps.lm_eval.arguments import engine_device, engine_options, joined, unused
+from flexengine.apps.lm_eval.arguments import engine_device, engine_options, generation_of, joined, unused
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, Lossy
 
@@ -21,7 +20,7 @@ from flexengine.lossy import BUNDLED, Lossy
         str(i) for i in range(16))),
 ])  # fmt: skip
 def test_sampling_parameters(given: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(sampling.generation_of(given, 1).params, field) == value
+    assert getattr(generation_of(given, 1)[0], field) == value
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -34,7 +33,7 @@ def test_sampling_parameters(given: dict[str, Any], field: str, value: Any) -> N
 ])  # fmt: skip
 def test_refused_generation_arguments(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        sampling.generation_of(given, None)
+        generation_of(given, None)
 
 
 def test_engine_options() -> None:

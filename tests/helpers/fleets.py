@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
-from flexengine.apps.fleet.member import Description, Failure, FleetMember, Recipe, ShardAnswer
+from flexengine.apps.fleet.job import Description, Failure, FleetMember, Recipe, ShardAnswer
 from flexengine.apps.fleet.space import Share
 
 T = TypeVar("T")

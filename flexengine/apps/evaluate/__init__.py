@@ -1,5 +1,5 @@
 """Evaluation of models on local scenarios (docs/evaluate.md).
 
-`scenario` reads a YAML file, `instances` makes prompts of its rows, and `evaluation` packs the prompts of all scenarios
-into one job, which `runs` runs; `figures` computes the metrics of its results, and `report` writes the files.
+`scenario` reads a YAML file, `instances` makes prompts of its rows, and `evaluation` runs the prompts of all scenarios
+as one job; `report` computes the metrics of its results, and writes the files.
 """

@@ -7,17 +7,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flexengine import __version__
 from flexengine.activity import message
-from flexengine.apps.evaluate.figures import Draws, figures
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import CHOICE, GENERATION, METRICS, InstanceAnswer
-from flexengine.apps.evaluate.report import RESULTS, Evaluation
-from flexengine.apps.evaluate.runs import Run, run_job
+from flexengine.apps.evaluate.report import RESULTS, Evaluation, Figure, figures
+from flexengine.apps.evaluate.runs import Run
 from flexengine.apps.evaluate.scenario import Scenario
-from flexengine.apps.rows_job import RowsJob, RunsJobs
+from flexengine.apps.rows_job import RowsJob
+from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.files import write_whole
 from flexengine.job.journal import Journal
@@ -25,10 +24,12 @@ from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place
 from flexengine.records import read_object
 
+if TYPE_CHECKING:
+    from flexengine.engine.engine import Engine
+
 JOBS, THROUGHPUT = "jobs", "throughput.json"
 _JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 Row = Mapping[str, Any]
-Open = Callable[[Run], AbstractContextManager[RunsJobs]]
 
 
 def throughput(results: Sequence[Row]) -> dict[str, int]:
@@ -55,19 +56,21 @@ def throughput(results: Sequence[Row]) -> dict[str, int]:
 
 
 def evaluate(
-    scenarios: Sequence[Built], runs: Sequence[Run], folder: Path, make: Open, draws: Draws,
+    scenarios: Sequence[Built], runs: Sequence[Run], folder: Path,
+    make: Callable[[Run], AbstractContextManager["Engine"]], resamples: int,
     restarted: Callable[[], None] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Run all scenarios with each run, one run at a time, and return the results. A finished run is not run again.
 
     Args:
         folder: folder of the evaluation; files of jobs are in its folder JOBS.
+        resamples: draws of the bootstrap, which gives the intervals.
         restarted: delete the results of earlier calls before the first run, and call this then; None keeps them.
 
     Raises:
         InvalidInput: no row can be run, or the folder holds jobs of other scenarios or models, or of another process.
     """
-    rows = rows_of(scenarios)
+    rows = [row for built in scenarios for row in rows_of(built)]  # those of one scenario share their shots
     if not rows:
         faults = (each.error for built in scenarios for each in built.instances)
         raise InvalidInput(f"no row of any scenario can be run; the first: {next(faults)}")
@@ -82,22 +85,38 @@ def evaluate(
     for run in runs:
         message(f"run {run.name}: {len(rows)} rows of {len(scenarios)} scenarios in one job")
         with make(run) as engine:
-            results, seconds = run_job(engine, run, rows, folder / JOBS)
+            results, seconds = _run_job(engine, RowsJob.named(folder / JOBS / run.stem), rows)
         note_throughput(run, throughput(results), seconds, folder / THROUGHPUT)
         answers.append(answers_of(scenarios, results))
-    names = [run.name for run in runs]
-    of_all = [figure for number, built in enumerate(scenarios)
-              for figure in figures(built, names, [of_run[number] for of_run in answers], draws)]  # fmt: skip
-    return Evaluation(__version__, runs, scenarios, answers, of_all, draws)
+    names, of_all = [run.name for run in runs], list[Figure]()
+    for built, *of_runs in zip(scenarios, *answers, strict=True):
+        of_all += figures(built, names, of_runs, resamples)
+    return Evaluation(runs, scenarios, answers, of_all, resamples)
+
+
+def _run_job(
+    engine: "Engine", job: RowsJob, rows: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Run the rows as one job, continue it, or read its results if it is finished. Raise InvalidInput if it was begun
+    with other rows.
+
+    Returns:
+        The rows with the fields of the output, and the seconds of the job, from the reading of weights on; None if an
+        earlier call of the command computed some of the rows.
+    """
+    if job.rows.exists() and not job.has(rows):
+        fault = f"{job.rows} was written for other scenarios: they, or their data, have changed since"
+        raise InvalidInput(f"{fault}; give --restart to start over, or another --output")
+    job.write(rows)
+    summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
+    seconds = summary.load_seconds + summary.total_seconds
+    results = [{**row, **output} for row, output in zip(rows, job.outputs(), strict=True)]
+    return results, seconds if summary.job and summary.job.done_before == 0 else None
 
 
 def remove_results(folder: Path, runs: Sequence[Run]) -> None:
-    """Delete all that earlier evaluations wrote to a folder, so that no job continues one of them. runs: runs whose
-    files are deleted even if they have no journal.
-
-    Raises:
-        InvalidInput: another process writes one of the jobs; nothing is deleted then.
-    """
+    """Delete all that earlier evaluations wrote to a folder, so that no job continues one of them. Raise InvalidInput
+    and delete nothing if another process writes one of the jobs. runs: their files need no journal to be deleted."""
     journals = (folder / JOBS).glob(f"*{_JOURNAL}")
     stems = {run.stem for run in runs} | {path.name.removesuffix(_JOURNAL) for path in journals}
     jobs = [RowsJob.named(folder / JOBS / stem) for stem in sorted(stems)]
@@ -132,13 +151,9 @@ def note_throughput(run: Run, counts: dict[str, int], seconds: float | None, pat
     message(f"run {run.name}: {useful:,} useful tokens; a padded batch would compute {padded:,}; {text}")
 
 
-def rows_of(scenarios: Sequence[Built]) -> list[dict[str, Any]]:
-    """Return the rows of the job: one for each instance without error, and one for each list of choices that is scored
-    after the unconditional context. Rows of one scenario follow each other, so that their shots are shared."""
-    return [row for built in scenarios for row in _rows(built)]
-
-
-def _rows(built: Built) -> Iterator[dict[str, Any]]:
+def rows_of(built: Built) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a scenario: one for each instance without error, and one for each list of choices that is
+    scored after the unconditional context."""
     scenario = built.scenario
     runnable = [each for each in built.instances if each.error is None]
     for instance in runnable:
@@ -161,11 +176,10 @@ def _continuations(scenario: Scenario, choices: Sequence[str]) -> list[str]:
 
 
 def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[InstanceAnswer]]:
-    """Return the answers to the instances of each scenario. results: the rows with the fields of the job's output, in
-    the order of `rows_of`."""
+    """Return the answers to the instances of each scenario. results: the rows with the fields of the job's output."""
     left, answers = iter(results), list[list[InstanceAnswer]]()
     for built in scenarios:
-        rows = [next(left) for _ in _rows(built)]
+        rows = [next(left) for _ in rows_of(built)]
         own = iter(row for row in rows if "variant" in row)
         alone = {tuple(row["choices"]): row for row in rows if "variant" not in row}
         answers.append([

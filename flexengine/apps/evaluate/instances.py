@@ -12,12 +12,11 @@ from typing import Any
 
 from flexengine.apps.evaluate.metrics import CHOICE, PERPLEXITY
 from flexengine.apps.evaluate.perturb import ORIGINAL
-from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
-from flexengine.apps.evaluate.templates import columns_of, filled, text_of
+from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario, columns_of, filled, text_of
 from flexengine.apps.tables import FileTable, read_records
 from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.job.inputs import InputFile, InputRows
-from flexengine.job.read_tables import TableRow, other_separator
+from flexengine.job.read_tables import TableRow
 from flexengine.job.rows import without_place
 
 
@@ -101,7 +100,6 @@ def read_table(path: Path) -> FileTable:
 
 
 def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> FileTable:
-    """Return the rows of a file. Raise InvalidInput if it cannot be read or lacks a column."""
     try:
         table = read_table(scenario.path(name))
     except InvalidInput as error:
@@ -113,9 +111,8 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
     needed += [("label.column", label.column)] if label else []
     for place, column in needed:
         if column not in table.columns:
-            seems, known = other_separator(table.columns, table.form), ", ".join(table.columns)
-            lacks = f"{place} names the column {shown(column)}, which {table.name} does not have; choose from {known}"
-            raise scenario.origin.fault(place, f"{lacks}{seems and f': {seems}'}")
+            lacks = f"{place} names the column {shown(column)}, which {table.name} does not have"
+            raise scenario.origin.fault(place, f"{lacks}; choose from {table.known_columns()}")
     place = "perturbations.columns"
     for column in perturbed.columns if perturbed else ():
         if column not in columns:
@@ -125,7 +122,6 @@ def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) ->
 
 
 def _shots(scenario: Scenario, pool: FileTable) -> list[Instance]:
-    """Return the rows that are shown."""
     if (few := scenario.few_shot) is None:
         return []
     made = [_instance(scenario, pool, number, row.fields) for number, row in enumerate(pool.records)]
@@ -165,32 +161,24 @@ def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[i
 
 def _instance(scenario: Scenario, table: FileTable, number: int, fields: dict[str, Any]) -> Instance:
     """Return the instance of a row, without what comes before its prompt; with an error if a value is missing. Raise
-    InvalidInput if the label is a list or none of the choices, as the whole column may be read wrongly then.
-
-    Args:
-        fields: values of the template, possibly perturbed. Choices and labels are those of the row.
-    """
-    row, label = table.records[number], scenario.label
-    empty, place = Instance(number, row.line), table.place(number)
-    if row.fault is not None:
-        return replace(empty, error=f"line {row.line}: {row.fault}")
-    if scenario.kind == CHOICE and label is not None and isinstance(value := row.fields.get(label.column), list):
-        raise InvalidInput(
-            f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
-            " right answer: text or a number"
-        )
+    InvalidInput if the label is a list or none of the choices, as the whole column may be read wrongly then. fields:
+    values of the template, possibly perturbed. Choices and labels are those of the row."""
+    row, label, choice = table.records[number], scenario.label, scenario.kind == CHOICE
+    if choice and label is not None and isinstance(value := row.fields.get(label.column), list):
+        fault = f"{table.place(number)}: the label in column {label.column} is {shown(value)}"
+        raise InvalidInput(f"{fault}; a {CHOICE} row has one right answer: text or a number")
     try:
-        made = replace(empty, context=filled(scenario.prompt.template, fields))
-        if scenario.kind == PERPLEXITY and not made.context:
+        if row.fault is not None:
+            raise InvalidInput(row.fault)
+        context = filled(scenario.prompt.template, fields)
+        if scenario.kind == PERPLEXITY and not context:
             raise InvalidInput("the text is empty")
-        if scenario.kind == CHOICE:
-            made = replace(made, choices=_choices(scenario, row.fields))
+        choices = _choices(scenario, row.fields) if choice else ()
         answers = () if label is None else _answers(label, row.fields)
     except InvalidInput as error:
-        return replace(empty, error=f"line {row.line}: {error}")
-    if label is None or scenario.kind != CHOICE:
-        return replace(made, references=answers)
-    return replace(made, gold=_gold(label, answers[0], made.choices, place))
+        return Instance(number, row.line, error=f"line {row.line}: {error}")
+    gold = _gold(label, answers[0], choices, table.place(number)) if choice and label else None
+    return Instance(number, row.line, ORIGINAL, context, choices, gold, () if choice else answers)
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
@@ -216,7 +204,6 @@ def _list(row: dict[str, Any], column: str) -> list[str]:
 
 
 def _answers(label: Label, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the right answers, as texts of at least one character."""
     value = row.get(label.column)
     found = _list(row, label.column) if isinstance(value, list) else [text_of(row, label.column)]
     if not found or not all(each.strip() for each in found):
@@ -225,20 +212,13 @@ def _answers(label: Label, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _gold(label: Label, text: str, choices: tuple[str, ...], place: str) -> int:
-    """Return the number of the right choice."""
-    count = len(choices)
-    if label.form == TEXT:
-        allowed = choices
-    elif label.form == INDEX:
-        allowed = tuple(map(str, range(count)))
-        text = text.strip().removesuffix(".0")
-    else:
-        allowed = tuple(chr(ord("A") + number) for number in range(count))
-        text = text.strip().upper()
+    count, allowed = len(choices), choices
+    if label.form == INDEX:
+        allowed, text = tuple(map(str, range(count))), text.strip().removesuffix(".0")
+    elif label.form != TEXT:
+        allowed, text = tuple(chr(ord("A") + number) for number in range(count)), text.strip().upper()
     if text not in allowed:
         names = ", ".join(map(shown, allowed)) if label.form == TEXT else f"{allowed[0]} to {allowed[-1]}"
-        raise InvalidInput(
-            f"{place}: the label in column {label.column} is {shown(text)}; with label.form {label.form}"
-            f" and {count} choices it must be one of {names}"
-        )
+        fault = f"{place}: the label in column {label.column} is {shown(text)}"
+        raise InvalidInput(f"{fault}; with label.form {label.form} and {count} choices it must be one of {names}")
     return allowed.index(text)

@@ -149,28 +149,27 @@ def exact_match(text: str, reference: str) -> float:
 
 def quasi_exact_match(text: str, reference: str) -> float:
     """Return 1 if the words are equal."""
-    return float(_words(text, reference) == _words(reference, reference))
+    given, right = _words(text, reference)
+    return float(given == right)
 
 
-def f1(text: str, reference: str) -> float:
-    """Return the F1 of the words, with repetitions, as SQuAD does."""
-    return _f1(Counter(_words(text, reference)), Counter(_words(reference, reference)))
+def f1(text: str, reference: str, once: bool = False) -> float:
+    """Return the F1 of the words, as SQuAD does. once: without repetitions, as HELM does."""
+    given, right = (Counter(set(words) if once else words) for words in _words(text, reference))
+    return 2 * (given & right).total() / (given.total() + right.total())
 
 
 def set_f1(text: str, reference: str) -> float:
     """Return the F1 of the sets of words, as HELM does."""
-    return _f1(Counter(set(_words(text, reference))), Counter(set(_words(reference, reference))))
+    return f1(text, reference, once=True)
 
 
-def _words(text: str, reference: str) -> list[str]:
-    """Return the normalized words of a text. If normalization leaves nothing of the reference, such as "A" or "!",
-    return the text in lower case as one word."""
-    return normalized(text).split() if normalized(reference) else [text.strip().lower()]
-
-
-def _f1(given: Counter[str], right: Counter[str]) -> float:
-    shared = (given & right).total()
-    return 2 * shared / (given.total() + right.total()) if shared else 0.0
+def _words(text: str, reference: str) -> tuple[list[str], list[str]]:
+    """Return the normalized words of both texts. If normalization leaves nothing of the reference, such as "A" or "!",
+    return the texts in lower case as one word each."""
+    if normalized(reference):
+        return normalized(text).split(), normalized(reference).split()
+    return [text.strip().lower()], [reference.strip().lower()]
 
 
 def _best_match(answer: InstanceAnswer, compare: Callable[[str, str], float]) -> tuple[float, ...]:

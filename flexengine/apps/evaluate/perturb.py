@@ -19,36 +19,26 @@ _ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # of a keyboard; each row lies h
 
 @dataclass(frozen=True)
 class Perturbations:
-    """Perturbed copies of each row, one for each field that is set. Shots, instructions and answers stay unchanged.
+    """Perturbed copies of each row, one for each field that is set. Shots, instructions and answers stay unchanged."""
 
-    Attributes:
-        typos: probability with which a letter is replaced by a neighbour on the keyboard; None is off.
-        extra_space: replace each run of spaces by 1 to this many spaces; None is off.
-        contractions: replace "is not" by "isn't", "I am" by "I'm", and so on.
-        seed: seed of typos and spaces.
-        columns: columns of the template that are perturbed; none given is all.
-    """
-
+    # Probability with which a letter is replaced by a neighbour on the keyboard; None is off.
     typos: Annotated[float | None, Limit(math.ulp(0.0), 1), "a probability above 0 and at most 1"] = None
     lower_case: bool = False
+    # Each run of spaces becomes 1 to this many; None is off.
     extra_space: Annotated[int | None, Limit(2, MAX_SPACES)] = None
-    contractions: bool = False
-    seed: int = 0
-    columns: tuple[str, ...] = ()
+    contractions: bool = False  # replace "is not" by "isn't", "I am" by "I'm", and so on
+    seed: int = 0  # seed of typos and spaces
+    columns: tuple[str, ...] = ()  # columns of the template that are perturbed; none given is all
 
     def named(self) -> dict[str, Callable[[str, Random], str]]:
         """Return the perturbations that are on, by name."""
-        typing, most = self.typos, self.extra_space
-        found: dict[str, Callable[[str, Random], str]] = {}
-        if typing is not None:
-            found["typos"] = lambda text, random: typos(text, random, typing)
-        if self.lower_case:
-            found["lower_case"] = lambda text, random: text.lower()
-        if most is not None:
-            found["extra_space"] = lambda text, random: extra_space(text, random, most)
-        if self.contractions:
-            found["contractions"] = lambda text, random: contracted(text)
-        return found
+        every: dict[str, Callable[[str, Random], str]] = {
+            "typos": lambda text, random: typos(text, random, self.typos or 0),
+            "lower_case": lambda text, random: text.lower(),
+            "extra_space": lambda text, random: extra_space(text, random, self.extra_space or 1),
+            "contractions": lambda text, random: contracted(text),
+        }
+        return {name: change for name, change in every.items() if getattr(self, name)}
 
     def copies(self, row: Mapping[str, Any], columns: tuple[str, ...], number: int) -> dict[str, dict[str, Any]]:
         """Return the perturbed copies of a row, by name. number: number of the row in its file; the noise of a row

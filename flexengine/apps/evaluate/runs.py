@@ -1,4 +1,4 @@
-"""Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
+"""Runs: a model with its switches, and the specifications of runs on a command line."""
 
 import re
 from collections.abc import Sequence
@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.rows_job import RowsJob, RunsJobs
-from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, meant, shown
 from flexengine.lossy import EXACT, Lossy
 
@@ -34,34 +32,27 @@ class Run:
 
 def parse_run(text: str) -> Run:
     """Return the run of a specification: NAME, or NAME:OPTION=VALUE,..., or OPTION=VALUE,... whose name is the text.
-
-    Raises:
-        InvalidInput: an option is unknown, has no value, or is given twice; a value is not allowed; or the name is
-            neither PLAIN nor followed by options.
-    """
+    Raise InvalidInput if an option or a value is not allowed, or the name is neither PLAIN nor followed by options."""
     name, colon, rest = text.partition(":")
     if "=" in name:
         name, colon, rest = text, ":", text
     if not name.strip() or (not colon and name != PLAIN) or (colon and not rest):
-        raise InvalidInput(
-            f"--run is {shown(text)}; it must be {PLAIN}, or NAME:OPTION=VALUE,... as in"
-            f" 4bit:weights=int4, with options from {', '.join(OPTIONS)}"
-        )
+        must = f"it must be {PLAIN}, or NAME:OPTION=VALUE,... as in 4bit:weights=int4"
+        raise InvalidInput(f"--run is {shown(text)}; {must}, with options from {', '.join(OPTIONS)}")
     options = _options(name, rest)
-    switches: dict[str, Any] = {n.replace("-", "_"): v for n, v in options.items() if n not in ("model", "dtype")}
+    model, dtype = options.pop("model", None), options.pop("dtype", None)
     try:
-        for switch in ("sparse_attention", "sparsify"):
-            value = switches.get(switch)
-            try:
-                if value is not None:
-                    switches[switch] = float(value)
-            except ValueError:
-                option = switch.replace("_", "-")
-                raise InvalidInput(f"{option} is {shown(value)}; it must be a number, such as 0.1") from None
-        lossy = Lossy(**switches)
+        lossy = Lossy(**{option.replace("-", "_"): _value(option, value) for option, value in options.items()})
     except InvalidInput as error:
         raise InvalidInput(f"--run {name}: {error}") from error
-    return Run(name.strip(), options.get("model"), lossy, options.get("dtype"))
+    return Run(name.strip(), model, lossy, dtype)
+
+
+def _value(option: str, text: str) -> Any:
+    try:
+        return float(text) if option in ("sparse-attention", "sparsify") else text
+    except ValueError:
+        raise InvalidInput(f"{option} is {shown(text)}; it must be a number, such as 0.1") from None
 
 
 def _options(name: str, text: str) -> dict[str, str]:
@@ -72,9 +63,8 @@ def _options(name: str, text: str) -> dict[str, str]:
         if option not in OPTIONS:
             known = meant(option, OPTIONS)
             question = f"did you mean {known}? Else " if known else ""
-            raise InvalidInput(
-                f"--run {name}: there is no option {shown(option)}; {question}choose from {', '.join(OPTIONS)}"
-            )
+            fault = f"--run {name}: there is no option {shown(option)}"
+            raise InvalidInput(f"{fault}; {question}choose from {', '.join(OPTIONS)}")
         if not value or option in options:
             why = "has no value" if not value else "is given twice"
             raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")
@@ -84,63 +74,26 @@ def _options(name: str, text: str) -> dict[str, str]:
 
 def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
     """Return the runs of a command line: each specification with each model, or with its own model if it names one.
+    Raise InvalidInput if a specification is wrong, or two runs would share a name or the names of their files.
 
     Args:
         models: values of --model; none is the demo model.
         texts: values of --run; none is PLAIN.
-
-    Raises:
-        InvalidInput: a specification is wrong, or two runs would share a name or the names of their files.
     """
     runs: list[Run] = []
     for spec in map(parse_run, texts or (PLAIN,)):
         if spec.model is not None or not models:
             runs.append(spec)
         else:
-            several = len(models) > 1
-            names = [f"{Path(model).name} {spec.name}" if several else spec.name for model in models]
-            runs += [replace(spec, model=model, name=name) for model, name in zip(models, names, strict=True)]
+            for model in models:
+                name = f"{Path(model).name} {spec.name}" if len(models) > 1 else spec.name
+                runs.append(replace(spec, model=model, name=name))
     seen: dict[str, Run] = {}
     for run in runs:
         if (size := len(run.stem.encode())) > _MOST_BYTES:
-            raise InvalidInput(
-                f"the name of the run {shown(run.name)} has {size} bytes; it must have at most"
-                f" {_MOST_BYTES}, as files are named by it; give a shorter name"
-            )
+            must = f"it must have at most {_MOST_BYTES}, as files are named by it; give a shorter name"
+            raise InvalidInput(f"the name of the run {shown(run.name)} has {size} bytes; {must}")
         if (first := seen.setdefault(run.stem, run)) is not run:
-            raise InvalidInput(
-                f"two runs are named {first.name} and {run.name}; give --run names of their own, as in"
-                " NAME:OPTION=VALUE"
-            )
+            fault = f"two runs are named {first.name} and {run.name}"
+            raise InvalidInput(f"{fault}; give --run names of their own, as in NAME:OPTION=VALUE")
     return runs
-
-
-def run_job(
-    engine: RunsJobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path
-) -> tuple[list[dict[str, Any]], float | None]:
-    """Run the rows as one job, whose files are in `folder`. If the job was interrupted, it is continued; if it is
-    finished, its results are read.
-
-    Returns:
-        The rows with the fields of the output, and the seconds of the job, from the reading of weights on; None if an
-        earlier call of the command computed some of the rows.
-
-    Raises:
-        InvalidInput: the folder holds a job of this name with other rows.
-    """
-    job = RowsJob.named(folder / run.stem)
-    write_rows(job, rows)
-    summary = engine.run_job(job.rows, job.results, SamplingParams(), score=True)
-    seconds = summary.load_seconds + summary.total_seconds
-    results = [{**row, **output} for row, output in zip(rows, job.outputs(), strict=True)]
-    return results, seconds if summary.job.done_before == 0 else None
-
-
-def write_rows(job: RowsJob, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the input of a job, unless it is there. Raise InvalidInput if the file has other rows."""
-    if job.has_other(rows):
-        raise InvalidInput(
-            f"{job.rows} was written for other scenarios: they, or their data, have changed since; give --restart to"
-            " start over, or another --output"
-        )
-    job.write(rows)

@@ -1,20 +1,24 @@
-"""Scenarios: what is asked of a model, as YAML files describe it. docs/evaluate.md lists the fields."""
+"""Scenarios: what is asked of a model, as YAML files describe it (docs/evaluate.md lists the fields), and templates of
+prompts: text with columns in braces, such as "Question: {question}"."""
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 from flexengine.apps.evaluate.metrics import CHOICE, DEFAULT, GENERATION, KINDS, METRICS, PERPLEXITY
 from flexengine.apps.evaluate.perturb import Perturbations
-from flexengine.apps.evaluate.templates import columns_of
 from flexengine.apps.evaluate.yaml_fields import FieldLines, read
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput, shown
+from flexengine.errors import InvalidInput, json_kind, shown
 from flexengine.records import Limit
 
 TEXT, INDEX, LETTER = "text", "index", "letter"
+_BRACES = "write {{ and }} for braces that are text"
 _GROUPS = {  # groups of fields that a kind of scenario has, besides data, prompt, metrics and perturbations
     CHOICE: ("choices", "label", "few_shot"),
     GENERATION: ("label", "few_shot", "generation"),
@@ -25,115 +29,73 @@ _ALL_GROUPS = ("choices", "label", "few_shot", "generation")
 
 @dataclass(frozen=True)
 class Data:
-    """The rows of a scenario.
+    """The rows of a scenario."""
 
-    Attributes:
-        file: .jsonl, .csv, .tsv, .txt, .parquet or .arrow; a relative name is relative to the scenario's file.
-        limit: most rows that are evaluated; None is all.
-    """
-
-    file: str
-    limit: Annotated[int | None, Limit(1)] = None
+    file: str  # .jsonl, .csv, .tsv, .txt, .parquet or .arrow; a relative name is relative to the scenario's file
+    limit: Annotated[int | None, Limit(1)] = None  # most rows that are evaluated; None is all
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text before an answer: instructions, shots and the template, with separators between them.
+    """The text before an answer: instructions, shots and the template, with separators between them."""
 
-    Attributes:
-        template: text with columns in braces. In a perplexity scenario this is the text that is scored.
-        instructions: text before the shots.
-        separator: text after the instructions and after each shot.
-        delimiter: text between a prompt and its answer.
-    """
-
-    template: str
-    instructions: str = ""
-    separator: str = "\n\n"
-    delimiter: str = " "
+    template: str  # text with columns in braces; in a perplexity scenario this is the text that is scored
+    instructions: str = ""  # text before the shots
+    separator: str = "\n\n"  # text after the instructions and after each shot
+    delimiter: str = " "  # text between a prompt and its answer
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The answers among which a model chooses. Exactly one of the first three fields is given.
+    """The answers among which a model chooses. Exactly one of the first three fields is given."""
 
-    Attributes:
-        values: the same answers for all rows.
-        column: column that holds a list of answers (in a table of text: a JSON list).
-        columns: columns that hold one answer each.
-        unconditional: context of the unconditional log probability; "" is the empty context.
-    """
-
-    values: tuple[str, ...] = ()
-    column: str | None = None
-    columns: tuple[str, ...] = ()
-    unconditional: str = "Answer:"
+    values: tuple[str, ...] = ()  # the same answers for all rows
+    column: str | None = None  # column that holds a list of answers (in a table of text: a JSON list)
+    columns: tuple[str, ...] = ()  # columns that hold one answer each
+    unconditional: str = "Answer:"  # context of the unconditional log probability; "" is the empty context
 
 
 @dataclass(frozen=True)
 class Label:
-    """The right answer.
+    """The right answer."""
 
-    Attributes:
-        column: column that holds the label. A list of texts, in a generation scenario, allows several answers.
-        form: text: the answer itself; index: its number from 0; letter: A, B, ...
-    """
-
-    column: str
-    form: str = TEXT
+    column: str  # holds the label; a list of texts, in a generation scenario, allows several answers
+    form: str = TEXT  # text: the answer itself; index: its number from 0; letter: A, B, ...
 
 
 @dataclass(frozen=True)
 class FewShot:
-    """Rows that are shown with their answers before the prompt, the same for all rows.
-
-    Attributes:
-        count: number of shots.
-        file: rows to draw shots from; None draws them from the scenario's own rows, which are then not evaluated.
-        seed: seed of the draw.
-        balanced: draw as many rows of each label as possible.
-    """
+    """Rows that are shown with their answers before the prompt, the same for all rows."""
 
     count: Annotated[int, Limit(1)]
-    file: str | None = None
-    seed: int = 0
-    balanced: bool = True
+    file: str | None = None  # rows to draw shots from; None draws from the scenario's own, which are then not evaluated
+    seed: int = 0  # seed of the draw
+    balanced: bool = True  # draw as many rows of each label as possible
 
 
 @dataclass(frozen=True)
 class AnswerGeneration:
-    """How answers are generated, greedily.
+    """How answers are generated, greedily."""
 
-    Attributes:
-        max_tokens: most tokens of an answer.
-        stop: texts that end an answer.
-    """
-
-    max_tokens: int = 32
-    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 32  # most tokens of an answer
+    stop: tuple[str, ...] = ("\n",)  # texts that end an answer
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario. `Label`, `FewShot` and `Perturbations` are None if the file has no such group.
-
-    Attributes:
-        kind: one of KINDS.
-        name: name in all results; the file's name without its suffix if the file gives none.
-        metrics: names in `metrics.METRICS`; those of `metrics.DEFAULT` if the file gives none.
-        origin: lines of the fields, for messages.
-    """
+    """A scenario. `Label`, `FewShot` and `Perturbations` are None if the file has no such group."""
 
     kind: Annotated[str, KINDS]
     data: Data
     prompt: Prompt
-    name: str = ""
+    name: str = ""  # name in all results; the file's name without its suffix if the file gives none
     choices: Choices = Choices()
     label: Label | None = None
     few_shot: FewShot | None = None
     generation: AnswerGeneration = AnswerGeneration()
     perturbations: Perturbations | None = None
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # names in `metrics.METRICS`; those of `metrics.DEFAULT` if the file gives none
+    # Lines of the fields, for messages.
     origin: FieldLines = field(default=FieldLines("", {}), compare=False, metadata={"in_file": False})
 
     def path(self, name: str) -> Path:
@@ -142,11 +104,7 @@ class Scenario:
 
     def described(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {f.name: _json(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "origin"}
-
-
-def _json(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "origin"}
 
 
 def load(paths: Sequence[str]) -> list[Scenario]:
@@ -163,94 +121,117 @@ def load(paths: Sequence[str]) -> list[Scenario]:
 def _load(path: Path) -> Scenario:
     scenario, origin = read(path, Scenario)
     scenario = dataclasses.replace(scenario, origin=origin, name=scenario.name or path.stem)
-    _check_groups(scenario)
-    _check_numbers(scenario)
-    _check_texts(scenario)
-    _check_lists(scenario)
-    labelled = scenario.label is not None
-    metrics = scenario.metrics or DEFAULT[scenario.kind, labelled or scenario.kind == PERPLEXITY]
-    _check_metrics(scenario, metrics)
+    labelled = scenario.label is not None or scenario.kind == PERPLEXITY
+    metrics = scenario.metrics or DEFAULT[scenario.kind, labelled]
+    faults = (
+        _group_faults(scenario),
+        _choice_faults(scenario),
+        _value_faults(scenario),
+        _metric_faults(scenario, metrics),
+    )
+    for field_name, text in chain(*faults):
+        raise origin.fault(field_name, text)
     return dataclasses.replace(scenario, metrics=metrics)
 
 
-def _check_groups(scenario: Scenario) -> None:
-    """Raise InvalidInput if a group has no effect in this kind of scenario, or one that it needs is missing."""
-    kind, origin = scenario.kind, scenario.origin
-    allowed = _GROUPS[kind]
+# The faults of a scenario: the name of a field, and the message.
+
+
+def _group_faults(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    """Yield groups that have no effect in this kind of scenario, and the choices if one is needed."""
+    kind, given = scenario.kind, scenario.origin.lines
     for group in _ALL_GROUPS:
-        if group in origin.lines and group not in allowed:
-            raise origin.fault(group, f"{group} has no effect in a scenario of kind {kind}; remove it")
-    if kind == PERPLEXITY:
-        for name in ("instructions", "separator", "delimiter"):
-            if f"prompt.{name}" in origin.lines:
-                raise origin.fault(f"prompt.{name}", f"prompt.{name} has no effect in a scenario of kind {kind},"
-                                   " whose whole text is the template; remove it")  # fmt: skip
+        if group in given and group not in _GROUPS[kind]:
+            yield group, f"{group} has no effect in a scenario of kind {kind}; remove it"
+    for name in ("instructions", "separator", "delimiter"):
+        if kind == PERPLEXITY and f"prompt.{name}" in given:
+            why = f"has no effect in a scenario of kind {kind}, whose whole text is the template; remove it"
+            yield f"prompt.{name}", f"prompt.{name} {why}"
+
+
+def _choice_faults(scenario: Scenario) -> Iterator[tuple[str, str]]:
     choices = scenario.choices
     ways = [name for name in ("values", "column", "columns") if getattr(choices, name)]
-    if kind == CHOICE and len(ways) != 1:
-        raise origin.fault(
-            "choices", f"choices has {', '.join(ways) or 'none'} of values, column and columns; give exactly one"
-        )
+    if scenario.kind == CHOICE and len(ways) != 1:
+        listed = ", ".join(ways) or "none"
+        yield "choices", f"choices has {listed} of values, column and columns; give exactly one"
     for name in ("values", "columns"):
-        if ways == [name] and len(given := getattr(choices, name)) < 2:
-            raise origin.fault(f"choices.{name}", f"choices.{name} has {len(given)} entry; give at least 2")
+        if ways == [name] and len(texts := getattr(choices, name)) < 2:
+            yield f"choices.{name}", f"choices.{name} has {len(texts)} entry; give at least 2"
     if not all(choices.values):
-        raise origin.fault("choices.values", "choices.values holds an empty text, which no token stands for; remove it")
+        yield "choices.values", "choices.values holds an empty text, which no token stands for; remove it"
     if len(set(choices.values)) < len(choices.values):
-        raise origin.fault("choices.values", "choices.values holds a text twice; remove one")
-    if scenario.few_shot is not None and scenario.label is None:
-        raise origin.fault("few_shot", "few_shot shows rows with their answers; give label, or remove few_shot")
+        yield "choices.values", "choices.values holds a text twice; remove one"
 
 
-def _check_numbers(scenario: Scenario) -> None:
+def _value_faults(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    label, perturbed = scenario.label, scenario.perturbations
+    if scenario.few_shot is not None and label is None:
+        yield "few_shot", "few_shot shows rows with their answers; give label, or remove few_shot"
     try:
         SamplingParams(max_tokens=scenario.generation.max_tokens, stop=scenario.generation.stop)
     except InvalidInput as error:
-        raise scenario.origin.fault("generation", f"generation: {error}") from error
-    if scenario.perturbations is not None and not scenario.perturbations.named():
-        raise scenario.origin.fault("perturbations", "perturbations: none is on; set typos, lower_case, extra_space or"
-                                    " contractions")  # fmt: skip
-
-
-def _check_texts(scenario: Scenario) -> None:
-    origin, label = scenario.origin, scenario.label
-    if not scenario.name.strip() or any(not c.isprintable() for c in scenario.name):
-        raise origin.fault("name", f"name is {shown(scenario.name)}; it must be printable text of at least 1 character")
+        yield "generation", f"generation: {error}"
+    if perturbed is not None and not perturbed.named():
+        yield "perturbations", "perturbations: none is on; set typos, lower_case, extra_space or contractions"
+    if not scenario.name.strip() or not scenario.name.isprintable():
+        yield "name", f"name is {shown(scenario.name)}; it must be printable text of at least 1 character"
     try:
-        columns = columns_of(scenario.prompt.template)
+        if not columns_of(scenario.prompt.template):
+            why = "has no column in braces, so all rows would be alike; add one, such as {question}"
+            yield "prompt.template", f"prompt.template {why}"
     except InvalidInput as error:
-        raise origin.fault("prompt.template", f"prompt.template: {error}") from error
-    if not columns:
-        raise origin.fault(
-            "prompt.template",
-            "prompt.template has no column in braces, so all rows would be alike; add one, such as {question}",
-        )
+        yield "prompt.template", f"prompt.template: {error}"
     forms = (TEXT, INDEX, LETTER) if scenario.kind == CHOICE else (TEXT,)
     if label is not None and label.form not in forms:
-        raise origin.fault(
-            "label.form",
-            f"label.form is {shown(label.form)}; in a scenario of kind {scenario.kind} it must be {' or '.join(forms)}",
-        )
+        must = f"in a scenario of kind {scenario.kind} it must be {' or '.join(forms)}"
+        yield "label.form", f"label.form is {shown(label.form)}; {must}"
+    # An empty list would mean the same as no list.
+    for name, texts in (("metrics", scenario.metrics), ("perturbations.columns", perturbed and perturbed.columns)):
+        if name in scenario.origin.lines and not texts:
+            yield name, f"{name} is an empty list; name at least one, or remove it"
 
 
-def _check_lists(scenario: Scenario) -> None:
-    """Raise InvalidInput if a list is empty, which would otherwise mean the same as no list."""
-    perturbed = scenario.perturbations.columns if scenario.perturbations else ()
-    for name, given in (("metrics", scenario.metrics), ("perturbations.columns", perturbed)):
-        if name in scenario.origin.lines and not given:
-            raise scenario.origin.fault(name, f"{name} is an empty list; name at least one, or remove it")
-
-
-def _check_metrics(scenario: Scenario, metrics: Sequence[str]) -> None:
+def _metric_faults(scenario: Scenario, metrics: Sequence[str]) -> Iterator[tuple[str, str]]:
     known = [name for name, metric in METRICS.items() if metric.kind == scenario.kind]
     for name in metrics:
         if name not in known:
-            raise scenario.origin.fault(
-                "metrics", f"metrics holds {shown(name)}; for the kind {scenario.kind} choose from {', '.join(known)}"
-            )
-        if METRICS[name].needs_label and scenario.label is None:
-            free = [other for other in known if not METRICS[other].needs_label]
-            raise scenario.origin.fault("metrics", f"the metric {name} needs labels; give label with the column that"
-                                        f" holds them, or choose from {', '.join(free)}")  # fmt: skip
+            choose = f"for the kind {scenario.kind} choose from {', '.join(known)}"
+            yield "metrics", f"metrics holds {shown(name)}; {choose}"
+        elif METRICS[name].needs_label and scenario.label is None:
+            free = ", ".join(other for other in known if not METRICS[other].needs_label)
+            labels = f"give label with the column that holds them, or choose from {free}"
+            yield "metrics", f"the metric {name} needs labels; {labels}"
     if len(set(metrics)) < len(metrics):
-        raise scenario.origin.fault("metrics", "metrics names a metric twice; remove one")
+        yield "metrics", "metrics names a metric twice; remove one"
+
+
+def columns_of(template: str) -> tuple[str, ...]:
+    """Return the columns of a template, each once, in order. Raise InvalidInput if a brace is alone, or a column has a
+    conversion or a format."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise InvalidInput(f"a brace is alone ({error}); {_BRACES}") from error
+    for _, name, form, conversion in parts:
+        if name == "" or form or conversion:
+            what = f"{{{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
+            raise InvalidInput(f"{what} must be a column's name alone, as in {{question}}; {_BRACES}")
+    return tuple(dict.fromkeys(name for _, name, _, _ in parts if name is not None))
+
+
+def filled(template: str, row: Mapping[str, Any]) -> str:
+    """Return the template with the row's values. Raise InvalidInput if the row lacks a value."""
+    parts = string.Formatter().parse(template)
+    return "".join(literal + (text_of(row, name) if name is not None else "") for literal, name, _, _ in parts)
+
+
+def text_of(row: Mapping[str, Any], column: str) -> str:
+    """Return a value of a row as text: texts as they are, numbers and booleans as in JSON. Raise InvalidInput if the
+    row has no such value, or it is an array or an object."""
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if value is None or not isinstance(value, bool | int | float):
+        raise InvalidInput(f"column {column} is {json_kind(value)}; it must be text or a number")
+    return json.dumps(value)

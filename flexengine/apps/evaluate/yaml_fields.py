@@ -18,8 +18,7 @@ class FieldLines:
     """A place in a file."""
 
     file: str
-    # line of each field, from 1, by the field's names from the outermost to its own, joined by dots. "" is the
-    # line of the whole document.
+    # Line of each field, from 1, by the names of its groups and its own, joined by dots. "" is the whole document.
     lines: dict[str, int]
 
     def fault(self, field: str, text: str) -> InvalidInput:
@@ -30,16 +29,10 @@ class FieldLines:
 
 
 def read(path: Path, kind: type[T]) -> tuple[T, FieldLines]:
-    """Return the record of a YAML file, and the lines of its fields.
-
-    Args:
-        kind: a dataclass whose fields are text, numbers, booleans, tuples of text, or such dataclasses.
-
-    Raises:
-        InvalidInput: the file cannot be read, is no YAML mapping, or a field is unknown, missing, given twice, or has a
-            value of another type.
-    """
-    origin = FieldLines(str(path), {})
+    """Return the record of a YAML file, and the lines of its fields. Raise InvalidInput if the file cannot be read, is
+    no YAML mapping, or a field is unknown, missing, given twice, or has a value of another type. kind: a dataclass
+    whose fields are text, numbers, booleans, tuples of text, or such dataclasses."""
+    origin = FieldLines(str(path), {"": 1})
     try:
         node = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -47,12 +40,12 @@ def read(path: Path, kind: type[T]) -> tuple[T, FieldLines]:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"scenario file {path} is not UTF-8 text: byte {error.start} is wrong") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise InvalidInput(f"{path}{_place(error)}: invalid YAML: {_problem(error)}") from error
-    origin.lines[""] = 1
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark is not None else ""
+        raise InvalidInput(f"{path}{place}: invalid YAML: {_problem(error)}") from error
     if not isinstance(node, yaml.MappingNode):
         raise origin.fault("", f"the file must hold the fields of one scenario: {', '.join(_rules(kind))}")
-    record: T = _record(node, kind, "", origin)
-    return record, origin
+    return _record(node, kind, "", origin), origin
 
 
 def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: FieldLines) -> Any:
@@ -65,11 +58,10 @@ def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: FieldLines) 
             )
         name = str(key.value)
         full = f"{prefix}{name}"
-        double = full in origin.lines
         origin.lines[full] = line
         if name not in rules:
             raise origin.fault(full, f"there is no field {shown(full)}; allowed are {', '.join(rules)}")
-        if double:
+        if name in values:
             raise origin.fault(full, f"{full} is given twice; remove one")
         values[name] = _value(value, rules[name], full, origin)
     required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
@@ -108,13 +100,8 @@ def _nested(node: yaml.Node) -> str:
 
 def _rules(kind: Any) -> dict[str, Allowed]:
     """Return, by name, what the fields that a file may give can have."""
-    own = (field for field in dataclasses.fields(kind) if field.init and field.metadata.get("in_file", True))
+    own = (field for field in dataclasses.fields(kind) if field.metadata.get("in_file", True))
     return {field.name: allowed(field.type) for field in own}
-
-
-def _place(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}" if mark is not None else ""
 
 
 def _problem(error: Exception) -> str:

@@ -15,15 +15,10 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flexengine.apps.fleet.member import (
+from flexengine.apps.fleet.job import (
     Description,
     Failure,
     FleetMember,
@@ -50,16 +45,10 @@ Address = tuple[str, int]  # host and port
 @contextmanager
 def connected(address: str, verbose: bool = False) -> Iterator[None]:
     """Return a context manager in which this process uses a cluster. address: "local" starts a Ray on this machine,
-    "auto" takes the one that runs here; else host:port.
-
-    Raises:
-        InvalidInput: there is no cluster at this address.
-    """
+    "auto" takes the one that runs here; else host:port. Raise InvalidInput if there is no cluster at this address."""
     if address.startswith(_CLIENT):
-        raise InvalidInput(
-            f"--ray is {address}, but a client of Ray cannot give shards to actors; run this command on"
-            " a machine of the cluster, with --ray auto"
-        )
+        fault = f"--ray is {address}, but a client of Ray cannot give shards to actors"
+        raise InvalidInput(f"{fault}; run this command on a machine of the cluster, with --ray auto")
     if address not in (LOCAL, AUTO):
         _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -101,17 +90,12 @@ def _machine(node: Any) -> FleetMachine:
 
 
 class RayFleet:
-    """The actors of a cluster."""
+    """The actors of the cluster to which this process is connected. Arguments and errors: see `space_for`."""
 
-    def __init__(self, space: Space) -> None:
-        self._space, self.actors = space, space.actors
-
-    @classmethod
-    def of(cls, device: str, actors: int | None, stages: int, interface: str | None) -> "RayFleet":
-        """Return the fleet of the cluster to which this process is connected. Arguments and errors: see
-        `space_for`."""
+    def __init__(self, device: str, actors: int | None, stages: int, interface: str | None) -> None:
         machines = [_machine(node) for node in ray.nodes() if node["Alive"]]
-        return cls(space_for([machine for machine in machines if machine.cpus], device, actors, stages, interface))
+        self._space = space_for([machine for machine in machines if machine.cpus], device, actors, stages, interface)
+        self.actors = self._space.actors
 
     def describe(self, recipe: Recipe, sample: bytes) -> Description | Failure:
         """Return what an actor says of its engine; see `FleetMember.describe`. The actor ends with the call."""
@@ -127,7 +111,7 @@ class RayFleet:
 
     def answers(self, recipe: Recipe, shards: Iterable[bytes]) -> Iterator[ShardAnswer | Failure]:
         """Yield the answers to all shards, in any order. Ray repeats shards of actors that are lost. shards: see
-        `member.shards`."""
+        `job.shards`."""
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -220,10 +204,8 @@ class StageGroup:
     def __init__(self, recipe: Recipe, space: Space) -> None:
         placement = own_placement(space)
         if not ray.wait([placement.ready()], timeout=PLACE_SECONDS)[0]:
-            raise MemberFailed(
-                f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g}"
-                " s; its processors or GPUs are used by others, or a machine is lost"
-            )
+            fault = f"the cluster had no space for a group of {space.stages} stages within {PLACE_SECONDS:g} s"
+            raise MemberFailed(f"{fault}; its processors or GPUs are used by others, or a machine is lost")
         self._stages = [
             ray.remote(StageActor).options(
                 num_cpus=space.cpus, num_gpus=space.gpus, max_restarts=0,
@@ -323,5 +305,4 @@ def _enter(recipe: Recipe) -> None:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

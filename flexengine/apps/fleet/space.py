@@ -42,11 +42,8 @@ class Space:
 
     def share(self, machine: FleetMachine, device: str) -> Share:
         """Return the part of a machine that a process may use. It does not depend on the processes that run now, so
-        that a process that is started again gets as much as before.
-
-        Args:
-            device: auto, cpu, cuda or sim. A simulated device has no limit of its own.
-        """
+        that a process that is started again gets as much as before. device: auto, cpu, cuda or sim. A simulated device
+        has no limit of its own."""
         here = machine.cpus // self.cpus
         if self.gpus:
             here = min(here, machine.gpus // self.gpus)
@@ -58,16 +55,14 @@ class Space:
 def space_for(
     machines: Sequence[FleetMachine], device: str, actors: int | None, stages: int = 1, interface: str | None = None
 ) -> Space:
-    """Return the space of a fleet. Each process gets as many processors as fit, and one GPU if GPUs are used.
+    """Return the space of a fleet. Each process gets as many processors as fit, and one GPU if GPUs are used. Raise
+    InvalidInput if there is no space for these actors.
 
     Args:
         device: auto, cpu, cuda or sim; auto uses GPUs if there are any.
         actors: None takes an actor for each GPU, or for each machine if none are used; for groups of stages, as many
             groups as there is space for in these.
         interface: see Space.
-
-    Raises:
-        InvalidInput: there is no space for these actors.
     """
     gpus = int(device == "cuda" or (device == "auto" and any(m.gpus for m in machines)))
     per_unit = 1 if interface else stages  # processes that must be on one machine

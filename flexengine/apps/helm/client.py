@@ -8,8 +8,7 @@ from helm.clients.client import CachingClient
 from helm.common.cache import CacheConfig
 from helm.common.request import ErrorFlags, Request, RequestResult, wrap_request_time
 
-from flexengine.apps.helm.engines import encoding_of, engine_of
-from flexengine.apps.helm.exchange import PARAMS
+from flexengine.apps.helm.exchange import PARAMS, encoding_of, engine_of
 from flexengine.apps.helm.imported import helm_result
 from flexengine.apps.helm.requests import result_of, row_of
 from flexengine.errors import FlexError
@@ -21,15 +20,12 @@ class FlexClient(CachingClient):  # type: ignore[misc]
     """Computes one request after the other."""
 
     def __init__(self, cache_config: CacheConfig, end_of_text_token: str | None = None, **args: Any) -> None:
-        """Open the model. No weights are read.
+        """Open the model. No weights are read. Errors are those of `engine_of`.
 
         Args:
             end_of_text_token: text that ends a completion; None is the tokenizer's end-of-sequence token.
             args: `apply_chat_template`, `model_logprobs` (see `Encoding`), options of EngineOptions and switches of
                 Lossy by name.
-
-        Raises:
-            FlexError: as for `engine_of`.
         """
         super().__init__(cache_config=cache_config)
         self._args = {**args, "end_of_text_token": end_of_text_token}

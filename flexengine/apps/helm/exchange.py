@@ -1,24 +1,58 @@
-"""Requests of HELM as one job, which continues after an interruption, and HELM's files of requests and results
-(scenario_state.json)."""
+"""Requests of HELM as one job, which continues after an interruption, engines of deployments, by their arguments, and
+HELM's files of requests and results (scenario_state.json)."""
 
+import atexit
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from flexengine.apps.helm.requests import ID, STATE, Encoding, digest_of, result_of, row_of
-from flexengine.apps.rows_job import RowsJob, RunsJobs
+from flexengine.apps.lm_eval.arguments import engine_options
+from flexengine.apps.rows_job import RowsJob
 from flexengine.config import SamplingParams
+from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, json_fault, json_kind, shown
 from flexengine.job.files import write_whole
 from flexengine.job.results import encode_fields
 from flexengine.job.same_job import OtherJob
+from flexengine.lossy import Lossy
 
 Request = Mapping[str, Any]
 Row = dict[str, Any]
 States = dict[Path, dict[str, Any]]  # scenario states of HELM, by their files
 PARAMS = SamplingParams(logprobs=0)  # the log probability of each token
+OWN = ("apply_chat_template", "end_of_text_token", "model_logprobs")  # arguments that are not the engine's
+_DECIDE = ("model", "pretrained", "device", "dtype", "lossy", "allow", *(f.name for f in fields(Lossy)))
+_ENGINES: dict[str, Engine] = {}  # of this process, open until its end, by their arguments
+
+
+def engine_of(args: Mapping[str, Any]) -> Engine:
+    """Return the engine of a deployment. No weights are read. Raise InvalidInput if an argument is unknown or wrong, or
+    the checkpoint has no tokenizer, and FlexError as for `Engine`."""
+    given = {name: value for name, value in args.items() if name not in OWN and value is not None}
+    key = json.dumps(given, sort_keys=True, default=str)
+    if key not in _ENGINES:
+        device = given.pop("device", None)
+        engine = Engine(**engine_options(given, device, "the deployment", OWN))
+        atexit.register(engine.close)
+        Encoding(engine.tokenizer)  # raises if there is no tokenizer
+        _ENGINES[key] = engine
+    return _ENGINES[key]
+
+
+def encoding_of(args: Mapping[str, Any]) -> Encoding:
+    """Return the encoding of a deployment. Raise as `engine_of`, and InvalidInput if there is no chat template though
+    one is to be applied."""
+    return Encoding(engine_of(args).tokenizer, args.get("apply_chat_template"), args.get("end_of_text_token"),
+                       bool(args.get("model_logprobs")))  # fmt: skip
+
+
+def decisive(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that results depend on: those of the model and its numbers, not those of memory."""
+    return {name: args[name] for name in _DECIDE if args.get(name) is not None}
 
 
 def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
@@ -34,18 +68,12 @@ def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
     return rows
 
 
-def run_batch(engine: RunsJobs, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
-    """Run rows as one job, and return the rows of its output by the digests of their requests.
+def run_batch(engine: Engine, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
+    """Run rows as one job, and return the rows of its output by the digests of their requests. Raise InvalidInput if
+    the model has changed since the job began, and FlexError as for `Engine.run_job`.
 
     The job's files are in `folder`, named by a digest of rows and options: the same call continues the job, or reads
-    its results if it is finished.
-
-    Args:
-        options: options on which results depend.
-
-    Raises:
-        InvalidInput: the model has changed since the job began.
-        FlexError: as for `Engine.run_job`.
+    its results if it is finished. options: options on which results depend.
     """
     decisive = json.dumps(options, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(decisive + b"\n" + b"".join(map(encode_fields, rows))).hexdigest()[:16]
@@ -61,46 +89,37 @@ def run_batch(engine: RunsJobs, rows: Sequence[Row], folder: Path, options: Mapp
 
 def read_output(path: Path) -> dict[str, Row]:
     """Return the rows of an output by the digests of their requests. Raise InvalidInput if it is no such output."""
-    found: dict[str, Row] = {}
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    fault = json_fault(error)
-                    raise InvalidInput(
-                        f"{path}, line {number} is not JSON ({fault}); name the output of flexengine run"
-                    ) from error
-                if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
-                    raise InvalidInput(
-                        f"{path}, line {number}: there is no field {ID} or error; name the output of"
-                        " flexengine run with rows of flexengine helm export"
-                    )
-                found[row[ID]] = row
+            rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip()]
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8 text: {error}") from error
-    return found
+    return {row[ID]: row for row in rows}
+
+
+def _row(place: str, line: str) -> Row:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{place} is not JSON ({json_fault(error)}); name the output of flexengine run") from error
+    if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
+        remedy = "name the output of flexengine run with rows of flexengine helm export"
+        raise InvalidInput(f"{place}: there is no field {ID} or error; {remedy}")
+    return row
 
 
 def read_states(names: Sequence[str]) -> States:
     """Return scenario states of HELM. names: files, and folders in which files named STATE are searched, at any depth.
-
-    Raises:
-        InvalidInput: a file cannot be read or is no scenario state, there is none, or their requests are for several
-            deployments.
-    """
+    Raise InvalidInput if a file cannot be read or is no scenario state, there is none, or their requests are for
+    several deployments."""
     states: States = {}
     for name in map(Path, names):
         found = [name] if name.is_file() else sorted(name.rglob(STATE))
         if not found:
-            raise InvalidInput(
-                f"there is no {STATE} in {name}; call helm-run with --dry-run first, and name the folder of its suite"
-            )
+            remedy = "call helm-run with --dry-run first, and name the folder of its suite"
+            raise InvalidInput(f"there is no {STATE} in {name}; {remedy}")
         states |= {path: _read(path) for path in found}
     models = sorted({str(request.get("model_deployment")) for request in requests_of(states)})
     if len(models) > 1:
@@ -140,21 +159,16 @@ def export(states: States, encoding: Encoding, output: Path) -> int:
 
 def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, int]:
     """Write results into the files of the requests. Return how many requests have a result, and how many of these
-    failed. results: output of a job with rows that `export` wrote.
-
-    Raises:
-        InvalidInput: a request has no result, one without log probabilities, or that of another row; no file is changed
-            then.
-    """
-    output, failed, done = read_output(results), 0, 0
+    failed. results: output of a job with rows that `export` wrote. Raise InvalidInput if a request has no result, one
+    without log probabilities, or that of another row; no file is changed then."""
+    output, success = read_output(results), list[bool]()
     for path, state in states.items():
         for each in state["request_states"]:
             each["result"] = _result(each["request"], output, encoding, path, results)
-            failed += not each["result"]["success"]
-            done += 1
+            success.append(each["result"]["success"])
     for path, state in states.items():
         write_whole(path, json.dumps(state, indent=2).encode())
-    return done, failed
+    return len(success), success.count(False)
 
 
 def _result(
@@ -162,22 +176,16 @@ def _result(
 ) -> dict[str, Any]:
     row = output.get(digest_of(request))
     if row is None:
-        raise InvalidInput(
-            f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in"
-            f" {results}; export its suite again, and run the rows"
-        )
+        fault = f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in {results}"
+        raise InvalidInput(f"{fault}; export its suite again, and run the rows")
     try:
         for name, value in (row_of(request, encoding) if row["error"] is None else {}).items():
             if row.get(name) != value:
-                raise InvalidInput(
-                    f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}; give import the"
-                    " model, the options and the files of the export"
-                )
+                fault = f"a row has {name} {shown(row.get(name))} where export writes {shown(value)}"
+                raise InvalidInput(f"{fault}; give import the model, the options and the files of the export")
         return result_of(request, row, encoding)
     except InvalidInput as error:
         raise InvalidInput(f"{results}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # an edited row
-        raise InvalidInput(
-            f"{results}: the row of the prompt {shown(request.get('prompt'))} is no output of flexengine"
-            f" run ({type(error).__name__}: {error}); run the rows again"
-        ) from error
+        fault = f"the row of the prompt {shown(request.get('prompt'))} is no output of flexengine run"
+        raise InvalidInput(f"{results}: {fault} ({type(error).__name__}: {error}); run the rows again") from error

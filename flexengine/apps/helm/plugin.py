@@ -56,7 +56,7 @@ def _args(name: str) -> dict[str, Any]:
 def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
     """Return a deployment. HELM cuts prompts so that they fit into the model's context with the tokens that are added
     to them."""
-    from flexengine.apps.helm.engines import encoding_of, engine_of
+    from flexengine.apps.helm.exchange import encoding_of, engine_of
 
     skeleton, tokenizer = engine_of(args).core.skeleton, engine_of(args).tokenizer
     context = skeleton.context_length or tokenizer.model_max_length
@@ -66,7 +66,7 @@ def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
 
 
 def _tokenizer(name: str, args: Mapping[str, Any]) -> TokenizerConfig:
-    from flexengine.apps.helm.engines import engine_of
+    from flexengine.apps.helm.exchange import engine_of
 
     engine = engine_of(args)
     spec = TokenizerSpec(_TOKENIZER, {"pretrained_model_name_or_path": str(engine.core.source.directory)})

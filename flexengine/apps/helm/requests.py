@@ -7,7 +7,6 @@ Prompts are tokenized, and ended, as HELM's own HuggingFaceClient does.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
@@ -27,54 +26,45 @@ _UNUSED = ("model", "model_deployment", "top_k_per_token")
 _REFUSED = ("embedding", "multimodal_prompt", "image_generation_parameters", "response_format")
 
 
-@dataclass(frozen=True)
 class Encoding:
-    """How the requests of a deployment are converted."""
+    """How the requests of a deployment are converted.
 
-    tokenizer: Any
-    apply_chat_template: bool  # write prompts as a user's message, with the model's chat template
-    end_of_text: str  # text that ends a completion, beside the request's stop sequences; "" is none
-    # Generated tokens have the model's own log probabilities at temperature 0, too; else these are 0, as with HELM's
-    # HuggingFaceClient, which gives those of the distribution that it samples from.
-    model_logprobs: bool = False
+    Args:
+        apply_chat_template: write prompts as a user's message, with the model's chat template. None applies the
+            template if there is one, as HELM does.
+        end_of_text: text that ends a completion, beside the request's stop sequences; "" is none, None is the
+            tokenizer's end-of-sequence token.
+        model_logprobs: generated tokens have the model's own log probabilities at temperature 0, too; else these are 0,
+            as with HELM's HuggingFaceClient, which gives those of the distribution that it samples from.
 
-    @classmethod
-    def of(
-        cls, tokenizer: Any, apply_chat_template: bool | None = None, end_of_text: str | None = None,
+    Raises:
+        InvalidInput: there is no tokenizer, or no chat template though one is to be applied.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        apply_chat_template: bool | None = None,
+        end_of_text: str | None = None,
         model_logprobs: bool = False,
-    ) -> "Encoding":  # fmt: skip
-        """Return the encoding of a deployment.
-
-        Args:
-            apply_chat_template: None applies the template if there is one, as HELM does.
-            end_of_text: None is the tokenizer's end-of-sequence token.
-
-        Raises:
-            InvalidInput: there is no tokenizer, or no chat template though one is to be applied.
-        """
+    ) -> None:
         if tokenizer is None:
-            raise InvalidInput(
-                "the checkpoint has no tokenizer, and requests of HELM are text; add the tokenizer's"
-                " files to the model's directory"
-            )
+            lacks = "the checkpoint has no tokenizer, and requests of HELM are text"
+            raise InvalidInput(f"{lacks}; add the tokenizer's files to the model's directory")
         template = bool(getattr(tokenizer, "chat_template", None))
         if apply_chat_template and not template:
-            raise InvalidInput(
-                "apply_chat_template is true, but the model has no chat template; leave it out, or take"
-                " an instruction-tuned model"
-            )
-        apply = template if apply_chat_template is None else apply_chat_template
-        end = tokenizer.eos_token or "" if end_of_text is None else end_of_text
-        return cls(tokenizer, apply, end, model_logprobs)
+            lacks = "apply_chat_template is true, but the model has no chat template"
+            raise InvalidInput(f"{lacks}; leave it out, or take an instruction-tuned model")
+        self.tokenizer, self.model_logprobs = tokenizer, model_logprobs
+        self.apply_chat_template = template if apply_chat_template is None else apply_chat_template
+        self.end_of_text = tokenizer.eos_token or "" if end_of_text is None else end_of_text
 
     def prompt_ids(self, request: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a request's prompt. Raise InvalidInput if there are none."""
         text, messages = request.get("prompt") or "", request.get("messages")
         if messages and not self.apply_chat_template:
-            raise InvalidInput(
-                "the request has messages, but no chat template is applied; apply_chat_template must be true for this"
-                " scenario"
-            )
+            fault = "the request has messages, but no chat template is applied"
+            raise InvalidInput(f"{fault}; apply_chat_template must be true for this scenario")
         if self.apply_chat_template:
             messages = messages or [{"role": "user", "content": text}]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -102,21 +92,16 @@ def is_scored(request: Mapping[str, Any]) -> bool:
 
 def row_of(request: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     """Return the row of a request: one with `prompt_token_ids` that generates, or one with `context` and `continuation`
-    that is scored. It has the field ID.
-
-    Raises:
-        InvalidInput: the request needs what the engine cannot do, or a value is not allowed.
-    """
+    that is scored. It has the field ID. Raise InvalidInput if the request needs what the engine cannot do, or a value
+    is not allowed."""
     if (fault := next(_faults(request), None)) is not None:
         raise InvalidInput(f"the request has {fault}")
     own = {ID: digest_of(request)}
     ids = encoding.prompt_ids(request)
     if is_scored(request):
         if len(ids) < 2:
-            raise InvalidInput(
-                f"the prompt {shown(request['prompt'])} has one token, and its probability is that of"
-                " the others; it must have at least 2"
-            )
+            fault = f"the prompt {shown(request['prompt'])} has one token, and its probability is that of the others"
+            raise InvalidInput(f"{fault}; it must have at least 2")
         return {**own, "context": ids[:1], "continuation": ids[1:]}
     # Special tokens are no part of the engine's text, so that they are stop tokens. Stop strings beyond those that the
     # engine takes only cut the finished text.
@@ -165,19 +150,14 @@ def _faults(request: Mapping[str, Any]) -> Iterator[str]:
 
 
 def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
-    """Return the result of a request.
+    """Return the result of a request, a dict with the fields of HELM's `RequestResult`. Raise InvalidInput if the job
+    computed no log probabilities, and the result needs them.
 
     Texts, tokens and log probabilities are those of HELM's own HuggingFaceClient. There are no times: the time of a
     single request in a batch is not defined, and an interrupted job gives the same bytes.
 
     Args:
         encoding: the encoding with which the row of the input was made.
-
-    Returns:
-        A dict with the fields of HELM's `RequestResult`.
-
-    Raises:
-        InvalidInput: the job computed no log probabilities, and the result needs them.
     """
     if row["error"] is not None:
         return {"success": False, "embedding": [], "completions": [], "cached": False, "error": row["error"]}
@@ -192,10 +172,8 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
 
 def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     ids = sample["token_ids"]
-    logprobs = [0.0] * len(ids)
-    if request.get("temperature", 1.0) != 0 or encoding.model_logprobs:
-        logprobs = _logprobs(sample)
-    tokens = _tokens(ids, logprobs, encoding)
+    drawn = request.get("temperature", 1.0) != 0 or encoding.model_logprobs
+    tokens = _tokens(ids, _logprobs(sample) if drawn else [0.0] * len(ids), encoding)
     if request.get("echo_prompt"):
         prompt = encoding.prompt_ids(request)
         before = _tokens(prompt, [0.0] * len(prompt), encoding)
@@ -205,12 +183,9 @@ def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: 
 
 
 def _logprobs(result: Mapping[str, Any]) -> list[float]:
-    """Return the log probability of each token."""
     if not isinstance(entries := result.get("logprobs"), list):
-        raise InvalidInput(
-            "the results have no log probabilities; run the rows again with flexengine run --score"
-            " --logprobs 0 --restart"
-        )
+        remedy = "run the rows again with flexengine run --score --logprobs 0 --restart"
+        raise InvalidInput(f"the results have no log probabilities; {remedy}")
     return [logprob_of(entry) for entry in entries]
 
 

@@ -22,8 +22,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 from helm.common.hierarchical_logger import hlog, htrack_block
 
-from flexengine.apps.helm.engines import decisive, encoding_of, engine_of
-from flexengine.apps.helm.exchange import Row, rows_of, run_batch
+from flexengine.apps.helm.exchange import Row, decisive, encoding_of, engine_of, rows_of, run_batch
 from flexengine.apps.helm.imported import Results, requests_of, with_results
 from flexengine.apps.helm.plugin import CLIENT
 from flexengine.apps.helm.requests import ID, digest_of, result_of
@@ -107,7 +106,6 @@ class FlexRunner(Runner):  # type: ignore[misc]
             return None
 
     def _compute(self, deployment: str, runs: Sequence[Stopped]) -> Results:
-        """Return the results of all requests of a deployment."""
         arguments = runs[0].arguments
         encoding = encoding_of(arguments)
         rows = {row[ID]: row for run in runs for row in run.rows}

@@ -1,10 +1,12 @@
-"""The arguments of lm-evaluation-harness as options of an engine."""
+"""The arguments of lm-evaluation-harness: those of its model as options of an engine, those of its generation as
+sampling parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from flexengine import shipped
+from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.engine.options import EngineOptions
 from flexengine.errors import InvalidInput, shown
 from flexengine.lossy import BUNDLED, Lossy
@@ -18,17 +20,21 @@ _FROM_FILE: dict[str, Callable[[str], object]] = {
     "policy": lambda text: Policy.load(shipped.find_file("policies", text)),
     "hardware": lambda text: Hardware.load(shipped.find_file("hardware", text)),
 }
+MAX_GEN_TOKS = 256  # default of the `hf` model
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one meaning; the first wins
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "seed", "ignore_eos")  # fmt: skip
+ALLOWED = ("until", "do_sample", *_LENGTHS, *_SAMPLING)
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}  # accepted with this value only
 
 
 def joined(model_args: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the model with those that the harness adds.
+    """Return the arguments of the model with those that the harness adds. Raise InvalidInput if the devices differ, and
+    that of the harness is not "auto".
 
     Args:
         model_args: --model_args. They come first, as the harness also adds its defaults.
         more: batch_size, max_batch_size and device of the harness; None stands for none.
-
-    Raises:
-        InvalidInput: the devices differ, and that of the harness is not "auto".
     """
     own, other = model_args.get("device"), more.get("device")
     if own is not None and other not in (None, "auto", own):
@@ -39,16 +45,14 @@ def joined(model_args: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, 
 def engine_options(
     given: Mapping[str, Any], device: str | None, place: str = "model_args", own: Sequence[str] = OWN
 ) -> dict[str, Any]:
-    """Return the keyword arguments of an engine.
+    """Return the keyword arguments of an engine. Raise InvalidInput if a name is unknown, a value is wrong, or the
+    switches are given twice.
 
     Args:
         given: options of EngineOptions and switches of Lossy by name. The harness has converted numbers, true, false
             and none. A policy and a hardware may be names of files; `allow` may be one name.
         place: what has the options, for messages.
         own: options that are not the engine's, for messages.
-
-    Raises:
-        InvalidInput: a name is unknown, a value is wrong, or the switches are given twice.
     """
     if unknown := [name for name in given if name not in (*_OPTIONS, *_LOSSY, "pretrained")]:
         known = ", ".join(sorted({*_OPTIONS, *_LOSSY, *own, "pretrained"}))
@@ -56,10 +60,8 @@ def engine_options(
     options = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
     if given.get("pretrained") is not None:
         if "model" in options:
-            raise InvalidInput(
-                f"{place} has model {shown(options['model'])} and pretrained"
-                f" {shown(given['pretrained'])}, which mean the same; leave one out"
-            )
+            both = f"model {shown(options['model'])} and pretrained {shown(given['pretrained'])}"
+            raise InvalidInput(f"{place} has {both}, which mean the same; leave one out")
         options["model"] = given["pretrained"]
     switches = {n: value for n, value in given.items() if n in _LOSSY and value is not None and value is not False}
     if switches and "lossy" in options:
@@ -98,3 +100,37 @@ def check_library() -> None:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise InvalidInput(f'lm-evaluation-harness is needed ({error}); pip install "flexengine[lm-eval]"') from error
+
+
+def generation_of(given: Mapping[str, Any], end_token: int | None) -> tuple[SamplingParams, list[str]]:
+    """Return how a request is generated: the sampling parameters, and all strings that end the text, of which they have
+    the first ones. Raise InvalidInput if an argument is unknown, or a value is not allowed. end_token: a token that
+    ends the text; None for the model's own end tokens alone."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    some = {name: value for name, value in given.items() if value is not None}
+    for name, value in some.items():
+        if name not in ALLOWED and _NEUTRAL.get(name) != value:
+            only = f"; {name} must be {shown(_NEUTRAL[name])}" if name in _NEUTRAL else ""
+            raise InvalidInput(
+                f"gen_kwargs has {name} {shown(value)}, which is not supported{only}; it may have {', '.join(ALLOWED)}"
+            )
+    try:
+        normal: dict[str, Any] = dict(normalize_gen_kwargs(some, MAX_GEN_TOKS))
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"gen_kwargs is {shown(dict(given))}; a value is no number ({error})") from error
+    if normal["max_gen_toks"] < 1:
+        raise InvalidInput(f"gen_kwargs has max_gen_toks {normal['max_gen_toks']}; at least 1 token must be generated")
+    temperature = float(normal.get("temperature", 0.0))
+    if normal["do_sample"] and temperature == 0:
+        raise InvalidInput(
+            "gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample false"
+        )
+    until = list(normal["until"])
+    if wrong := [text for text in until if not isinstance(text, str) or not text]:
+        must = "it must be text of at least one character, or a list of such texts"
+        raise InvalidInput(f"gen_kwargs has until {shown(wrong[0])}; {must}")
+    sampling = {name: normal[name] for name in _SAMPLING if name in normal} | {"temperature": temperature}
+    ends = () if end_token is None else (end_token,)
+    params = SamplingParams(normal["max_gen_toks"], stop=tuple(until[:MAX_STOPS]), stop_token_ids=ends, **sampling)
+    return params, until

@@ -22,8 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 
 from flexengine import __version__
 from flexengine.activity import message
-from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
-from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, GenerationWay, generation_of
+from flexengine.apps.lm_eval.arguments import MAX_GEN_TOKS, engine_options, generation_of, joined, unused
 from flexengine.config import Result
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, shown
@@ -69,19 +68,16 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         """
         super().__init__()
         if enable_thinking and think_end_token is None:
-            raise InvalidInput(
-                "enable_thinking is true without think_end_token, the text that ends the model's thinking; set both"
-            )
+            lacks = "think_end_token, the text that ends the model's thinking"
+            raise InvalidInput(f"enable_thinking is true without {lacks}; set both")
         given = options if model is None else {"model": model, **options}
         self.engine = engine = Engine(**engine_options(given, device))
         self._closing = weakref.finalize(self, engine.close)
         if (text := unused(batch_size, max_batch_size)) is not None:
             message(text, logging.WARNING)
         if engine.tokenizer is None:
-            raise InvalidInput(
-                "the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text; add the"
-                " tokenizer's files to the model's directory"
-            )
+            lacks = "the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text"
+            raise InvalidInput(f"{lacks}; add the tokenizer's files to the model's directory")
         self.tokenizer = engine.tokenizer  # the model's tokenizer, of transformers
         skeleton = engine.core.skeleton
         most: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
@@ -128,10 +124,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         tokens: tuple[int | None, ...] = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         first = next((token for token in tokens if token is not None), None)
         if first is None:
-            raise InvalidInput(
-                "the tokenizer has no token that begins or ends a sequence, which an empty context and"
-                " rolling log likelihoods need"
-            )
+            lacks = "the tokenizer has no token that begins or ends a sequence"
+            raise InvalidInput(f"{lacks}, which an empty context and rolling log likelihoods need")
         return first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -159,14 +153,11 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
         """Return the log probability of each continuation, and whether it is greedy."""
         if self._thinking.get("enable_thinking"):
-            raise InvalidInput(
-                "enable_thinking is true, but a task scores given answers; leave enable_thinking out, or"
-                " run only tasks that generate"
-            )
+            fault = "enable_thinking is true, but a task scores given answers"
+            raise InvalidInput(f"{fault}; leave enable_thinking out, or run only tasks that generate")
         if (empty := next((r.args for r in requests if not r.args[1]), None)) is not None:
-            raise InvalidInput(
-                f"the continuation of the context {shown(empty[0])} is empty; it must have at least one token"
-            )
+            fault = f"the continuation of the context {shown(empty[0])} is empty"
+            raise InvalidInput(f"{fault}; it must have at least one token")
         answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return answers
 
@@ -178,10 +169,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         pairs = []
         for texts, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
-                raise InvalidInput(
-                    f"the continuation {shown(texts[1])} has {len(continuation)} tokens; it must have 1"
-                    f" to {self.max_length}, which is max_length"
-                )
+                fault = f"the continuation {shown(texts[1])} has {len(continuation)} tokens"
+                raise InvalidInput(f"{fault}; it must have 1 to {self.max_length}, which is max_length")
             whole = self._cut(context + continuation, self.max_length + 1)
             pairs.append((whole[: -len(continuation)], continuation))
         answers: list[Any] = [None] * len(pairs)
@@ -204,17 +193,16 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         parts: list[list[float]] = [[] for _ in requests]
         windows = Counter(owners)
 
-        def keep_total(owner: int) -> None:
-            self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, math.fsum(parts[owner]))
+        def keep_finished(owner: int) -> None:
+            if len(parts[owner]) == windows[owner]:
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, math.fsum(parts[owner]))
 
         def keep(index: int, answer: Answer) -> None:
-            owner = owners[index]
-            parts[owner].append(answer[0])
-            if len(parts[owner]) == windows[owner]:
-                keep_total(owner)
+            parts[owners[index]].append(answer[0])
+            keep_finished(owners[index])
 
-        for empty in set(range(len(requests))) - set(owners):
-            keep_total(empty)
+        for owner in range(len(requests)):
+            keep_finished(owner)  # those without a window
         self._score(pairs, keep)
         return [math.fsum(part) for part in parts]
 
@@ -223,12 +211,10 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         failed: list[Result] = []
 
         def finish(result: Result) -> None:
-            if result.error is not None:
+            logprob, greedy = result.cumulative_logprob, result.is_greedy
+            if result.error is not None or logprob is None or greedy is None:
                 failed.append(result)
             else:
-                logprob, greedy = result.cumulative_logprob, result.is_greedy
-                assert logprob is not None
-                assert greedy is not None
                 keep(result.index, (logprob, greedy))
 
         if pairs:
@@ -240,32 +226,30 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         thinking."""
         ways = [generation_of(request.args[1], self.eot_token_id) for request in requests]
         rows = [
-            {"prompt_token_ids": self._prompt(request.args[0], way)}
-            for request, way in zip(requests, ways, strict=True)
+            {"prompt_token_ids": self._prompt(request.args[0], params.max_tokens)}
+            for request, (params, _) in zip(requests, ways, strict=True)
         ]
         texts: list[Any] = [None] * len(rows)
         failed: list[Result] = []
         end = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
-        with closing(self.engine.stream(rows, [way.params for way in ways])) as stream:
+        with closing(self.engine.stream(rows, [params for params, _ in ways])) as stream:
             for result in stream:
                 if result.error is not None:
                     failed.append(result)
                     continue
-                ends = [*ways[result.index].until, *end]
+                ends = [*ways[result.index][1], *end]
                 text = postprocess_generated_text(result.generated_text or "", ends, self._think_end_token)
                 texts[result.index] = text
                 self.cache_hook.add_partial("generate_until", requests[result.index].args, text)
         _check(failed, len(rows))
         return texts
 
-    def _prompt(self, context: str, way: GenerationWay) -> list[int]:
+    def _prompt(self, context: str, max_tokens: int) -> list[int]:
         """Return the token ids of a context, the last ones if not all fit. An empty context is the prefix token."""
-        room = self.max_length - way.params.max_tokens
+        room = self.max_length - max_tokens
         if room < 1:
-            raise InvalidInput(
-                f"max_gen_toks is {way.params.max_tokens}; it must be below max_length"
-                f" {self.max_length}; set --gen_kwargs max_gen_toks=N"
-            )
+            must = f"it must be below max_length {self.max_length}"
+            raise InvalidInput(f"max_gen_toks is {max_tokens}; {must}; set --gen_kwargs max_gen_toks=N")
         special = False if has_bos_prefix(context, self.tokenizer.bos_token) else None
         return self._cut(self._encoded(context, special), room) or [self.prefix_token_id]
 
@@ -279,18 +263,11 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the model's chat template writes it. If the template refuses system messages, they
-        are left out, as with `hf`.
-
-        Args:
-            add_generation_prompt: end with the beginning of an answer; else the last message is continued.
-
-        Raises:
-            InvalidInput: the model has no chat template.
-        """
+        are left out, as with `hf`. Raise InvalidInput if the model has no chat template. add_generation_prompt: end
+        with the beginning of an answer; else the last message is continued."""
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise InvalidInput(
-                "the model has no chat template; leave out --apply_chat_template, or take an instruction-tuned model"
-            )
+            remedy = "leave out --apply_chat_template, or take an instruction-tuned model"
+            raise InvalidInput(f"the model has no chat template; {remedy}")
         end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             text: str = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **end, **self._thinking)
@@ -305,8 +282,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness adds to its results: version, dtype and lossy switches."""
         dtype = str(self.engine.core.dtype).removeprefix("torch.")
-        switches = {name: value for name, value in vars(self.engine.lossy).items() if value is not None}
-        return {"flexengine_version": __version__, "model_dtype": dtype, "lossy": switches}
+        return {"flexengine_version": __version__, "model_dtype": dtype, "lossy": self.engine.lossy.enabled}
 
 
 def _check(failed: Sequence[Result], total: int) -> None:
@@ -319,27 +295,17 @@ def _check(failed: Sequence[Result], total: int) -> None:
 
 def check_cache(stored: MutableMapping[str, Any], engine: Engine, options: dict[str, Any]) -> None:
     """Compare the record of a model in the harness's cache of responses (--use_cache), an SQLite file, with this model,
-    and add it to a cache without one. The harness finds a response by its request alone.
-
-    Args:
-        options: further values that responses depend on, by name.
-
-    Raises:
-        InvalidInput: the cache has responses of another model.
-    """
+    and add it to a cache without one. The harness finds a response by its request alone. Raise InvalidInput if the
+    cache has responses of another model. options: further values that responses depend on, by name."""
     was = stored.get(RECORD) or {}
     model = engine.fingerprint(was.get(MODEL_FILES, {}))
     if engine.options.allow:
         model.pop("cache", None)  # the planner chooses it
     now = json.loads(json.dumps({**options, **model, LOSSY: engine.switches}))  # tuples become lists
     if was and (changed := differences(was, now)):
-        raise InvalidInput(
-            f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}; name"
-            " another file, or give the same model and options"
-        )
+        fault = f"the cache of --use_cache holds responses of another model: {'; '.join(changed)}"
+        raise InvalidInput(f"{fault}; name another file, or give the same model and options")
     if not was and len(stored):
-        message(
-            "the cache of --use_cache does not say which model gave its responses; they are taken as this model's",
-            logging.WARNING,
-        )
+        text = "the cache of --use_cache does not say which model gave its responses; they are taken as this model's"
+        message(text, logging.WARNING)
     stored[RECORD] = now

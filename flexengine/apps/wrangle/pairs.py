@@ -1,25 +1,18 @@
 """Tables of pairs: common columns, and pairs made from two tables (blocking) by TF-IDF and cosine, with scikit-learn
 (extra "wrangle")."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from flexengine.apps.tables import FileTable
-from flexengine.apps.wrangle.prompts import serialise, text_of
-from flexengine.apps.wrangle.spec import TOKEN, Spec
+from flexengine.apps.tables import FileTable, cell_text
+from flexengine.apps.wrangle.spec import DEFAULT_TOP, TOKEN, Spec
 from flexengine.errors import InvalidInput
 from flexengine.job.read_tables import TableRow
 
 LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
 _MAX_CELLS = 2**22  # similarities in memory at a time
+_Neighbour = tuple[int, float]  # number of a text, and its similarity
 _Pair = tuple[int, int, float]  # row of the first table, row of the second, similarity
-
-
-class Neighbour(NamedTuple):
-    """A text beside a query."""
-
-    number: int
-    similarity: float  # cosine of the TF-IDF vectors, 0 to 1
 
 
 def check_library() -> None:
@@ -30,9 +23,10 @@ def check_library() -> None:
         raise InvalidInput('similarity needs scikit-learn; pip install "flexengine[wrangle]"') from error
 
 
-def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[Neighbour]]:
-    """Yield the nearest texts of each query, the most similar first. Equally similar texts keep their order. kind:
-    CHARACTER compares sequences of three characters, TOKEN compares words."""
+def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[_Neighbour]]:
+    """Yield the nearest texts of each query, the most similar first: their numbers, and the cosines of the TF-IDF
+    vectors, from 0 to 1. Equally similar texts keep their order. kind: CHARACTER compares sequences of three
+    characters, TOKEN compares words."""
     import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -50,25 +44,22 @@ def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str)
             least = np.partition(row, -count)[-count] if count < len(row) else 0.0
             enough = np.flatnonzero(row >= least)
             best = enough[np.argsort(-row[enough], kind="stable")][:count]
-            yield [Neighbour(int(i), float(row[i])) for i in best]
+            yield [(int(i), float(row[i])) for i in best]
 
 
 def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: Sequence[str] = ()) -> list[str]:
-    """Return the columns that both sides have, in the order of the left side.
+    """Return the columns that both sides have, in the order of the left side. Raise InvalidInput if there is none, or
+    one of `show` is not common.
 
     Args:
         names: names of the two sides, for messages.
         show: only these columns; empty is all.
-
-    Raises:
-        InvalidInput: there is none, or one of `show` is not common.
     """
     common = [column for column in left if column in right]
     if not common:
-        raise InvalidInput(
-            f"{names} have no common column: the first has {', '.join(left) or 'none'}, the second has"
-            f" {', '.join(right) or 'none'}; rename columns so that what is compared has one name"
-        )
+        first, second = (", ".join(columns) or "none" for columns in (left, right))
+        fault = f"{names} have no common column: the first has {first}, the second has {second}"
+        raise InvalidInput(f"{fault}; rename columns so that what is compared has one name")
     for column in show:
         if column not in common:
             raise InvalidInput(f"--show {column!r} is no common column of {names}; common are {', '.join(common)}")
@@ -83,33 +74,26 @@ def sides(table: FileTable) -> tuple[list[str], list[str]]:
 
 
 def matching_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
-    """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second.
+    """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second, with a
+    similarity above 0. Raise InvalidInput if the tables have no common column, or there is no candidate.
 
-    Only rows with a similarity above 0 are candidates. Columns are those of the first table with left_, those of the
-    second with right_, and similarity. A row that cannot be read has no candidate. The row follows the pairs, as a row
-    with a fault that names its file and line.
-
-    Raises:
-        InvalidInput: the tables have no common column, or there is no candidate.
+    Columns are those of the first table with left_, those of the second with right_, and similarity. A row that cannot
+    be read follows the pairs, as a row with a fault that names its file and line.
     """
     columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
     mine, other = (
-        [" ".join(filter(None, (text_of(record.fields.get(c)) for c in columns))) for record in table.records]
+        [" ".join(filter(None, (cell_text(record.fields.get(c)) for c in columns))) for record in table.records]
         for table in (left, right)
     )
-    count = spec.top_candidates
-    assert count is not None  # match has a default
     pairs = [
-        (i, neighbour.number, neighbour.similarity)
-        for i, neighbours in enumerate(nearest(mine, other, count, spec.similarity))
-        for neighbour in neighbours
-        if neighbour.similarity > 0
+        (i, j, similarity)
+        for i, neighbours in enumerate(nearest(mine, other, spec.top or DEFAULT_TOP, spec.similarity))
+        for j, similarity in neighbours
+        if similarity > 0
     ]
     if not pairs:
-        raise InvalidInput(
-            f"no row of {left.name} is similar to a row of {right.name} in the columns"
-            f" {', '.join(columns)}; compare other columns by --show"
-        )
+        none = f"no row of {left.name} is similar to a row of {right.name} in the columns {', '.join(columns)}"
+        raise InvalidInput(f"{none}; compare other columns by --show")
     return _joined(left, right, pairs)
 
 
@@ -134,9 +118,8 @@ def _joined_arrow(
     import pyarrow as pa
 
     cells: dict[str, Any] = {}
-    mine, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    for prefix, table, paired in ((LEFT, left, mine), (RIGHT, right, other)):
-        rows = [*paired, *(row if of is table else None for of, row in faults)]
+    for side, (prefix, table) in enumerate(((LEFT, left), (RIGHT, right))):
+        rows = [*(pair[side] for pair in pairs), *(row if of is table else None for of, row in faults)]
         taken = table.as_arrow().take(pa.array(rows, pa.int64()))  # None takes a row of nulls
         cells |= {prefix + name: taken.column(name) for name in taken.column_names}
     similarities = [*(pair[2] for pair in pairs), *[None] * len(faults)]
@@ -144,21 +127,19 @@ def _joined_arrow(
 
 
 def schema_pairs(left: FileTable, right: FileTable, spec: Spec) -> FileTable:
-    """Return the pairs of a column of the first table and one of the second.
-
-    The output's columns are left_column, left_values, right_column, right_values and, with --top, similarity.
-    """
+    """Return the pairs of a column of the first table and one of the second, with the columns left_column, left_values,
+    right_column, right_values and, with --top, similarity."""
     mine, other = (_descriptions(table, spec.values) for table in (left, right))
     extra = [SIMILARITY] if spec.top is not None else []
     columns = tuple(side + c for side in (LEFT, RIGHT) for c in mine[0]) + tuple(extra)
-    found: Any = [[Neighbour(j, 0.0) for j in range(len(other))]] * len(mine)
+    found: Iterable[list[_Neighbour]] = [[(j, 0.0) for j in range(len(other))]] * len(mine)
     if spec.top is not None:
         queries, texts = ([" ".join(one.values()) for one in side] for side in (mine, other))
         found = nearest(queries, texts, spec.top, spec.similarity)
     rows = [
-        [*mine[i].values(), *other[neighbour.number].values(), neighbour.similarity][: len(columns)]
+        [*mine[i].values(), *other[j].values(), similarity][: len(columns)]
         for i, neighbours in enumerate(found)
-        for neighbour in neighbours
+        for j, similarity in neighbours
     ]
     records = tuple(TableRow(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
     return FileTable(f"{left.name} x {right.name}", left.form, columns, records)
@@ -168,12 +149,7 @@ def _descriptions(table: FileTable, count: int) -> list[dict[str, str]]:
     """Return name and first different values of each column."""
     made = []
     for column in table.columns:
-        texts = (text_of(record.fields.get(column)) for record in table.records)
+        texts = (cell_text(record.fields.get(column)) for record in table.records)
         values = list(dict.fromkeys(text for text in texts if text is not None))[:count]
-        made.append({"column": column, "values": ", ".join(values)} if count else {"column": column})
+        made.append({"column": column} | ({"values": ", ".join(values)} if count else {}))
     return made
-
-
-def side_text(record: TableRow, prefix: str, columns: Sequence[str], missing: str) -> str:
-    """Return the text of one side of a pair, LEFT or RIGHT, serialised without this prefix."""
-    return serialise({c: record.fields[prefix + c] for c in columns}, columns, missing)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexengine.apps.wrangle import prompts
+from flexengine.apps.tables import read_table
 from flexengine.apps.wrangle.pairs import check_library, matching_pairs, nearest, schema_pairs
-from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of
+from flexengine.apps.wrangle.questions import CellQuestion, TableQuestions, choices_of, questions_of, targets_of
 from flexengine.apps.wrangle.spec import (
     BALANCED,
     DEFAULT_SHOTS,
@@ -17,11 +17,12 @@ from flexengine.apps.wrangle.spec import (
     MATCH,
     MAX_TOKENS,
     NEAREST,
+    NO,
     TRANSFORM,
     TRANSFORMATIONS,
+    YES,
     Spec,
 )
-from flexengine.apps.wrangle.tables import read_table
 from flexengine.errors import InvalidInput
 
 ENDS = ("prediction", "confidence", "failure")  # ends of the columns that the output adds
@@ -49,8 +50,8 @@ class WranglePlan:
             about = {"row": question.row, "target": question.target}
             if self.choices:
                 end = "" if self.spec.yes_no else "\n"  # of two choices one may begin with the other
-                glue = prompts.glue(question.text)
-                yield {**about, "context": text, "choices": [glue + choice + end for choice in self.choices]}
+                choices = [_glue(question.text) + choice + end for choice in self.choices]
+                yield {**about, "context": text, "choices": choices}
             else:
                 yield {**about, "prompt": text, "max_tokens": most, "stop": ["\n"], "temperature": 0, "logprobs": 0}
 
@@ -61,36 +62,29 @@ def make_plan(spec: Spec) -> WranglePlan:
         check_library()
     tables = [read_table(name, limit=spec.limit) for name in spec.tables]
     if len(tables) == 2 and spec.label and not spec.examples:
-        raise InvalidInput(
-            f"--label {spec.label!r} names labels of pairs, but two tables are given; give a table of pairs, or"
-            " --examples with labelled pairs"
-        )
+        fault = f"--label {spec.label!r} names labels of pairs, but two tables are given"
+        raise InvalidInput(f"{fault}; give a table of pairs, or --examples with labelled pairs")
     pairs = matching_pairs if spec.task == MATCH else schema_pairs
     table = tables[0] if len(tables) == 1 else pairs(tables[0], tables[1], spec)
     asked = questions_of(table, spec)
-    for name in (f"{target}_{end}" for target in asked.targets for end in ENDS):
+    for name in (f"{target}_{end}" for target in targets_of(spec) for end in ENDS):
         if name in table.columns:
             raise InvalidInput(f"{table.name} has a column {name!r}, which the output adds; rename it")
-    examples = None
-    if spec.examples:
-        examples = questions_of(read_table(spec.examples, "--examples"), spec, examples=True)
-    choices = choices_of(spec, [asked, *([examples] if examples else [])])
+    examples = questions_of(read_table(spec.examples, "--examples"), spec, True) if spec.examples else None
+    choices = choices_of(spec, [asked, examples] if examples else [asked])
     questions, pool = _predicted(spec, asked, examples)
     if spec.group and spec.shots != 0 and (missing := {q.group for q in questions} - {q.group for q in pool}):
         raise InvalidInput(f"group {sorted(missing)[0]!r} has no example; add rows of this group to --examples")
-    classes = choices or (prompts.YES, prompts.NO)
-    questions, texts = _with_shots(spec, questions, pool, classes, own=examples is None)
-    if not questions:
+    texts = _with_shots(spec, questions, pool, choices or (YES, NO), own=examples is None)
+    if not texts:
         remedy = "give more rows, or lower --shots"
         if spec.task == IMPUTE and not spec.evaluate:
             remedy = f"column {spec.column[0]!r} has no empty cell; --evaluate predicts filled cells and compares"
         raise InvalidInput(f"{table.name} has no row to predict; {remedy}")
-    plan = WranglePlan(spec, asked, tuple(questions), tuple(texts), choices)
+    plan = WranglePlan(spec, asked, tuple(texts), tuple(texts.values()), choices)
     if (spec.label or spec.evaluate) and not plan.labelled and not examples:
-        raise InvalidInput(
-            f"no predicted row of {table.name} has a label in {spec.label!r}; metrics need labels: fill"
-            " the column, or leave --label out"
-        )
+        none = f"no predicted row of {table.name} has a label in {spec.label!r}"
+        raise InvalidInput(f"{none}; metrics need labels: fill the column, or leave --label out")
     return plan
 
 
@@ -98,10 +92,9 @@ def _predicted(
     spec: Spec, asked: TableQuestions, examples: TableQuestions | None
 ) -> tuple[list[CellQuestion], list[CellQuestion]]:
     """Return the questions to predict, and the examples for shots."""
-    everything = asked.questions
-    labelled = [q for q in everything if q.answer is not None]
-    pool = [q for q in labelled if q.cell is not None] if spec.task == IMPUTE else labelled
-    questions = everything if spec.task != IMPUTE or spec.evaluate else [q for q in everything if q.cell is None]
+    impute, everything = spec.task == IMPUTE, asked.questions
+    pool = [q for q in everything if q.answer is not None and not (impute and q.cell is None)]
+    questions = [q for q in everything if not impute or spec.evaluate or q.cell is None]
     if spec.test is not None:
         rows = sorted({q.row for q in questions if q.answer is not None})
         if spec.test > len(rows):
@@ -114,8 +107,8 @@ def _predicted(
 
 def _with_shots(
     spec: Spec, questions: list[CellQuestion], pool: list[CellQuestion], classes: Sequence[str], own: bool
-) -> tuple[list[CellQuestion], list[str]]:
-    """Return the questions without those that became shots, and their prompts.
+) -> dict[CellQuestion, str]:
+    """Return the prompts of the questions that did not become shots.
 
     Args:
         classes: answers among which BALANCED shots are distributed.
@@ -124,66 +117,54 @@ def _with_shots(
     made: dict[CellQuestion, str] = {}
     for group in dict.fromkeys(q.group for q in questions):
         mine, examples = ([q for q in some if q.group == group] for some in (questions, pool))
-        count = shot_count(spec, len(examples), most_of_a_row(mine, examples) if own else 0)
+        by_row = Counter(q.row for q in examples if own)  # there are several if a row has several checked cells
+        left_out = max((by_row[q.row] for q in mine), default=0)
+        count = shot_count(spec, len(examples), left_out)
         if spec.picks == NEAREST and count:
-            shots = list(nearest_shots(spec, mine, examples, count, own))
+            shots = list(nearest_shots(spec, mine, examples, count, left_out))
         else:
             shared = chosen(spec, examples, count, classes)
-            left_out = set(shared) if own else set()
-            mine = [question for question in mine if question not in left_out]
+            mine = [question for question in mine if not own or question not in shared]
             shots = [shared] * len(mine)
         for question, some in zip(mine, shots, strict=True):
-            pairs = [(shot.text, shot.answer or "") for shot in some]
-            made[question] = prompts.prompt(spec.instruction, pairs, question.text)
-    left = [question for question in questions if question in made]
-    return left, [made[question] for question in left]
+            before = [shot.text + _glue(shot.text) + (shot.answer or "") for shot in some]
+            parts = [*([] if spec.instruction is None else [spec.instruction]), *before, question.text]
+            made[question] = "\n\n".join(parts)
+    return {question: made[question] for question in questions if question in made}
+
+
+def _glue(question: str) -> str:
+    """Return the text between a question and its answer."""
+    return " " if question.endswith("?") else ""
 
 
 def shot_count(spec: Spec, available: int, left_out: int) -> int:
-    """Return the number of shots.
+    """Return the number of shots. Raise InvalidInput if --shots is larger than the number of examples, or there are
+    none where they are wanted or needed.
 
     Args:
         left_out: most examples in the row of one question, which NEAREST leaves out; 0 if examples stand in no row of a
             question. Else examples would be predicted and compared, so the default takes at most half of them.
-
-    Raises:
-        InvalidInput: --shots is larger than the number of examples, or there are none where they
-            are wanted or needed.
     """
     if spec.shots is None:
         count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
         if count == 0 and (spec.pick or spec.examples):
-            raise InvalidInput(
-                f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
-                " answers, or --shots 0"
-            )
+            many = f"--pick {spec.picks} has {available} examples to choose from"
+            raise InvalidInput(f"{many}; give more rows with answers, or --shots 0")
         if count == 0 and spec.task == TRANSFORM and not spec.instruction:
             raise InvalidInput(f"transform has no example to show; {TRANSFORMATIONS}")
         return count
     most = available - left_out if spec.picks == NEAREST else available
     if spec.shots > most:
         other = " in other rows" if most < available else ""
-        raise InvalidInput(
-            f"--shots is {spec.shots}, but there are {most} examples{other}; give at most so many, or"
-            " more rows with answers by --examples or in the table"
-        )
+        fault = f"--shots is {spec.shots}, but there are {most} examples{other}"
+        raise InvalidInput(f"{fault}; give at most so many, or more rows with answers by --examples or in the table")
     return spec.shots
 
 
-def most_of_a_row(questions: Sequence[CellQuestion], pool: Sequence[CellQuestion]) -> int:
-    """Return the largest number of examples in the row of one question. There are several if a row has several checked
-    cells."""
-    counts = Counter(q.row for q in pool)
-    return max((counts[q.row] for q in questions), default=0)
-
-
 def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequence[str]) -> list[CellQuestion]:
-    """Return the examples that all questions share: the first ones, or drawn with the seed. choices: allowed answers,
-    for BALANCED.
-
-    Raises:
-        InvalidInput: an answer has too few examples.
-    """
+    """Return the examples that all questions share: the first ones, or drawn with the seed. Raise InvalidInput if an
+    answer has too few. choices: allowed answers, for BALANCED."""
     if spec.picks == GIVEN:
         return list(pool[:count])
     rng = random.Random(spec.seed)
@@ -194,23 +175,20 @@ def chosen(spec: Spec, pool: Sequence[CellQuestion], count: int, choices: Sequen
         wanted = count // len(choices) + (place < count % len(choices))
         own = [q for q in pool if q.answer == choice]
         if wanted > len(own):
-            raise InvalidInput(
-                f"--pick balanced needs {wanted} examples with the answer {choice}, but there are"
-                f" {len(own)}; lower --shots, or pick random"
-            )
+            needs = f"--pick balanced needs {wanted} examples with the answer {choice}, but there are {len(own)}"
+            raise InvalidInput(f"{needs}; lower --shots, or pick random")
         shots += rng.sample(own, wanted)
     rng.shuffle(shots)
     return shots
 
 
 def nearest_shots(
-    spec: Spec, questions: Sequence[CellQuestion], pool: Sequence[CellQuestion], count: int, own: bool
+    spec: Spec, questions: Sequence[CellQuestion], pool: Sequence[CellQuestion], count: int, left_out: int
 ) -> Iterator[list[CellQuestion]]:
     """Yield the most similar examples of each question, the most similar last, where it stands beside the question.
-    own: examples are rows of the questions' own table. Examples of a question's own row are left out."""
-    spare = most_of_a_row(questions, pool) if own else 0
-    texts = [q.text for q in pool]
-    found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)
+    left_out: most examples in the row of one question, which are left out; 0 if examples stand in other tables."""
+    most = min(count + left_out, len(pool))
+    found = nearest([q.text for q in questions], [q.text for q in pool], most, spec.similarity)
     for question, neighbours in zip(questions, found, strict=True):
-        examples = [pool[n.number] for n in neighbours if not (own and pool[n.number].row == question.row)]
+        examples = [pool[number] for number, _ in neighbours if not left_out or pool[number].row != question.row]
         yield examples[:count][::-1]

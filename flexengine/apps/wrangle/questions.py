@@ -1,13 +1,13 @@
-"""Questions of a table, by task: one per row, or one per checked cell."""
+"""Questions of a table, by task: one per row, or one per checked cell. They are those of Narayan et al., Can Foundation
+Models Wrangle Your Data? (arXiv 2205.09911)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from flexengine.apps.tables import FileTable
-from flexengine.apps.wrangle import prompts
-from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text, sides
-from flexengine.apps.wrangle.prompts import NO, YES, serialise, text_of
-from flexengine.apps.wrangle.spec import DETECT, MATCH, SCHEMA, TASKS, Spec
+from flexengine.apps.tables import FileTable, cell_text, serialised
+from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, sides
+from flexengine.apps.wrangle.spec import DETECT, MATCH, NO, SCHEMA, TASKS, YES, Spec
 from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 
@@ -28,43 +28,36 @@ class CellQuestion:
     group: str = ""
 
 
-@dataclass
-class TableQuestions:
+class TableQuestions(NamedTuple):
     """The questions of a table."""
 
     table: FileTable
-    targets: list[str]  # names of the answers
-    questions: list[CellQuestion] = field(default_factory=list)
-    faults: dict[int, str] = field(default_factory=dict)  # reason by row for rows that cannot be read
+    questions: list[CellQuestion]
+    faults: dict[int, str]  # reason by row for rows that cannot be read
 
 
 def questions_of(table: FileTable, spec: Spec, examples: bool = False) -> TableQuestions:
-    """Return the questions of a table. examples: the table holds examples, so every row must have an answer.
-
-    Raises:
-        InvalidInput: a column is missing, a label is not allowed, or an example has no answer or cannot be read.
-    """
-    asked = TableQuestions(table, list(targets_of(spec)), list(_BUILDERS[spec.task](table, spec, examples)))
-    for row, record in enumerate(table.records):
-        if record.fault:
-            asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
-    if examples and asked.faults:
-        raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
-    if examples and (unknown := next((q for q in asked.questions if q.answer is None), None)) is not None:
-        raise InvalidInput(
-            f"--examples {table.place(unknown.row)}: there is no answer for {unknown.target}; give it, or leave the"
-            " row out"
-        )
-    return asked
+    """Return the questions of a table. examples: the table holds examples, so every row must have an answer. Raise
+    InvalidInput if a column is missing, a label is not allowed, or an example has no answer or cannot be read."""
+    questions = list(_BUILDERS[spec.task](table, spec, examples))
+    faults = {
+        row: f"line {record.line}: {record.fault}" if record.line else record.fault
+        for row, record in enumerate(table.records)
+        if record.fault
+    }
+    if examples and faults:
+        raise InvalidInput(f"--examples {table.name}, {next(iter(faults.values()))}; correct it")
+    for question in questions:
+        if examples and question.answer is None:
+            lacks = f"{table.place(question.row)}: there is no answer for {question.target}"
+            raise InvalidInput(f"--examples {lacks}; give it, or leave the row out")
+    return TableQuestions(table, questions, faults)
 
 
 def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ...]:
     """Return the answers that are scored, () if answers are generated. all_asked: questions of the table, and of the
-    examples if there are any.
-
-    Raises:
-        InvalidInput: the answer of a row is not allowed, or --closed finds too few or too many values.
-    """
+    examples if there are any. Raise InvalidInput if the answer of a row is not allowed, or --closed finds too few or
+    too many values."""
     if not spec.scored:
         return ()
     if spec.yes_no:
@@ -72,18 +65,15 @@ def choices_of(spec: Spec, all_asked: Sequence[TableQuestions]) -> tuple[str, ..
     known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise InvalidInput(
-            f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}; it must"
-            f" have 2 to {MAX_CHOICES}; leave --closed out to generate answers"
-        )
+        fault = f"--closed: column {spec.column[0]!r} has {count(len(choices), 'value', 'values')}"
+        raise InvalidInput(f"{fault}; it must have 2 to {MAX_CHOICES}; leave --closed out to generate answers")
     more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
         for question in asked.questions:
             if question.answer is not None and question.answer not in choices:
-                raise InvalidInput(
-                    f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
-                    f" {', '.join(choices)}; correct it, or {more}"
-                )
+                place = asked.table.place(question.row)
+                allowed = f"allowed are {', '.join(choices)}"
+                raise InvalidInput(f"{place}: the answer is {question.answer!r}; {allowed}; correct it, or {more}")
     return choices
 
 
@@ -96,32 +86,32 @@ def targets_of(spec: Spec) -> tuple[str, ...]:
 
 # One function per task. Each yields the questions of all rows that can be read.
 
-_Builder = Callable[[FileTable, Spec, bool], Iterator[CellQuestion]]
-
 
 def _match(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
-    label = _label(table, spec, spec.label, examples)
+    label, noun = _label(table, spec, spec.label, examples), spec.noun
     for row, record in table.readable():
-        left, right = (side_text(record, side, columns, spec.missing) for side in (LEFT, RIGHT))
-        yield CellQuestion(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))
+        left, right = (serialised(record.fields, columns, spec.missing, side) for side in (LEFT, RIGHT))
+        text = f"{noun} A is {left}. {noun} B is {right}. Are {noun} A and {noun} B the same?"
+        yield CellQuestion(row, MATCH, text, label(row))
 
 
 def _schema(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
     columns = sides(table)
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
-        raise InvalidInput(
-            f"{table.name} has no descriptions of attributes: it must have the columns left and right, or columns that"
-            f" begin with left_ and right_; its columns are {', '.join(table.columns)}"
-        )
+        must = "it must have the columns left and right, or columns that begin with left_ and right_"
+        listed = f"its columns are {', '.join(table.columns)}"
+        raise InvalidInput(f"{table.name} has no descriptions of attributes: {must}; {listed}")
     label = _label(table, spec, spec.label, examples)
     for row, record in table.readable():
         if plain:
-            texts = [text_of(record.fields[side]) or spec.missing for side in ("left", "right")]
+            left, right = (cell_text(record.fields[side]) or spec.missing for side in ("left", "right"))
         else:
-            texts = [side_text(record, side, c, spec.missing) for side, c in zip((LEFT, RIGHT), columns, strict=True)]
-        yield CellQuestion(row, SCHEMA, prompts.schema_question(*texts), label(row))
+            parts = zip((LEFT, RIGHT), columns, strict=True)
+            left, right = (serialised(record.fields, names, spec.missing, side) for side, names in parts)
+        text = f"A is {left}. B is {right}. Are A and B the same? Yes or No?"
+        yield CellQuestion(row, SCHEMA, text, label(row))
 
 
 def _impute(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
@@ -132,10 +122,10 @@ def _impute(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
     if truth is not None:
         table.check_has([truth], "--label")
     for row, record in table.readable():
-        text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
-        cell = text_of(record.fields[column])
+        text = f"{serialised(record.fields, shown, spec.missing)}. What is the {column}?"
+        cell = cell_text(record.fields[column])
         cell = cell and cell.strip()
-        true = None if truth is None else text_of(record.fields[truth])
+        true = None if truth is None else cell_text(record.fields[truth])
         yield CellQuestion(row, column, text, cell if true is None else true.strip(), cell)
 
 
@@ -145,19 +135,18 @@ def _detect(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuesti
         shown = _shown(table, spec, {spec.label})
         label = _label(table, spec, spec.label, examples)
         for row, record in table.readable():
-            text = serialise(record.fields, shown, spec.missing)
-            yield CellQuestion(row, "error", prompts.row_question(text, spec.error), label(row))
+            text = f"{serialised(record.fields, shown, spec.missing)}\n\nIs there {spec.error} in this row?"
+            yield CellQuestion(row, "error", text, label(row))
         return
     names = {c: f"{c}_{spec.label}" if spec.label else None for c in spec.column}
     labels = {c: _label(table, spec, name, examples) for c, name in names.items()}
     shown = [] if spec.alone else _shown(table, spec, set(names.values()))
     for row, record in table.readable():
-        beside = None if spec.alone else serialise(record.fields, shown, spec.missing)
+        before = "" if spec.alone else f"{serialised(record.fields, shown, spec.missing)}\n\n"
         for column, target in zip(spec.column, targets_of(spec), strict=True):
-            value = text_of(record.fields[column]) or spec.missing
-            yield CellQuestion(
-                row, target, prompts.cell_question(beside, column, value, spec.error), labels[column](row)
-            )
+            value = cell_text(record.fields[column]) or spec.missing
+            text = f"{before}Is there {spec.error} in {column}: {value}?"
+            yield CellQuestion(row, target, text, labels[column](row))
 
 
 def _transform(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQuestion]:
@@ -168,15 +157,15 @@ def _transform(table: FileTable, spec: Spec, examples: bool) -> Iterator[CellQue
         if name is not None:
             table.check_has([name], "--examples: column" if examples else option)
     for row, record in table.readable():
-        cell = text_of(record.fields[column])
+        cell = cell_text(record.fields[column])
         if cell is None and not examples:
             continue  # an empty cell stays empty
-        group = "" if spec.group is None else text_of(record.fields[spec.group]) or ""
-        true = text_of(record.fields[answer]) if answer else None
+        group = "" if spec.group is None else cell_text(record.fields[spec.group]) or ""
+        true = cell_text(record.fields[answer]) if answer else None
         yield CellQuestion(row, target, f"input:{cell or ''}\noutput:", true and true.strip(), group=group)
 
 
-_BUILDERS: dict[str, _Builder] = dict(zip(TASKS, (_match, _impute, _detect, _schema, _transform), strict=True))
+_BUILDERS = dict(zip(TASKS, (_match, _impute, _detect, _schema, _transform), strict=True))
 
 
 def _shown(table: FileTable, spec: Spec, hidden: set[str | None]) -> list[str]:
@@ -187,18 +176,14 @@ def _shown(table: FileTable, spec: Spec, hidden: set[str | None]) -> list[str]:
             raise InvalidInput(f"--show {column!r} is the answer; leave it out")
     if shown := list(spec.show) or [c for c in table.columns if c not in hidden]:
         return shown
-    raise InvalidInput(
-        f"{table.name} has no column beside {', '.join(c for c in hidden if c)}; a prompt must show at least one"
-    )
+    fault = f"{table.name} has no column beside {', '.join(c for c in hidden if c)}"
+    raise InvalidInput(f"{fault}; a prompt must show at least one")
 
 
 def _label(table: FileTable, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
     """Return a function that returns the label of a row, Yes, No or None. name: column of the labels; None if there is
-    none. With a file of examples, only that file needs the column.
-
-    Raises:
-        InvalidInput: the column is missing, or a label is not allowed.
-    """
+    none. With a file of examples, only that file needs the column. Raise InvalidInput if the column is missing, or a
+    label is not allowed."""
     if examples and name is None:
         raise InvalidInput("--examples needs --label, the column with the answers of the examples")
     if name is None or (not examples and spec.examples and name not in table.columns):
@@ -206,11 +191,10 @@ def _label(table: FileTable, spec: Spec, name: str | None, examples: bool) -> Ca
     table.check_has([name], "--label")
     labels = dict[int, str]()
     for row, record in enumerate(table.records):
-        text = None if record.fault else text_of(record.fields[name])
-        if text is not None and (known := text.strip().lower()) not in _LABELS:
-            raise InvalidInput(
-                f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is unknown"
-            )
+        text = None if record.fault else cell_text(record.fields[name])
         if text is not None:
-            labels[row] = _LABELS[known]
+            if text.strip().lower() not in _LABELS:
+                must = f"a label must be {_LABEL_WORDS}, or empty if it is unknown"
+                raise InvalidInput(f"{table.place(row)}: {name} is {text!r}; {must}")
+            labels[row] = _LABELS[text.strip().lower()]
     return labels.get

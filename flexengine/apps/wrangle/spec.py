@@ -1,7 +1,7 @@
 """Options of `flexengine wrangle`: those of all tasks, with defaults and checks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -10,9 +10,11 @@ from flexengine.errors import InvalidInput
 MATCH, IMPUTE, DETECT, SCHEMA, TRANSFORM = TASKS = ("match", "impute", "detect", "schema", "transform")
 GIVEN, RANDOM, BALANCED, NEAREST = PICKS = ("given", "random", "balanced", "nearest")
 CHARACTER, TOKEN = SIMILARITIES = ("character", "token")
+YES, NO = "Yes", "No"
 YES_NO = (MATCH, DETECT, SCHEMA)  # tasks whose answer is Yes or No
 MAX_TOKENS = {MATCH: 3, DETECT: 3, SCHEMA: 3, IMPUTE: 10, TRANSFORM: 32}  # tokens of a generated answer
 DEFAULT_SHOTS = 10
+DEFAULT_TOP = 5  # candidates of a row
 TRANSFORMATIONS = (
     "give --examples FILE with the columns input and output, --label COLUMN with at least two known"
     " results, or --instruction TEXT"
@@ -43,7 +45,7 @@ class Spec:
     pick: str | None = None  # how shots are chosen, one of PICKS; None is GIVEN for a file of examples, else RANDOM
     seed: int = 1234  # seed of `pick` and `test`
     similarity: str = CHARACTER  # what counts as similar, one of SIMILARITIES
-    top: int | None = None  # candidates per row, or per column for schema; None is 5 for match and all for schema
+    top: int | None = None  # candidates per row or column; None: match DEFAULT_TOP, schema all
     values: int = 5  # values of a column in its description
     noun: str = "Product"  # name of an entity in prompts
     error: str = "an error"  # the error that is searched for, in words
@@ -72,28 +74,15 @@ class Spec:
         """Return how shots are chosen."""
         return self.pick or (GIVEN if self.examples else RANDOM)
 
-    @property
-    def top_candidates(self) -> int | None:
-        """Return the number of candidates per row; None is all."""
-        return 5 if self.top is None and self.task == MATCH else self.top
-
 
 def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any]) -> Spec:
-    """Return the options of a run.
-
-    Args:
-        given: options by name. None, False and an empty list stand for an option that is not given.
-
-    Raises:
-        InvalidInput: the task is unknown, an option is not for this task, a number is out of range, or options exclude
-            each other.
-    """
+    """Return the options of a run. Raise InvalidInput if the task is unknown, an option is not for this task, a number
+    is out of range, or options exclude each other. given: options by name. None, False and an empty list stand for an
+    option that is not given."""
     if task not in TASKS:
         raise InvalidInput(f"no task is given; write flexengine wrangle {'|'.join(TASKS)} TABLE -o OUTPUT")
     given = {name: value for name, value in given.items() if value not in (None, []) and value is not False}
     used: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
-    if unknown := set(used) - {f.name for f in fields(Spec)}:
-        raise TypeError(f"unknown options {sorted(unknown)}")
     for name, value in used.items():
         if task not in (takers := _TAKEN_BY.get(name, TASKS)):
             raise InvalidInput(
@@ -160,7 +149,7 @@ def _faults_of_shots(spec: Spec, used: Mapping[str, Any]) -> Iterator[str]:
         yield f"--pick balanced needs known answers; {known}"
     if "seed" in used and spec.test is None and (spec.picks not in (RANDOM, BALANCED) or spec.shots == 0):
         yield "--seed has no effect, as nothing is drawn at random; leave it out"
-    compared = len(spec.tables) == 2 and spec.top_candidates is not None
+    compared = len(spec.tables) == 2 and (spec.top is not None or spec.task == MATCH)
     if "similarity" in used and not compared and (spec.picks != NEAREST or spec.shots == 0):
         pairs = "--top" if spec.task == SCHEMA and len(spec.tables) == 2 else "two tables"
         yield f"--similarity has no effect without {pairs} or --pick nearest; leave it out"

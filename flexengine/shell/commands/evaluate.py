@@ -54,7 +54,6 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Evaluate, print a table and write the results. Return the exit code. Raise FlexError if an option, a scenario or
     a model is refused, scenarios before any model is opened."""
     from flexengine.apps.evaluate.evaluation import evaluate
-    from flexengine.apps.evaluate.figures import Draws
     from flexengine.apps.evaluate.instances import build
     from flexengine.apps.evaluate.report import write_files
     from flexengine.apps.evaluate.runs import runs_of
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     def restarted() -> None:
         interrupts.standing = lambda: STANDING_RESTARTED
 
-    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), restarted if args.restart else None)
+    done = evaluate(scenarios, runs, folder, make, args.resamples, restarted if args.restart else None)
     write_files(done, folder)
     print(text(done))
     for line in failures(done):
@@ -112,8 +111,8 @@ def _check_folder(folder: Path, scenarios: "list[Built]") -> None:
 
 def text(evaluation: "Evaluation") -> str:
     """Return the table of the originals, and of the worst over perturbations: a line for each scenario and metric."""
-    from flexengine.apps.evaluate.figures import WORST
     from flexengine.apps.evaluate.perturb import ORIGINAL
+    from flexengine.apps.evaluate.report import WORST
 
     count = len(evaluation.runs)
     head = ["scenario", "metric", evaluation.runs[0].name]

@@ -60,11 +60,10 @@ def fleet_runner(
         from flexengine.apps.fleet import cluster
     except ImportError as error:
         raise InvalidInput(f'--ray needs Ray Data ({error}); pip install "flexengine[ray]"') from error
-    from flexengine.apps.fleet.job import FleetRunner
-    from flexengine.apps.fleet.member import Recipe
+    from flexengine.apps.fleet.job import FleetRunner, Recipe
 
     with cluster.connected(args.ray, verbosity() >= VERBOSE):
-        fleet = cluster.RayFleet.of(args.device, args.actors, args.stages or 1, args.interface)
+        fleet = cluster.RayFleet(args.device, args.actors, args.stages or 1, args.interface)
         options = {"model": args.model, "progress": False, **engine_options(args)}
         recipe = Recipe(options, params, args.chat, folder=os.getcwd())
         yield FleetRunner(fleet, recipe, args.shard_rows, look)

@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts)
     from helm.benchmark.runner import RunnerError
     from helm.common.hierarchical_logger import setup_default_logging
 
-    from flexengine.apps.helm.engines import engine_of
+    from flexengine.apps.helm.exchange import engine_of
     from flexengine.apps.helm.plugin import register
 
     theirs = build_parser()
@@ -136,7 +136,7 @@ def deployment_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _model_name(args: argparse.Namespace, arguments: dict[str, Any]) -> str:
     """Return the model's name in HELM. Raise InvalidInput if HELM could not read it in a run entry."""
-    from flexengine.apps.helm.engines import engine_of
+    from flexengine.apps.helm.exchange import engine_of
 
     name = args.name or engine_of(arguments).core.source.name.replace("/", "_")
     if not all(character.isalnum() or character in "._-" for character in name):
@@ -151,7 +151,7 @@ def _encoding(args: argparse.Namespace) -> "Encoding":
 
     options = {name: getattr(args, name) for name in ("trust_remote_code", "allow_symlinks")}
     with load_libraries()(args.model, **options) as engine:
-        return Encoding.of(engine.tokenizer, _CHAT_TEMPLATE[args.chat_template], None, args.model_logprobs)
+        return Encoding(engine.tokenizer, _CHAT_TEMPLATE[args.chat_template], None, args.model_logprobs)
 
 
 def _export(args: argparse.Namespace) -> int:

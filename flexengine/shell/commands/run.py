@@ -144,7 +144,7 @@ def run_job(
                 fleet = stack.enter_context(fleet_runner(args, params, interrupts.check))
                 job = FileJob(fleet, store)
             job.begin()
-            if args.ray is not None and fleet.about is not None and fleet.about.verified:
+            if args.ray is not None and fleet.about.verified:
                 say(verified_line(dict(fleet.about.verified)))
             for result in job.results():
                 notes.take(result)

@@ -139,7 +139,7 @@ def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrup
 
 def _lines(plan: "WranglePlan", summary: dict[str, Any]) -> list[str]:
     """Return the summary as lines of text."""
-    from flexengine.apps.wrangle.metrics import described
+    from flexengine.apps.wrangle.run import described
 
     answers = ", ".join(f"{n} {answer}" for answer, n in summary["answers"].items())
     failed = f", {summary['failed']} failed" if summary["failed"] else ""

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from flexengine.apps.evaluate.figures import interval
 from flexengine.apps.evaluate.metrics import bits_per_byte, mean, word_perplexity
+from flexengine.apps.evaluate.report import interval
 
 
 def test_interval_of_a_share_is_that_of_the_binomial_distribution() -> None:

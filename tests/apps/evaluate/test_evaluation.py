@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from flexengine.apps.evaluate.evaluation import answers_of, evaluate, rows_of
-from flexengine.apps.evaluate.figures import Draws
 from flexengine.apps.evaluate.instances import Built, build
 from flexengine.apps.evaluate.report import Evaluation, write_files
-from flexengine.apps.evaluate.runs import Run, write_rows
+from flexengine.apps.evaluate.runs import Run
 from flexengine.apps.evaluate.scenario import load
 from flexengine.apps.rows_job import RowsJob
 from flexengine.engine.summary import JobCounts, Summary
@@ -93,13 +92,11 @@ RUNS = [Run("exact"), Run("other")]
 
 
 def evaluated(scenarios: list[Built], folder: Path, make: Callable[[Run], Fake] | None = None) -> Evaluation:
-    return evaluate(
-        scenarios, RUNS, folder, make or (lambda run: Fake(-9.0 if run.name == "other" else 0.0)), Draws(50, 0)
-    )
+    return evaluate(scenarios, RUNS, folder, make or (lambda run: Fake(-9.0 if run.name == "other" else 0.0)), 50)
 
 
 def test_rows_of_the_job(scenarios: list[Built]) -> None:
-    rows = rows_of(scenarios)
+    rows = [row for built in scenarios for row in rows_of(built)]
     assert rows[0] == {"scenario": "c", "row": 0, "variant": "original", "context": "A", "choices": [" x", " yy"]}
     assert [row["context"] for row in rows[:5]] == ["A", "a", "B", "b", "Answer:"]  # one for all equal choices
     assert "variant" not in rows[4]
@@ -172,7 +169,7 @@ def test_the_worst_of_a_row_with_an_error_in_one_variant(tmp_path: Path) -> None
 
 
 def test_names_are_escaped_on_the_page(scenarios: list[Built], tmp_path: Path) -> None:
-    done = evaluate(scenarios[2:], [Run("<script>x")], tmp_path / "out", lambda run: Fake(), Draws(10, 0))
+    done = evaluate(scenarios[2:], [Run("<script>x")], tmp_path / "out", lambda run: Fake(), 10)
     write_files(done, tmp_path / "out")
     assert "<script>" not in (tmp_path / "out" / "results.html").read_text()
 
@@ -215,7 +212,7 @@ def test_throughput_of_other_scenarios_is_replaced(scenarios: list[Built], tmp_p
 
     evaluated(scenarios, folder := tmp_path / "out")
     shutil.rmtree(folder / "jobs")
-    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Continued(), Draws(10, 0))
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Continued(), 10)
     entries = json.loads((folder / "throughput.json").read_text())
     assert entries["exact"]["useful_tokens"] == 4 * 4 + 10 + 2 * 3
     assert entries["exact"]["seconds"] is None
@@ -232,7 +229,7 @@ def test_a_restart_deletes_the_files_of_all_runs_first(scenarios: list[Built], t
     def restarted() -> None:
         left.append({str(path.relative_to(folder)) for path in folder.rglob("*")})
 
-    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Fake(), Draws(10, 0), restarted)
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Fake(), 10, restarted)
     assert left == [{"jobs", "jobs/notes.jsonl"}]
     assert set(json.loads((folder / "throughput.json").read_text())) == {"exact"}
     evaluated(scenarios[:2], folder)  # the other run is added, as its old rows are gone
@@ -243,19 +240,20 @@ def test_a_restart_beside_another_process_deletes_nothing(scenarios: list[Built]
     with Journal(folder / "jobs" / "other.results.jsonl.journal"):
         before = {path: path.stat().st_size for path in folder.rglob("*")}
         with pytest.raises(InvalidInput, match="is writing this output already"):
-            evaluate(scenarios, RUNS[:1], folder, lambda run: Fake(), Draws(10, 0), lambda: None)
+            evaluate(scenarios, RUNS[:1], folder, lambda run: Fake(), 10, lambda: None)
         assert {path: path.stat().st_size for path in folder.rglob("*")} == before
 
 
 def test_rows_that_are_there_are_not_written_again(tmp_path: Path) -> None:
-    write_rows(job := RowsJob.named(tmp_path / "rows"), [{"text": "a"}])
+    job = RowsJob.named(tmp_path / "rows")
+    job.write([{"text": "a"}])
     before = job.rows.stat()
-    write_rows(job, [{"text": "a"}])
+    job.write([{"text": "a"}])
     assert (job.rows.stat().st_ino, job.rows.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_places_of_errors_and_impossible_choices(scenarios: list[Built]) -> None:
-    rows = rows_of(scenarios[:1])
+    rows = rows_of(scenarios[0])
     results = [
         {**row, "error": None, "scores": [{"logprob": None, "tokens": 1}, {"logprob": -2.0, "tokens": 1}]}
         for row in rows
@@ -271,7 +269,7 @@ def test_changed_scenarios_are_refused_until_restart(scenarios: list[Built], tmp
     with pytest.raises(InvalidInput, match=r"jobs/exact\.jsonl was written for other scenarios: .* give --restart"):
         evaluated(scenarios[:2], folder)
     fake = Fake()
-    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: fake, Draws(10, 0), restarted=lambda: None)
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: fake, 10, restarted=lambda: None)
     assert fake.calls == [folder / "jobs" / "exact.jsonl"]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, Lossy, Policy
-from flexengine.apps.fleet.job import FleetRunner
-from flexengine.apps.fleet.member import (
+from flexengine.apps.fleet.job import (
     MOST_ROWS,
     Failure,
     FleetMember,
+    FleetRunner,
     Recipe,
     open_engine,
     packed,

@@ -21,7 +21,7 @@ def encoding(**options: Any) -> Encoding:
     tokenizer.eos_token = "</s>"
     if options.pop("template", False):
         tokenizer.chat_template = TEMPLATE
-    return Encoding.of(tokenizer, **options)
+    return Encoding(tokenizer, **options)
 
 
 def ids(text: str) -> list[int]:

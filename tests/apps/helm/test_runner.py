@@ -24,7 +24,7 @@ from helm.clients.client import truncate_sequence
 from helm.common.cache import SqliteCacheConfig, get_all_from_sqlite
 from helm.common.request import GeneratedOutput, Request, Token
 
-from flexengine.apps.helm import engines
+from flexengine.apps.helm import exchange
 from flexengine.apps.helm.client import FlexClient
 from flexengine.apps.helm.plugin import register
 from flexengine.apps.helm.requests import truncated
@@ -148,7 +148,7 @@ def test_a_suite_that_was_interrupted_has_the_same_bytes(folder: Path) -> None:
 
     small = LARGE | {"model": str(folder / "tiny"), "device_mem": "3M"}
     register(FLEX, small)
-    engines.engine_of(small).on_sweep = stop
+    exchange.engine_of(small).on_sweep = stop
     try:
         with pytest.raises(KeyboardInterrupt):
             helm("broken", FLEX, entries(folder), *options)
@@ -256,7 +256,7 @@ def test_failed_runs_have_an_exit_code(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_unknown_options_of_a_deployment() -> None:
     with pytest.raises(InvalidInput, match="the deployment has 'beams', which is no option"):
-        engines.engine_of({"beams": 3})
+        exchange.engine_of({"beams": 3})
 
 
 @pytest.mark.parametrize("text", ["a.b.c", "x", "", "a", "...", "ab\nc."])

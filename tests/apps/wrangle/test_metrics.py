@@ -6,17 +6,16 @@ import random
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
 
-from flexengine.apps.wrangle.metrics import (
+from flexengine.apps.wrangle.run import (
     Judged,
     TableAnswer,
     answer_of,
     described,
+    metrics_of,
     normalised,
     plain,
-    transform_metrics,
-    value_metrics,
-    yes_no_metrics,
 )
+from flexengine.apps.wrangle.spec import IMPUTE, MATCH, TRANSFORM
 
 
 def test_yes_no_like_scikit_learn() -> None:
@@ -24,7 +23,7 @@ def test_yes_no_like_scikit_learn() -> None:
     for _ in range(20):
         judged = [Judged("Yes", "Yes"), *(Judged(*rng.choices(["Yes", "No"], k=2)) for _ in range(30))]
         labels, answers = zip(*((one.label, one.answer) for one in judged), strict=True)
-        found = yes_no_metrics(judged)
+        found = metrics_of(MATCH, judged)
         for name, score in (("f1", f1_score), ("precision", precision_score), ("recall", recall_score)):
             assert found[name] == pytest.approx(score(labels, answers, pos_label="Yes"))
         assert found["accuracy"] == pytest.approx(accuracy_score(labels, answers))
@@ -35,7 +34,7 @@ def test_garbage_of_yes_no() -> None:
     """On a Yes row garbage is a false negative; on a No row it is no false positive."""
     judged = [Judged("Yes", "Yes"), Judged("Yes", "maybe"), Judged("No", "maybe"), Judged("No", None),
               Judged("No", "No"), Judged("No", "Yes")]  # fmt: skip
-    found = yes_no_metrics(judged)
+    found = metrics_of(MATCH, judged)
     assert (found["precision"], found["recall"], found["f1"]) == (0.5, 0.5, 0.5)
     assert (found["accuracy"], found["garbage"], found["failed"], found["lost_yes_rows"]) == (2 / 6, 2, 1, 1)
     assert found["without"] == pytest.approx({"precision": 0.5, "recall": 1.0, "f1": 2 / 3, "accuracy": 2 / 3})
@@ -48,7 +47,7 @@ def test_garbage_of_yes_no() -> None:
 
 
 def test_a_ratio_without_a_denominator_is_undefined() -> None:
-    found = yes_no_metrics([Judged("No", "No")])
+    found = metrics_of(MATCH, [Judged("No", "No")])
     assert (found["f1"], found["precision"], found["recall"], found["accuracy"]) == (None, None, None, 1.0)
     assert described(found) == [
         "F1 undefined, precision undefined, recall undefined, accuracy 1.0000 (1 labelled answer, 0 of them Yes)"
@@ -60,7 +59,7 @@ def test_a_ratio_without_a_denominator_is_undefined() -> None:
     ("Nothing", None), ("not", None), ("maybe yes", None), ("", None), ("yesterday", None),
 ])  # fmt: skip
 def test_yes_or_no(text: str, word: str | None) -> None:
-    (answer,) = plain([TableAnswer(text, -1.0)])
+    answer = plain(TableAnswer(text, -1.0))
     assert answer == TableAnswer(word or text, -1.0)
 
 
@@ -72,7 +71,7 @@ def test_normalised(text: str, same: str) -> None:
 
 
 def test_values() -> None:
-    found = value_metrics([Judged("LA", "la."), Judged("LA", "NY"), Judged("LA", ""), Judged("LA", None)])
+    found = metrics_of(IMPUTE, [Judged("LA", "la."), Judged("LA", "NY"), Judged("LA", ""), Judged("LA", None)])
     assert found == {"accuracy": 0.25, "rows": 4, "garbage": 1, "failed": 1, "without": {"accuracy": 0.5}}
     assert described(found) == [
         "accuracy 0.2500 (4 labelled answers)",
@@ -83,7 +82,7 @@ def test_values() -> None:
 def test_a_transformation_counts_if_all_its_rows_are_right() -> None:
     judged = [Judged("A", "A", "x"), Judged("B", "B", "x"), Judged("C", "C", "y"), Judged("D", "d", "y"),
               Judged("E", "", "z")]  # fmt: skip
-    found = transform_metrics(judged)
+    found = metrics_of(TRANSFORM, judged)
     assert (found["accuracy"], found["row_accuracy"], found["transformations"]) == (1 / 3, 3 / 5, 3)
     assert found["without"] == {"accuracy": 1 / 2, "row_accuracy": 3 / 4, "transformations": 2}
     assert described(found) == [
@@ -103,7 +102,7 @@ def test_answers() -> None:
 
 def test_an_answer_without_text_is_not_right() -> None:
     """The label '"."' is empty after normalisation, as is the answer."""
-    found = value_metrics([Judged('"."', ""), Judged("LA", "LA")])
+    found = metrics_of(IMPUTE, [Judged('"."', ""), Judged("LA", "LA")])
     assert found == {"accuracy": 0.5, "rows": 2, "garbage": 1, "failed": 0, "without": {"accuracy": 1.0}}
 
 

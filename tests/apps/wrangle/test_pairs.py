@@ -10,10 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from flexengine.apps.tables import FileTable
+from flexengine.apps.tables import FileTable, read_table
 from flexengine.apps.wrangle.pairs import check_library, common_columns, matching_pairs, nearest, schema_pairs
 from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
-from flexengine.apps.wrangle.tables import read_table
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import written
 from tests.helpers.inputs import arrow_file
@@ -53,8 +52,8 @@ def test_nearest(kind: str, cut: Callable[[str], Counter[str]]) -> None:
     for count in (1, 3, 5):
         for row, found in zip(expected, nearest(queries, texts, count, kind), strict=True):
             best = sorted(range(len(texts)), key=lambda j: (-round(row[j], 9), j))[:count]
-            assert [neighbour.number for neighbour in found] == best
-            assert [neighbour.similarity for neighbour in found] == pytest.approx([row[j] for j in best], abs=1e-8)
+            assert [number for number, _ in found] == best
+            assert [similarity for _, similarity in found] == pytest.approx([row[j] for j in best], abs=1e-8)
 
 
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

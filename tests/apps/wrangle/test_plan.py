@@ -157,7 +157,7 @@ def test_detect_cells(tmp_path: Path) -> None:
         "name: campanile. city: lxs angeles. city_bad: yes\n\nIs there an error in city: lxs angeles?",
         "name: campanile. city: lxs angeles. city_bad: yes\n\nIs there an error in name: campanile?",
     )
-    assert plan.asked.targets == ["city_error", "name_error"]
+    assert [q.target for q in plan.questions[:2]] == ["city_error", "name_error"]
     alone = plan_of(
         tmp_path, "detect", text, column=["city"], label="bad", alone=True, error="a x spelling error", shots=1
     )

@@ -44,7 +44,7 @@ def test_balanced_needs_enough_of_each() -> None:
 
 def test_nearest_stands_last() -> None:
     questions = [CellQuestion(0, "match", "cccc and bbbb cccc"), CellQuestion(1, "match", "hhhh")]
-    first, second = nearest_shots(spec(), questions, POOL, 2, own=False)
+    first, second = nearest_shots(spec(), questions, POOL, 2, 0)
     assert [q.row for q in first] == [1, 2]
     assert second[-1].row == 7
 
@@ -52,9 +52,9 @@ def test_nearest_stands_last() -> None:
 def test_nearest_leaves_its_own_row_out() -> None:
     """All examples of the row: a row may have several checked cells."""
     pool = [*POOL, CellQuestion(2, "other", "text cccc", "No")]
-    ((*_, shot),) = nearest_shots(spec(), [pool[2]], pool, 1, own=False)
+    ((*_, shot),) = nearest_shots(spec(), [pool[2]], pool, 1, 0)
     assert shot.row == 2
-    (shots,) = nearest_shots(spec(), [pool[2]], pool, 7, own=True)
+    (shots,) = nearest_shots(spec(), [pool[2]], pool, 7, 2)
     assert sorted(q.row for q in shots) == [0, 1, 3, 4, 5, 6, 7]
 
 

@@ -11,9 +11,8 @@ from flexengine.errors import InvalidInput
 def test_defaults() -> None:
     spec = make_spec("match", ("a.csv", "b.csv"), {"shots": None, "closed": False, "choice": None, "show": []})
     assert spec == Spec(MATCH, ("a.csv", "b.csv"))
-    assert (spec.picks, spec.scored, spec.top_candidates) == ("random", True, 5)
+    assert (spec.picks, spec.scored) == ("random", True)
     assert make_spec("match", ("a.csv",), {"examples": "e.csv"}).picks == "given"
-    assert make_spec("schema", ("a.csv", "b.csv"), {}).top_candidates is None
 
 
 @pytest.mark.parametrize(("task", "given", "scored"), [

@@ -9,7 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flexengine.apps.wrangle.tables import Added, check_output, holds_table, read_table, write_table
+from flexengine.apps.tables import (
+    Added,
+    cell_text,
+    check_output,
+    holds_table,
+    read_table,
+    serialised,
+    write_table,
+)
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import written
 from tests.helpers.inputs import arrow_file
@@ -121,3 +129,18 @@ def test_columns_with_another_separator(tmp_path: Path) -> None:
     table = read_table(written(tmp_path, "t.csv", "name;city\na;b\n"))
     with pytest.raises(InvalidInput, match="its columns are name;city: they seem to be separated by ';'"):
         table.check_has(["city"], "--column")
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    ("a", "a"), ("", None), ("  ", None), (None, None), (float("nan"), None), (0, "0"), (1.5, "1.5"), (True, "true"),
+    ("two\r\n lines", "two lines"), (["a", 1], '["a", 1]'), (" a ", " a "),
+])  # fmt: skip
+def test_cell_text(value: object, text: str | None) -> None:
+    assert cell_text(value) == text
+
+
+def test_serialised() -> None:
+    cells = {"name": "arts deli", "phone": None, "stars": 4, "left out": "x"}
+    assert serialised(cells, ["stars", "name", "phone"], "nan") == "stars: 4. name: arts deli. phone: nan"
+    assert serialised(cells, ["phone"], "") == "phone: "
+    assert serialised({"a_x": "1"}, ["x"], "nan", "a_") == "x: 1"
