@@ -172,7 +172,7 @@ def mixes(rows: int, tokens: int, averages: Sequence[float], seeds: int) -> list
     unique = list(dict.fromkeys(choice.lossy for choice in wanted))
     text = quality.read(None, rows, tokens)
     costs = {}
-    for cost, _ in quality.measure(lambda lossy: Engine(device="cpu", lossy=lossy), text, unique):
+    for cost in quality.measure(lambda lossy: Engine(device="cpu", lossy=lossy), text, unique):
         costs[cost.lossy] = cost
         print(quality.brief(cost), flush=True)
     return [_mix(choice, costs[choice.lossy], rows, tokens) for choice in wanted]

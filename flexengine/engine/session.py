@@ -6,8 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Self
 
-from flexengine.activity import reported, reporting
-from flexengine.activity.terminal import listener_of
+from flexengine.activity import listener_of, reported, reporting
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.calibrator import BITS, Calibrator, OpenExact
 from flexengine.engine.core import Core

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from flexengine.activity import Activity, Listener, RunningActivity
-from flexengine.activity.terminal import minutes
+from flexengine.activity import Activity, Listener, RunningActivity, minutes
 from flexengine.lossy import EXACT, Lossy
 from flexengine.places import disks_of
 from flexengine.plan.feedback import PlanReport

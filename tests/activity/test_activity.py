@@ -11,17 +11,18 @@ import pytest
 from flexengine import activity as module
 from flexengine.activity import (
     Activity,
+    Display,
     RunningActivity,
     activity,
     advance,
     listener,
+    listener_of,
     message,
     messenger,
     reported,
     reporting,
     tick,
 )
-from flexengine.activity.terminal import Display, listener_of
 from tests.helpers.listening import Heard, listening
 
 
@@ -163,7 +164,7 @@ def test_a_function_is_called_by_one_thread_at_a_time() -> None:
 
 def test_which_listener_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal in (True, False):
-        monkeypatch.setattr("flexengine.activity.terminal.is_terminal", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("flexengine.activity.is_terminal", lambda terminal=terminal: terminal)
         assert isinstance(listener_of(True), Display)
         assert listener_of(False) is None
         assert isinstance(listener_of(None), Display) == terminal

@@ -7,16 +7,14 @@ import sys
 
 import pytest
 
-from flexengine.activity import Activity, activity, message, reporting
-from flexengine.activity import terminal as module
-from flexengine.activity.terminal import Display, amount, facts, minutes
+from flexengine import activity as module
+from flexengine.activity import Activity, Display, activity, amount, facts, message, minutes, reporting
 from tests.helpers.terminal import on_terminal
 
 SCRIPT = """
 import logging, threading, time
 from flexengine import activity as module
-from flexengine.activity import activity, message, reporting
-from flexengine.activity.terminal import Display
+from flexengine.activity import Display, activity, message, reporting
 module.INTERVAL = 0.0
 with reporting(Display()):
     with activity("converting", "converting x, once", 1000, "B", logging.INFO) as work:

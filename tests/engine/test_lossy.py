@@ -259,7 +259,7 @@ class TestPlanner:
             assert engine.lossy == Lossy()
 
     def test_what_it_chose_is_kept_by_the_job(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.messages import DONE, REFUSED
         from flexengine.shell.commands.run import main
 
         known = families("opt")
@@ -285,7 +285,7 @@ class TestSwitches:
             Lossy(**fields)
 
     def test_a_job_goes_on_with_its_own_switches_only(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.messages import DONE, REFUSED
         from flexengine.shell.commands.run import main
 
         known = families("opt")
@@ -303,7 +303,7 @@ class TestSwitches:
     def test_a_job_does_not_go_on_in_other_groups(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.messages import DONE, REFUSED
         from flexengine.shell.commands.run import main
 
         base = job_of_two(families("opt"), tmp_path, "--cache", "int4")
@@ -319,7 +319,7 @@ class TestSwitches:
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from flexengine.engine.planner import Planner
-        from flexengine.shell.commands.exit_codes import DONE, REFUSED
+        from flexengine.shell.commands.messages import DONE, REFUSED
         from flexengine.shell.commands.run import main
 
         def least(planner: Planner, *_: Any) -> Lossy:

@@ -10,7 +10,7 @@ from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.errors import BudgetTooSmall, InvalidInput
 from flexengine.model import encoding
 from flexengine.shell.commands import quality
-from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
 from tests.helpers.chained import chained
 from tests.helpers.families import NEW, reference

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.shell.commands import exit_codes, run
+from flexengine.shell.commands import messages, run
 from tests.helpers.families import NEW
 
 ONE_BATCH = Policy(gpu_batch_size=8, num_gpu_batches=1)
@@ -75,7 +75,7 @@ def test_all_rows(families: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     source.write_text("".join(json.dumps(row) + "\n" for row in family.rows))
     code = run.main([str(source), "--model", str(model), "--device", "cpu", "--device-mem", "1G", "--output",
                      str(output)])  # fmt: skip
-    assert code == exit_codes.SOME_FAILED == 1
+    assert code == messages.SOME_FAILED == 1
     told = [json.loads(line)["error"] for line in output.read_text().splitlines()]
     assert told == [f"row {i} (line {i + 1}): {AFTER_NONE}" for i in range(8)]
     assert "Traceback" not in capsys.readouterr().err

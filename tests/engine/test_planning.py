@@ -24,7 +24,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.min_memory import smallest
 from flexengine.plan.workload import Workload
-from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel, open_model

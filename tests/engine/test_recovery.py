@@ -21,7 +21,7 @@ from flexengine.model.forward import Layer
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.tasks import Op, Task
-from flexengine.shell.commands import exit_codes, run
+from flexengine.shell.commands import messages, run
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
 from tests.helpers.listening import Heard
@@ -231,16 +231,16 @@ def test_a_job_goes_on_where_it_was(
     source, calm, out = (tmp_path / name for name in ("in.jsonl", "calm.jsonl", "out.jsonl"))
     source.write_text("".join(json.dumps(row | {"max_tokens": 2 + i}) + "\n" for i, row in enumerate(family.rows)))
     words = [str(source), "--model", str(family.directory), "--device", "sim", "--ignore-eos", "--output"]
-    assert run.main([*words, str(calm)]) == exit_codes.DONE
+    assert run.main([*words, str(calm)]) == messages.DONE
     faults.when = lambda worker, task: task.cell.sweep == 3 and task.op is Op.COMPUTE
     capsys.readouterr()
-    assert run.main([*words, str(out)]) == exit_codes.FAILED
+    assert run.main([*words, str(out)]) == messages.FAILED
     told = capsys.readouterr().err
     assert told.count("flexengine: device memory ran out: ") == REPLANS + 1
     assert "Traceback" not in told
     assert not out.exists()
     faults.when = lambda worker, task: False
-    assert run.main([*words, str(out)]) == exit_codes.DONE
+    assert run.main([*words, str(out)]) == messages.DONE
     assert "2 of 8 rows were done before" in capsys.readouterr().err
     assert out.read_bytes() == calm.read_bytes()
 

@@ -6,8 +6,17 @@ from typing import Any
 
 from flexengine.engine.summary import JobCounts, Progress
 from flexengine.plan.feedback import LaneSeconds, PlanReport
-from flexengine.shell.report.record import DONE, Bucket, ErrorCounts, Lengths, Planned, ReportRecord
-from flexengine.shell.report.timeline import COMPUTE, WEIGHTS, LaneSpan, SweepLine
+from flexengine.shell.report.record import (
+    COMPUTE,
+    WEIGHTS,
+    Bucket,
+    ErrorCounts,
+    LaneSpan,
+    LengthCounts,
+    Planned,
+    ReportRecord,
+    SweepLine,
+)
 
 GB = 10**9
 SPANS = (
@@ -28,15 +37,16 @@ PLAN = Planned(
 
 def record(**changes: Any) -> ReportRecord:
     """Return a finished job with some errors, with these fields changed."""
-    lengths, errors = Lengths(endings=Counter({"length": 3, "stop": 1})), ErrorCounts()
+    prompts, completions, errors = LengthCounts(), LengthCounts(), ErrorCounts()
     for n in (5, 9, 30, 31):
-        lengths.prompts[n] += 1
-        lengths.completions[n // 2] += 1
+        prompts[n] += 1
+        completions[n // 2] += 1
     errors.add(4, "line 5: max_tokens is 0; it must be at least 1")
     made = ReportRecord(
-        model="toy", state=DONE, error="", began="2026-01-01 10:00:00", written="2026-01-01 10:00:20", elapsed=20.0,
+        model="toy", state="done", error="", began="2026-01-01 10:00:00", written="2026-01-01 10:00:20", elapsed=20.0,
         command="python -m flexengine.run in.jsonl --report r.html", folder="/data", counts=JobCounts(5, 4, 1, 0),
-        totals=Progress(6, 4, 1, 75, 75, 30, 30, 5.0, 10.0), lengths=lengths, errors=errors,
+        totals=Progress(6, 4, 1, 75, 75, 30, 30, 5.0, 10.0), prompts=prompts, completions=completions,
+        endings=Counter({"length": 3, "stop": 1}), errors=errors,
         rates=[Bucket(1, 5.0, 0.0, 75, 0), Bucket(5, 0.0, 10.0, 0, 26)], plan=PLAN,
         sweep=SweepLine(4, False, 1.0, SPANS, {"disk_read": 0.8, "device": 0.6}),
         summary={"load_seconds": 0.5, "device": "sim", "dtype": "float32", "lossy": {}, "bytes": {"h2d": GB},

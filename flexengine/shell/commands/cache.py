@@ -12,10 +12,8 @@ from typing import Any
 from flexengine.config import cache_root
 from flexengine.errors import InvalidInput, shown
 from flexengine.plan.formatting import count, plain, size
-from flexengine.shell.cachedir.items import KINDS, CacheItem, Contents, contents, hub_cache
-from flexengine.shell.cachedir.removal import Kept, remove
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, program
-from flexengine.shell.commands.messages import ago, say, table
+from flexengine.shell.cachedir import KINDS, CacheItem, Contents, Kept, contents, hub_cache, remove
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, ago, program, say, table
 from flexengine.shell.commands.options import add_options
 from flexengine.shell.commands.parser import Parser
 
@@ -91,7 +89,6 @@ def _is_named(item: CacheItem, name: str) -> bool:
 
 
 def _print_list(cached: Contents, items: Sequence[CacheItem], as_json: bool) -> None:
-
     (hub, downloads), total = hub_cache(), sum(item.bytes for item in items)
     if as_json:
         ignored = [{"path": path, "reason": reason} for path, reason in cached.ignored]
@@ -141,7 +138,7 @@ def _clear(cached: Contents, items: Sequence[CacheItem], args: argparse.Namespac
         return DONE
     removed: list[CacheItem] = []
     kept: list[tuple[CacheItem, str]] = []
-    failed: list[tuple[CacheItem, str]] = []
+    code = DONE
     for item in items:
         try:
             remove(cached.root, item)
@@ -149,17 +146,18 @@ def _clear(cached: Contents, items: Sequence[CacheItem], args: argparse.Namespac
         except Kept as reason:
             kept.append((item, str(reason)))
         except OSError as error:
-            failed.append((item, f"cannot be removed: {error.strerror}"))
+            kept.append((item, f"cannot be removed: {error.strerror}"))
+            code = SOME_FAILED
     freed = sum(item.bytes for item in removed)
     if args.json:
-        reasons = [_fields(item) | {"reason": why} for item, why in kept + failed]
+        reasons = [_fields(item) | {"reason": why} for item, why in kept]
         done = {"freed_bytes": freed, "removed": list(map(_fields, removed)), "kept": reasons}
         print(json.dumps({"cache": str(cached.root), **done}))
     else:
-        for item, why in kept + failed:
+        for item, why in kept:
             print(f"kept: {_title(item)} ({plain(why)})")
         print(f"removed {count(len(removed), 'item', 'items')}, {size(freed)} freed")
-    return SOME_FAILED if failed else DONE
+    return code
 
 
 def _agreed(cached: Contents, items: Sequence[CacheItem]) -> bool:

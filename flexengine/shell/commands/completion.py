@@ -2,7 +2,7 @@
 
 import argparse
 
-from flexengine.shell.commands.exit_codes import DONE, program
+from flexengine.shell.commands.messages import DONE, program
 from flexengine.shell.commands.parser import Parser
 
 SHELLS = ("bash", "zsh")

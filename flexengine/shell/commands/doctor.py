@@ -10,14 +10,11 @@ from typing import Any
 
 from flexengine import __version__
 from flexengine.plan.formatting import digits, plain, size
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, program
-from flexengine.shell.commands.messages import ago, say, table
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, ago, program, say, table
 from flexengine.shell.commands.options import add_options
 from flexengine.shell.commands.parser import Parser
-from flexengine.shell.doctor import Failed
-from flexengine.shell.doctor.facts import Facts, collect
-from flexengine.shell.doctor.findings import Finding, findings, stops_jobs
-from flexengine.shell.doctor.machine import Disk
+from flexengine.shell.doctor.facts import Facts, Finding, collect, findings, stops_jobs
+from flexengine.shell.doctor.machine import Disk, Failed
 
 _OPTIONS = """
 --measure              measure the rates of the disks and the memory now; takes ten seconds or more
@@ -85,9 +82,9 @@ def _memory(facts: Any) -> Iterator[str]:
 def _gpu(facts: Any) -> Iterator[str]:
     if not facts.part("torch"):
         raise ValueError("torch cannot be imported")
-    if not facts.gpus:
+    if not facts.part("gpus"):
         yield "none"
-    for gpu in facts.gpus:
+    for gpu in facts.part("gpus"):
         memory = f"{size(gpu['total'])}, {size(gpu['free'])} free"
         yield f"{gpu['name']}, {memory}, compute capability {gpu['capability']}"
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from flexengine.errors import InvalidInput
 from flexengine.job.files import check_not_overwritten
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
-from flexengine.shell.commands.messages import say, table
-from flexengine.shell.commands.open_engine import bare_options, load_libraries
-from flexengine.shell.commands.options import DTYPES, MACHINE, OptionTable, file_name, named
+from flexengine.shell.commands import options as common
+from flexengine.shell.commands.interrupts import Interrupts
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, interruptible, say, table
 from flexengine.shell.commands.parser import Parser, check_least
 
 if TYPE_CHECKING:
@@ -42,11 +41,11 @@ STANDING_RESTARTED = "interrupted: finished rows are stored; run the same comman
 
 def parser() -> Parser:
     p = Parser("evaluate", "SCENARIO.yaml...", _END, "Scenarios are multiple choice, generation or perplexity.")
-    p.add_argument("scenario", nargs="*", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
-    p.group("output", OptionTable(_OUTPUT, more={"output": {"type": file_name}}))
-    runs = OptionTable(_RUNS, {"model": [], "run": [], "resamples": 1000})
+    p.add_argument("scenario", nargs="*", type=common.named, metavar="SCENARIO.yaml", help="one or more scenario files")
+    p.group("output", common.OptionTable(_OUTPUT, more={"output": {"type": common.file_name}}))
+    runs = common.OptionTable(_RUNS, {"model": [], "run": [], "resamples": 1000})
     p.group("runs", runs, about="the first run is the one that the others are compared with")
-    p.group("machine", MACHINE)
+    p.group("machine", common.MACHINE)
     return p
 
 
@@ -59,20 +58,22 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     from flexengine.apps.evaluate.runs import runs_of
     from flexengine.apps.evaluate.scenario import load
 
+    interrupts.standing = lambda: STANDING
     for given, what in ((args.scenario, "scenario"), (args.output, "--output")):
         if not given:
             raise InvalidInput(f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR")
     check_least(args, resamples=1)
     runs, folder = runs_of(args.model, args.run), Path(args.output)
-    if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
-        raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if wrong := next((each for each in runs if each.dtype not in (None, *common.DTYPES)), None):
+        known = ", ".join(common.DTYPES)
+        raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {known}")
     runs = [replace(each, dtype=each.dtype or args.dtype) for each in runs]
     scenarios = [build(scenario) for scenario in load(args.scenario)]
     _check_folder(folder, scenarios)
-    engine_class = load_libraries()
+    engine_class = common.load_libraries()
 
     def make(each: "Run") -> "Engine":
-        options = bare_options(args) | {"dtype": each.dtype}
+        options = common.bare_options(args) | {"dtype": each.dtype}
         return engine_class(each.model, lossy=each.lossy, on_sweep=lambda _: interrupts.check(), **options)
 
     def restarted() -> None:
@@ -148,4 +149,4 @@ def _with_interval(value: float | None, low: float | None, high: float | None, f
     return value_text if value is None else f"{value_text} [{low_text}, {high_text}]"
 
 
-main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts), STANDING)
+main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts))

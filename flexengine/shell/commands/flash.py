@@ -10,12 +10,9 @@ from flexengine import texts
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.plan.formatting import plain, size
-from flexengine.shell.commands.exit_codes import DONE, program
-from flexengine.shell.commands.messages import say, table
-from flexengine.shell.commands.open_engine import bare_options, load_libraries
-from flexengine.shell.commands.options import MACHINE, MODEL, OptionTable, add_options
+from flexengine.shell.commands.messages import DONE, program, say, table, verified_line
+from flexengine.shell.commands.options import MACHINE, MODEL, OptionTable, add_options, bare_options, load_libraries
 from flexengine.shell.commands.parser import Parser, check_least
-from flexengine.shell.commands.progress import verified_line
 
 if TYPE_CHECKING:
     from flexengine.guests.flash.predictors import Trained

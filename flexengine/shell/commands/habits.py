@@ -148,10 +148,6 @@ class CommandLine:
         """Return the arguments of these options; "" for positionals."""
         return [argument for argument in self.arguments if argument.option in options]
 
-    def replace(self, old: Argument, new: Argument) -> None:
-        """Replace an argument."""
-        self.arguments[self.arguments.index(old)] = new
-
     def _add(self, option: str, name: str, values: tuple[str, ...]) -> None:
         """Add an option by its name here, with its value in this project's words."""
         if name == "--top-k" and values and 0 < (_as_float(values[0]) or 0) < 1:
@@ -175,13 +171,8 @@ def correct(command: str, known: Known, words: Sequence[str], accepts: Callable[
         accepts: return whether words are a valid command line.
     """
     line = CommandLine(words, known)
-    if command == "quality":
-        _join_lists(line)
-    if command == "plan":
-        _count_rows(line)
-    if command == "run":
-        _name_model(line)
-        _pipe_inputs(line)
+    for repair in _REPAIRS.get(command, ()):
+        repair(line)
     if not line.reasons or not accepts(line.words()):
         return None
     return f"{'; '.join(line.reasons)}: {line.before}{command_text(command, line.words())}"
@@ -236,7 +227,7 @@ def _count_rows(line: CommandLine) -> None:
     counts = line.of("--limit") + numbers
     if counts and inputs == numbers:
         option, values = counts[0]
-        line.replace(counts[0], Argument("--rows", values))
+        line.arguments[line.arguments.index(counts[0])] = Argument("--rows", values)
         line.reasons = [reason.replace(f" {option} ", " --rows ") for reason in line.reasons]
 
 
@@ -264,7 +255,7 @@ def _name_model(line: CommandLine) -> None:
         if path.is_dir() or path.suffix == ".gguf" or hub:
             models.append(argument)
     if models and not line.of("-m", "--model") and len(line.of("", "-i", "--input")) == 2:
-        line.replace(models[0], Argument("--model", models[0].values))
+        line.arguments[line.arguments.index(models[0])] = Argument("--model", models[0].values)
         line.reasons.append("the model is given by --model")
 
 
@@ -278,6 +269,9 @@ def _pipe_inputs(line: CommandLine) -> None:
     text = [Argument("--input-format", ("txt",))] if formats == {".txt"} else []
     line.arguments = [Argument("", ("-",)), *(argument for argument in line.arguments if argument.option), *text]
     line.reasons.append("a job has one input")
+
+
+_REPAIRS = {"quality": (_join_lists,), "plan": (_count_rows,), "run": (_name_model, _pipe_inputs)}  # by command
 
 
 def _as_float(text: str) -> float | None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.files import check_not_overwritten, is_stream
 from flexengine.job.results import check_output
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, foreign_errors, interruptible
-from flexengine.shell.commands.messages import say, say_error
-from flexengine.shell.commands.open_engine import load_libraries
-from flexengine.shell.commands.options import LOSSY, MACHINE, MODEL, OptionTable, add_options, allowed, lossy_of, named
-from flexengine.shell.commands.parser import Parser, refuse_given
+from flexengine.shell.commands import options as common
+from flexengine.shell.commands.interrupts import Interrupts
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, foreign_errors, interruptible, say, say_error
+from flexengine.shell.commands.parser import GENERAL, Parser, refuse_given
 
 if TYPE_CHECKING:
     from flexengine.apps.helm.requests import Encoding
@@ -28,23 +27,13 @@ helm-run --dry-run writes the requests, and its metrics are computed with
 _CHAT_TEMPLATE = {"auto": None, "yes": True, "no": False}
 _RUNNER = "flexengine.apps.helm.runner.FlexRunner"
 # Options that export or import use.
-_USED = {
-    "action",
-    "output",
-    "model",
-    "chat_template",
-    "trust_remote_code",
-    "allow_symlinks",
-    "quiet",
-    "verbose",
-    "config",
-}
+_USED = {"output", "model", "chat_template", "trust_remote_code", "allow_symlinks", *GENERAL}
 # Commands of options that export or import do not have; others belong to flexengine run.
 _PLACES = {"name": "flexengine helm run", "model_logprobs": "flexengine helm run or flexengine helm import"}
 _FILES = """\
 export: folders of a suite, or files named scenario_state.json; import: the output of flexengine run, then the same"""
 _MODEL = f"""
-{MODEL.removeprefix("-m, ")}
+{common.MODEL.removeprefix("-m, ")}
 --name NAME       run: name of the model in HELM, flexengine/NAME (default: that of the model)
 --chat-template   write prompts as a user's message, with the model's chat template (default: %(default)s: if the model
                   has one, as HELM does)
@@ -59,17 +48,18 @@ def parser(files: bool = True) -> Parser:
     actions = "run HELM; export its requests to rows of flexengine run; or import the results"
     p.add_argument("action", nargs="?", choices=(RUN, EXPORT, IMPORT), help=actions)
     if files:
-        p.add_argument("files", nargs="*", type=named, metavar="FILE", help=_FILES)
-    add_options(p, "--output ROWS.jsonl  export: file for the rows")
+        p.add_argument("files", nargs="*", type=common.named, metavar="FILE", help=_FILES)
+    common.add_options(p, "--output ROWS.jsonl  export: file for the rows")
     template = {"chat_template": {"choices": ("auto", "yes", "no")}}
-    p.group("model", OptionTable(_MODEL, {"chat_template": "auto"}, template))
-    p.group("machine", MACHINE, about="for run; export and import only read the tokenizer")
-    p.group("fewer bits", LOSSY, about="for run; results change")
+    p.group("model", common.OptionTable(_MODEL, {"chat_template": "auto"}, template))
+    p.group("machine", common.MACHINE, about="for run; export and import only read the tokenizer")
+    p.group("fewer bits", common.LOSSY, about="for run; results change")
     return p
 
 
 def run(words: Sequence[str], interrupts: Interrupts) -> int:
     """Run a command line. Return the exit code. Raise FlexError if an option, file, model or request is refused."""
+    interrupts.standing = lambda: STANDING
     if words[:1] == [RUN]:
         own, rest = parser().split(words[1:])
         return _run(parser(files=False).parse_args([RUN, *own]), rest, interrupts)
@@ -93,7 +83,7 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts)
     except ImportError as error:
         remedy = 'pip install "flexengine[helm]", or export its requests from another environment: docs/helm.md'
         raise InvalidInput(f"HELM is needed ({error}); {remedy}") from error
-    load_libraries()
+    common.load_libraries()
     from helm.benchmark.executor import ExecutorError
     from helm.benchmark.run import build_parser, helm_run
     from helm.benchmark.runner import RunnerError
@@ -126,10 +116,9 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: Interrupts)
 
 def deployment_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the deployment that the options describe. Raise InvalidInput if switches are wrong."""
-    lossy = lossy_of(args)
-    names = ("model", "device", "dtype", "device_mem", "host_mem", "offload_dir", "trust_remote_code", "allow_symlinks")
-    given = {name: getattr(args, name) for name in (*names, "model_logprobs")} | vars(lossy)
-    given["allow"] = list(allowed(args, lossy, None)) or None
+    lossy, names = common.lossy_of(args)
+    given = {"model": args.model, **common.bare_options(args), "model_logprobs": args.model_logprobs, **vars(lossy)}
+    given["allow"] = list(names) or None
     set_ones = {name: value for name, value in given.items() if value is not None and value is not False}
     return {**set_ones, "apply_chat_template": _CHAT_TEMPLATE[args.chat_template]}
 
@@ -150,7 +139,7 @@ def _encoding(args: argparse.Namespace) -> "Encoding":
     from flexengine.apps.helm.requests import Encoding
 
     options = {name: getattr(args, name) for name in ("trust_remote_code", "allow_symlinks")}
-    with load_libraries()(args.model, **options) as engine:
+    with common.load_libraries()(args.model, **options) as engine:
         return Encoding(engine.tokenizer, _CHAT_TEMPLATE[args.chat_template], None, args.model_logprobs)
 
 
@@ -184,4 +173,4 @@ def _import(args: argparse.Namespace) -> int:
     return SOME_FAILED if failed else DONE
 
 
-main = interruptible(run, STANDING)
+main = interruptible(run)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.shell.commands.exit_codes import DONE, foreign_errors, program
-from flexengine.shell.commands.open_engine import load_libraries
-from flexengine.shell.commands.options import MODEL, add_options
+from flexengine.shell.commands.messages import DONE, foreign_errors, program
+from flexengine.shell.commands.options import MODEL, add_options, load_libraries
 from flexengine.shell.commands.parser import Parser
 
 _PROGRAM = "lm-eval"
@@ -90,7 +89,6 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
 
 
 def _parsed(harness: Any, words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of lm-eval."""
     before = sys.argv
     sys.argv = [_PROGRAM, *words]
     try:
@@ -139,13 +137,11 @@ def _make_folders(args: argparse.Namespace, file: dict[str, Any]) -> None:
             continue
         path = Path(str(given))
         folder = path if option == "output_path" and path.suffix != ".json" else path.parent
-        fault = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            fault = "" if os.access(folder, os.W_OK) else "is not writable"
         except OSError as error:
             fault = f"cannot be made: {error.strerror}"
-        if not fault and not os.access(folder, os.W_OK):
-            fault = "is not writable"
         if fault:
             raise InvalidInput(f"--{option} is {path}, but {folder} {fault}; name another place")
 

@@ -6,9 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from flexengine import __version__
-from flexengine.shell.commands.exit_codes import DONE, REFUSED, exit_code
 from flexengine.shell.commands.habits import correct_command
-from flexengine.shell.commands.messages import say_error
+from flexengine.shell.commands.messages import DONE, REFUSED, exit_code, say_error
 
 COMMANDS = {
     "run": "generate results for a file of prompts",

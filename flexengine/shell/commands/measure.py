@@ -4,11 +4,9 @@ import argparse
 import json
 
 from flexengine.lossy import EXACT
-from flexengine.shell.commands.exit_codes import DONE, program
-from flexengine.shell.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
-from flexengine.shell.commands.options import MACHINE
+from flexengine.shell.commands import options as common
+from flexengine.shell.commands.messages import DONE, program
 from flexengine.shell.commands.parser import Parser, refuse_given
-from flexengine.shell.commands.written import check_written, write
 from flexengine.shell.explain.text import hardware_text
 
 _OUTPUT = """
@@ -20,7 +18,7 @@ _OUTPUT = """
 
 def parser() -> Parser:
     p = Parser("measure", "[MODEL]")
-    p.group("model and machine", "-m, --model MODEL  measure this model's layers, too (default: none)", MACHINE)
+    p.group("model and machine", "-m, --model MODEL  measure this model's layers, too (default: none)", common.MACHINE)
     p.add_twin("model")
     p.group("output", _OUTPUT)
     return p
@@ -29,17 +27,17 @@ def parser() -> Parser:
 def run(args: argparse.Namespace) -> int:
     """Measure this machine, and print and save its rates. Return the exit code. Raise FlexError if an option is
     wrong."""
-    check_written({"--save": args.save}, {"--config": args.config}, args.model)
+    common.check_written(args, {"--save": args.save})
     if args.model is None:
         refuse_given(args, ("trust_remote_code", "allow_symlinks"), "has no effect without a model; remove it")
-    load_libraries()
+    common.load_libraries()
     from flexengine.engine import rates
 
-    opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None
-    hardware = rates.this_machine(machine_options(args), opened, args.again, args.dtype)
+    opened = common.open_bare(args, EXACT) if args.model is not None else None
+    hardware = rates.this_machine(common.machine_options(args), opened, args.again, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
-        write(args.save, text)
+        common.write(args.save, text)
     print(text if args.json else hardware_text(hardware))
     return DONE
 

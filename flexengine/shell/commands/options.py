@@ -9,22 +9,40 @@ Options are described as --help shows them, one paragraph each:
 """
 
 import argparse
+import gc
+import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from textwrap import dedent
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexengine import shipped
+from flexengine.activity import activity, is_terminal, tick
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, ModelNotFound
+from flexengine.job.files import check_model_kept, check_not_overwritten
 from flexengine.job.inputs import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, FLASH, MIXED, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
+from flexengine.shell.commands.messages import NORMAL, say, verbosity, verified_line
+
+if TYPE_CHECKING:
+    from flexengine.engine.engine import Engine
+    from flexengine.engine.options import MachineOptions
+    from flexengine.engine.summary import Progress
+    from flexengine.guests.stages.group import PipelineGroup
+    from flexengine.job.inputs import InputRows
+    from flexengine.worker.open_model import OpenModel
 
 AUTO = "auto"  # --policy: the planner chooses
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "sim")
+_MACHINE = ("device", "device_mem", "host_mem", "offload_dir")  # options of MachineOptions
 SAMPLING = {f.name: f.default for f in fields(SamplingParams)}  # names and defaults of the sampling options
 
 
@@ -207,41 +225,176 @@ def calibration_of(args: argparse.Namespace) -> str | None:
     return text if text is not None else BUNDLED if args.calibrate else None
 
 
-def files_read(args: argparse.Namespace) -> dict[str, str | None]:
-    """Return the files that options of all jobs name, by option; None for those that are not given."""
-    policy = None if getattr(args, "policy", AUTO) == AUTO else shipped.find("policies", args.policy)
-    given = {"--config": args.config, "--calibration-text": args.calibration_text, "--layer-bits": args.layer_bits}
-    return given | {"--policy": policy}
-
-
 def policy_of(args: argparse.Namespace) -> Policy | None:
     """Return the policy of --policy, a file or a shipped name; None if the planner chooses. Raise InvalidInput if it is
     neither, or if the file holds no policy."""
     return None if args.policy == AUTO else Policy.load(shipped.find_file("policies", args.policy))
 
 
-def lossy_of(args: argparse.Namespace) -> Lossy:
-    """Return the lossy switches in the arguments. Raise InvalidInput if a value is not allowed."""
-    if args.weights is not None and args.layer_bits is not None:
-        raise InvalidInput(f"--weights {args.weights} and --layer-bits {args.layer_bits} are both given; leave one out")
-    weights = args.weights if args.layer_bits is None else bits_file(args.layer_bits)
-    names = ("compute", "cache", "sparse_attention", "budget", "flash", "sparsify")
-    return Lossy(weights, calibrate=calibration_of(args), **{name: getattr(args, name) for name in names})
-
-
-def bits_file(name: str) -> str:
-    """Return the name of a file of bits. Raise InvalidInput if it does not end in .json."""
-    if not name.endswith(".json"):
-        raise InvalidInput(f"--layer-bits is {name}; it must be the name of a .json file")
-    return name
-
-
-def allowed(args: argparse.Namespace, lossy: Lossy, policy: Policy | None) -> tuple[str, ...]:
-    """Return the names that the planner may choose from. Raise InvalidInput if a name is unknown, or if lossy switches
-    or a policy are given, too."""
+def lossy_of(args: argparse.Namespace, policy: Policy | None = None) -> tuple[Lossy, tuple[str, ...]]:
+    """Return the lossy switches in the arguments, and the names that the planner may choose from. Raise InvalidInput if
+    a value is not allowed or a name unknown, or if the planner may choose, but switches or a policy are given."""
+    bits = bits_file(args)
+    if args.weights is not None and bits is not None:
+        raise InvalidInput(f"--weights {args.weights} and --layer-bits {bits} are both given; leave one out")
+    switches = ("compute", "cache", "sparse_attention", "budget", "flash", "sparsify")
+    given = {name: getattr(args, name) for name in switches}
+    lossy = Lossy(args.weights if bits is None else bits, calibrate=calibration_of(args), **given)
     names = (*QUALITY[args.quality], *(args.allow.split(",") if args.allow is not None else ()))
     choices(names)
     if names and (lossy or policy is not None):
         other = "a policy" if policy is not None else f"{lossy}"
         raise InvalidInput(f"--quality and --allow let the planner choose, but {other} is given; leave out one of them")
-    return names
+    return lossy, names
+
+
+def bits_file(args: argparse.Namespace) -> str | None:
+    """Return the file of --layer-bits; None if none is given. Raise InvalidInput if it does not end in .json."""
+    name: str | None = args.layer_bits
+    if name is not None and not name.endswith(".json"):
+        raise InvalidInput(f"--layer-bits is {name}; it must be the name of a .json file")
+    return name
+
+
+# Files.
+
+
+def files_read(args: argparse.Namespace) -> dict[str, str | None]:
+    """Return the files that options of several commands name, by option; None for those that are not given."""
+    names = ("config", "calibration_text", "layer_bits")
+    policy = getattr(args, "policy", AUTO)
+    given = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
+    return given | {"--policy": None if policy == AUTO else shipped.find("policies", policy)}
+
+
+def check_written(
+    args: argparse.Namespace, written: Mapping[str, str | None], read: Mapping[str, str | None] = {}
+) -> None:
+    """Raise InvalidInput if a file cannot be written, is read, too, is written by two options, or is of the model.
+
+    Args:
+        written: file names by option; None if the option is not given.
+        read: files that are read beside those of `files_read`.
+    """
+    check_not_overwritten({**read, **files_read(args)}, written)
+    check_model_kept(args.model, written)
+    for option, name in written.items():
+        if name is None:
+            continue
+        path = Path(name)
+        if path.is_dir():
+            raise InvalidInput(f"{option} {name} cannot be written: it is a directory; name a file in it")
+        if not (parent := path.absolute().parent).is_dir():
+            raise InvalidInput(f"{option} {name} cannot be written: there is no directory {parent}; make it first")
+
+
+def write(path: str, text: str) -> None:
+    """Write a text and a newline. Raise OSError, which says so, if the file cannot be written."""
+    with writing(path):
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Name the file in an OSError of the block, which writes it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"the file cannot be written: {error.strerror}", path) from error
+
+
+# The engine, machine and model that the options describe.
+
+
+def load_libraries() -> "type[Engine]":
+    """Import torch, transformers and Engine, which --help must not import, and return Engine.
+
+    Garbage collection is off meanwhile: the collector would traverse all objects that torch and transformers define,
+    find no garbage, and take a quarter of the import's time.
+    """
+    if verbosity() < NORMAL or not is_terminal():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    collecting = gc.isenabled()
+    # An import hook that imports nothing. It reports at every import that importing goes on.
+    hook: Any = SimpleNamespace(find_spec=lambda *_: tick())
+    gc.disable()
+    sys.meta_path.insert(0, hook)
+    try:
+        with activity("starting", "importing PyTorch and transformers"):
+            from flexengine.engine.engine import Engine
+    finally:
+        sys.meta_path.remove(hook)
+        if collecting:
+            gc.enable()
+    gc.freeze()
+    return Engine
+
+
+def open_engine(
+    args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "PipelineGroup | None" = None
+) -> "Engine":
+    """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified. A model that
+    does not exist is refused before this function imports torch.
+
+    Args:
+        args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
+        on_sweep, group: see EngineOptions.
+    """
+    from flexengine.model.source import check_local  # imported here, as --help does without
+
+    try:
+        check_local(args.model, args.allow_symlinks)
+        engine_class = load_libraries()
+        engine = engine_class(args.model, on_sweep=on_sweep, group=group, **engine_options(args))
+    except ModelNotFound as error:
+        if args.model not in shipped.names("models"):
+            raise
+        fault = f"{args.model} is a shape for flexengine plan, without weights"
+        raise ModelNotFound(f"{fault}; name a directory, a .gguf file or a hub id") from error
+    engine.core.machine.say_no_offload()
+    if engine.core.verifier:
+        say(verified_line(vars(engine.core.verifier)))
+    return engine
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the engine of `flexengine run`, without the model. args: as for `open_engine`."""
+    names = ["policy", "trace", "lossy", "allow", "verify", "strategy", "attention_workers", "worker_mem"]
+    some = {name: getattr(args, name) for name in (*names, "prefix_sharing") if hasattr(args, name)}
+    return bare_options(args) | some
+
+
+def bare_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of an engine that MACHINE has."""
+    return {name: getattr(args, name) for name in (*_MACHINE, "dtype", "trust_remote_code", "allow_symlinks")}
+
+
+def open_rows(args: argparse.Namespace) -> "InputRows":
+    """Open the input, with the options that ROWS has."""
+    from flexengine.job.inputs import InputRows
+
+    return InputRows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)
+
+
+def machine_options(args: argparse.Namespace) -> "MachineOptions":
+    """Return the options of the machine."""
+    from flexengine.engine.options import MachineOptions
+
+    return MachineOptions(**{name: getattr(args, name) for name in _MACHINE})
+
+
+def open_bare(args: argparse.Namespace, lossy: Lossy, kind: str | None = None) -> "OpenModel":
+    """Open the model, or the shipped shape of this name, without weights, as a machine of a kind would open it. kind:
+    cpu, cuda or sim; default: that of this machine."""
+    from flexengine.worker.open_model import open_model
+
+    if kind is None:
+        with closing(machine_options(args).machine()) as machine:
+            kind = machine.kind
+    if args.model is not None:
+        args.model = shipped.find("models", args.model)
+    remote, links = args.trust_remote_code, args.allow_symlinks
+    try:
+        return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error

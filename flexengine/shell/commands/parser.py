@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 
 from flexengine import __version__
 from flexengine.errors import InvalidInput, meant
-from flexengine.shell.commands.exit_codes import REFUSED
 from flexengine.shell.commands.habits import correct
 from flexengine.shell.commands.main import COMMANDS
-from flexengine.shell.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
+from flexengine.shell.commands.messages import NORMAL, QUIET, REFUSED, VERBOSE, say_error, set_verbosity
 from flexengine.shell.commands.options import OptionTable, add_options
 
 _GENERAL = """
@@ -24,6 +23,7 @@ _GENERAL = """
                     the command line replace them
 """
 _VERBOSITY = ("quiet", "verbose")
+GENERAL = (*_VERBOSITY, "config")  # options of all commands that may have a value of the user
 _UNSET = object()  # value of an option that is not on the command line
 # argparse's messages, and the same in this project's words. The first group is the option or argument.
 _WORDS = (
@@ -34,14 +34,6 @@ _WORDS = (
     (r"argument (\S+?)(?:/--\S+)?: ignored explicit argument (.*)", r"{0} takes no value, but {1} is given"),
     (r"argument (\S+?)(?:/--\S+)?: (.*)", r"{0}: {1}"),
 )
-
-
-class ParsedOptions(argparse.Namespace):
-    """The options of a command line."""
-
-    __slots__ = ("changed", "words")
-    words: Sequence[str]  # the command line
-    changed: dict[str, str]  # names of the options that have another value than their default, by attribute
 
 
 def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
@@ -85,9 +77,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-V", "--version", action="version", version=f"flexengine {__version__}")
         add_options(self, _GENERAL)
 
-    def parse_args(self, words: Sequence[str]) -> ParsedOptions:  # type: ignore[override]
-        """Return the options, those of --config included, and set the verbosity. Exit with code 2 if an option is
-        wrong."""
+    def parse_args(self, words: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Return the options, those of --config included, and set the verbosity. Exit with code 2 if one is wrong.
+
+        Attributes beside the options: `words`, the command line, and `changed`, the names of the options that have
+        another value than their default, by attribute.
+        """
         try:
             options = self._parse(_without_end(list(words)))
         except _Invalid as error:
@@ -107,11 +102,11 @@ class Parser(argparse.ArgumentParser):
                 own.append(left.popleft())
         return own, rest
 
-    def _parse(self, words: list[str]) -> ParsedOptions:
+    def _parse(self, words: list[str]) -> argparse.Namespace:
         given = super().parse_intermixed_args(words, self._unset())
         if given.config is not _UNSET:
             words = self._configured(given, words) + words
-        options = super().parse_intermixed_args(words, ParsedOptions())
+        options = super().parse_intermixed_args(words)
         if options.quiet and options.verbose:
             self.error("-q and -v are both given; leave one out")
         set_verbosity(QUIET if options.quiet else VERBOSE if options.verbose else NORMAL)
@@ -195,7 +190,6 @@ class Parser(argparse.ArgumentParser):
         return more
 
     def _read(self, path: str) -> dict[str, Any]:
-        """Return the keys and values of a TOML file."""
         try:
             return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
@@ -252,7 +246,6 @@ def _plain(message: str) -> str:
 
 
 def _long(action: argparse.Action) -> str:
-    """Return the long name of an option."""
     return max(action.option_strings, key=len)
 
 

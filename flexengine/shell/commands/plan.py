@@ -27,15 +27,9 @@ from flexengine.plan.search import check as check_memory
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, program
-from flexengine.shell.commands.messages import say
-from flexengine.shell.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare, open_rows
+from flexengine.shell.commands import plan_others as others
+from flexengine.shell.commands.messages import DONE, program, say
 from flexengine.shell.commands.parser import Parser, check_least, refuse_given
-from flexengine.shell.commands.plan_cluster import CLUSTER, CLUSTER_ONLY, plan_cluster
-from flexengine.shell.commands.plan_cluster import check as check_cluster
-from flexengine.shell.commands.plan_slices import check as check_slices
-from flexengine.shell.commands.plan_slices import print_slices
-from flexengine.shell.commands.written import check_written, write, writing
 from flexengine.shell.explain import stagger
 from flexengine.shell.explain import text as explain
 from flexengine.shell.explain.picture import check, plot
@@ -77,7 +71,7 @@ def parser() -> Parser:
     p.group("job", common.INPUT, common.ROWS, _JOB, common.LENGTHS)
     p.group("machine", _HARDWARE, common.MACHINE)
     p.group("lossy", common.LOSSY, about="as for run")
-    p.group("cluster", CLUSTER, about="a pipeline over several devices")
+    p.group("cluster", others.CLUSTER, about="a pipeline over several devices")
     policy = f"{common.POLICY.text.rstrip()}; {shipped.listed('policies')}"
     p.group("output", common.POLICY._replace(text=policy), _OUTPUT)
     return p
@@ -87,17 +81,19 @@ def run(args: argparse.Namespace) -> int:
     """Plan a job, or cut a model into slices. Return the exit code. Raise FlexError if an option is wrong or no plan
     fits."""
     if args.cluster is not None:
-        check_cluster(args)
+        others.check_cluster(args)
+        _check(args)
+        others.plan_cluster(args, _workload)
     elif args.slices:
-        check_slices(args)
-    _check(args)
-    if args.cluster is not None:
-        plan_cluster(args, _workload)
-    elif args.slices:
-        kind = _other_machine(args).kind if args.hardware else machine_kind(args)
-        load_libraries()
-        print_slices(args, open_bare(args, kind, Lossy()))
+        unused = [name for name in args.changed if name not in others.WITH_SLICES]
+        why = "has no effect with --slices, which depends on the model and its dtype; leave one out"
+        refuse_given(args, unused, why)
+        _check(args)
+        kind = _other_machine(args).kind if args.hardware else None
+        common.load_libraries()
+        others.print_slices(args, common.open_bare(args, Lossy(), kind))
     else:
+        _check(args)
         plan(args)
     return DONE
 
@@ -105,19 +101,17 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     """Plan a job, print the report, and write the files named by options."""
     given = common.policy_of(args)
-    lossy = common.lossy_of(args)
+    lossy, names = common.lossy_of(args, given)
     if lossy.weights == MIXED:
-        raise InvalidInput(
-            "--weights mixed chooses bits by reading the weights, which plan does not; let flexengine quality --weights"
-            f" mixed --budget {args.budget} --save-bits bits.json choose, and give --layer-bits bits.json instead"
-        )
-    names = common.allowed(args, lossy, given)
+        choose = f"flexengine quality --weights mixed --budget {args.budget} --save-bits bits.json"
+        remedy = f"let {choose} choose, and give --layer-bits bits.json instead"
+        raise InvalidInput(f"--weights mixed chooses bits by reading the weights, which plan does not; {remedy}")
     if lossy.calibrate:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
     compared = [(path, Policy.load(shipped.find_file("policies", path))) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
-    load_libraries()
-    opened = open_bare(args, other.kind if other else machine_kind(args), lossy)
+    common.load_libraries()
+    opened = common.open_bare(args, lossy, other.kind if other else None)
     rows = _workload(args, opened)
     made = choices(names) if names else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
@@ -146,9 +140,9 @@ def plan(args: argparse.Namespace) -> None:
         curve = frontier(searched) if searched and args.frontier else ()
         plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
     if args.save:
-        write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
+        common.write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
     if args.save_lp:
-        with writing(args.save_lp):
+        with common.writing(args.save_lp):
             lp.save(placement_problem(*case, prediction.policy, options), args.save_lp)
 
 
@@ -162,17 +156,13 @@ def _report(
     values: dict[str, Any]
     if compared:
         entries: list[tuple[str, Prediction | FlexError]] = [(args.policy, prediction)]
-        numbers = [{"name": args.policy} | explain.as_json(prediction, hardware)]
         for path, policy in compared:
             try:
-                priced = _priced(*case, policy)
+                entries.append((path, _priced(*case, policy)))
             except FlexError as error:
                 entries.append((path, error))
-                numbers.append({"name": path, "error": str(error)})
-            else:
-                entries.append((path, priced))
-                numbers.append({"name": path} | explain.as_json(priced, hardware))
-        values = {"policies": numbers}
+        numbers = [{"error": str(x)} if isinstance(x, FlexError) else explain.as_json(x, hardware) for _, x in entries]
+        values = {"policies": [{"name": name} | x for (name, _), x in zip(entries, numbers, strict=True)]}
         text = title + explain.compare(entries, hardware)
     elif args.frontier and searched:
         curve = frontier(searched)
@@ -197,7 +187,7 @@ def _check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options exclude each other, a value is not allowed, or a file cannot be written. Called
     before all other work."""
     if args.cluster is None:
-        refuse_given(args, CLUSTER_ONLY, "is for a plan with --cluster; give --cluster, or leave it out")
+        refuse_given(args, others.CLUSTER_ONLY, "is for a plan with --cluster; give --cluster, or leave it out")
     for name, most in _MOST.items():
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
@@ -220,9 +210,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot:
         check(args.plot)
     hardware = args.hardware and shipped.find("hardware", args.hardware)
-    read = {"--input": args.input, "--hardware": hardware} | common.files_read(args)
-    read |= {f"--compare {name}": shipped.find("policies", name) for name in args.compare or ()}
-    check_written({"--plot": args.plot, "--save": args.save, "--save-lp": args.save_lp}, read, args.model)
+    read = {f"--compare {name}": shipped.find("policies", name) for name in args.compare or ()}
+    read |= {"--input": args.input, "--hardware": hardware}
+    common.check_written(args, {"--plot": args.plot, "--save": args.save, "--save-lp": args.save_lp}, read)
 
 
 def _choose(
@@ -232,7 +222,7 @@ def _choose(
     from flexengine.engine import planner as planners
 
     if other is None:
-        with closing(machine_options(args).machine()) as machine:
+        with closing(common.machine_options(args).machine()) as machine:
             planner = planners.Planner(machine, opened)
             return planner.least_lossy(workload, among)
 
@@ -249,7 +239,7 @@ def _measured(args: argparse.Namespace, opened: "OpenModel", workload: Workload,
     InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine.rates import RateStore
 
-    options = machine_options(args)
+    options = common.machine_options(args)
     with closing(options.machine()) as machine:
         if policy is not None:
             check_places(policy, machine.capacity)
@@ -288,7 +278,7 @@ def _workload(args: argparse.Namespace, opened: "OpenModel") -> Workload:
     from flexengine.model.tokenizer import load_tokenizer
 
     refused = Refused()
-    with open_rows(args) as rows:
+    with common.open_rows(args) as rows:
         tokenizer = load_tokenizer(opened.source.directory, args.trust_remote_code)
         reader = PromptReader(tokenizer, opened.skeleton, args.prefix_sharing and not opened.lossy.alters_cache)
         reader.check_chat(rows.chat)

@@ -20,13 +20,10 @@ from flexengine.errors import BudgetTooSmall, FlexError, InvalidInput
 from flexengine.lossy import CACHE, COMPUTE, EXACT, FLASH, MIXED, WEIGHTS, Lossy
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, program
 from flexengine.shell.commands.habits import command_text
-from flexengine.shell.commands.messages import say, table
-from flexengine.shell.commands.open_engine import bare_options, load_libraries
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, program, say, table
 from flexengine.shell.commands.parser import Parser
 from flexengine.shell.commands.quality_choices import ALL, LossyCost, Scored, asked, cost, run_words
-from flexengine.shell.commands.written import check_written, write
 from flexengine.worker import layer_formats
 
 if TYPE_CHECKING:
@@ -151,8 +148,8 @@ def measure(
     text: SampleText,
     choices: Sequence[Lossy],
     named: bool = True,
-) -> Iterator[tuple[LossyCost, dict[str, Any]]]:
-    """Yield the cost and the run's facts of the exact model, then of each choice. One engine exists at a time.
+) -> Iterator[LossyCost]:
+    """Yield the cost of the exact model, then of each choice. One engine exists at a time.
 
     Args:
         make: open an engine with a choice.
@@ -173,17 +170,17 @@ def measure(
                     raise
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
-        exact, about = score(engine, rows, text.prompt), facts(engine)
+        exact = score(engine, rows, text.prompt)
         choices = [each for each in choices if named or engine.core.opened.refusal(each) is None]
-    yield cost(EXACT, exact, exact), about
+    yield cost(EXACT, exact, exact)
     for lossy in choices:
         try:
             with make(lossy) as engine:
-                scored, about = score(engine, rows, text.prompt), facts(engine)
+                scored = score(engine, rows, text.prompt)
         except FlexError as error:
-            yield LossyCost(lossy, refused=" ".join(str(error).split())), about
+            yield LossyCost(lossy, refused=" ".join(str(error).split()))
         else:
-            yield cost(lossy, exact, scored), about
+            yield cost(lossy, exact, scored)
 
 
 def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Scored:
@@ -276,14 +273,13 @@ def run(args: argparse.Namespace) -> int:
     calibrate = common.calibration_of(args)
     given = dict(vars(args))
     if args.layer_bits:
-        given["weights"] = [*(args.weights or ()), common.bits_file(args.layer_bits)]
+        given["weights"] = [*(args.weights or ()), common.bits_file(args)]
     choices = asked(given, args.all_together, calibrate, args.budget)
     text = read(args.text, args.rows, args.tokens)
     if args.save_bits and not any(each.weights == MIXED for each in choices):
         why = f"--save-bits {args.save_bits} is for weights whose bits are chosen"
         raise InvalidInput(f"{why}; give --weights mixed, too, or leave it out")
-    read_files = {"--text": args.text} | common.files_read(args)
-    check_written({"--save": args.save, "--save-bits": args.save_bits}, read_files, args.model)
+    common.check_written(args, {"--save": args.save, "--save-bits": args.save_bits}, {"--text": args.text})
     if calibrate is not None:
         from flexengine.guests.calibration import read as read_calibration  # imported here, as it imports torch
 
@@ -291,27 +287,27 @@ def run(args: argparse.Namespace) -> int:
         if args.text is not None and Path(calibrate).resolve() == Path(args.text).resolve():
             fault = f"--calibration-text and --text are one file, {args.text}"
             raise InvalidInput(f"{fault}, but quality on the calibration text looks better than it is; give two files")
-    engine_class = load_libraries()
+    engine_class = common.load_libraries()
+    about: dict[str, Any] = {}
 
     def make(lossy: Lossy) -> "Engine":
-        engine = engine_class(args.model, lossy=lossy, **bare_options(args))
+        engine = engine_class(args.model, lossy=lossy, **common.bare_options(args))
         if lossy == EXACT:  # the first of several engines
             engine.core.machine.say_no_offload()
+            about.update(facts(engine))
         return engine
 
-    measured = []
-    named = any(given.get(name) for name in ALL)
-    for one in measure(make, text, choices, named):
-        measured.append(one)
-        say(brief(one[0]))
-    costs, about = [c for c, _ in measured], measured[0][1]
+    costs = []
+    for one in measure(make, text, choices, named=any(given.get(name) for name in ALL)):
+        costs.append(one)
+        say(brief(one))
     numbers = json.dumps(as_json(about, text, costs), allow_nan=False)
     print(numbers if args.json else f"{header(about, text)}\n{cost_table(costs)}\n\n{hint(costs, args.model)}")
     if args.save:
-        write(args.save, numbers)
+        common.write(args.save, numbers)
     if args.save_bits:
         if bits := next((c.bits for c in costs if c.lossy.weights == MIXED and c.bits is not None), None):
-            write(args.save_bits, layer_formats.as_json(about["model"], bits))
+            common.write(args.save_bits, layer_formats.as_json(about["model"], bits))
         else:
             say(f"{args.save_bits} is not written: weights are exact, or were not measured")
     return SOME_FAILED if any(c.refused is not None for c in costs) else DONE

@@ -122,17 +122,11 @@ class LossyCost:
 def cost(lossy: Lossy, exact: Scored, scored: Scored) -> LossyCost:
     """Return the cost of a choice, by the scores with the exact model and with the choice."""
     nll = -statistics.fmean(value for row in scored.logprobs for value in row)
-    more, error = increase(exact.logprobs, scored.logprobs)
+    pairs = zip(exact.logprobs, scored.logprobs, strict=True)
+    apart = [statistics.fmean(a) - statistics.fmean(b) for a, b in pairs]  # stretches are assumed to be independent
+    more, error = statistics.fmean(apart), statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
     perplexity = math.exp(nll) if nll < 700 else math.inf
-    pairs = zip(exact.likeliest, scored.likeliest, strict=True)
-    same = statistics.fmean(a == b for rows in pairs for a, b in zip(*rows, strict=True))
+    likeliest = zip(exact.likeliest, scored.likeliest, strict=True)
+    same = statistics.fmean(a == b for rows in likeliest for a, b in zip(*rows, strict=True))
     of_run = (scored.weights, scored.cache, scored.seconds, scored.bits)
     return LossyCost(lossy, nll, more, error, perplexity, same, *of_run)
-
-
-def increase(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Return the mean of nll(other) - nll(exact) over stretches of equal length, and its standard error, which is None
-    for a single stretch. Stretches, not tokens, are assumed to be independent."""
-    apart = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(exact, other, strict=True)]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
-    return statistics.fmean(apart), error

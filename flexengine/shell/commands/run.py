@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +11,12 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.files import STDIN, check_model_kept, check_not_overwritten, descriptor, part_path
 from flexengine.job.results import check_output, files_beside
+from flexengine.shell.commands import distributed, messages
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
-from flexengine.shell.commands.fleet import FLEET, check_fleet, fleet_runner
 from flexengine.shell.commands.habits import command_text
-from flexengine.shell.commands.messages import NORMAL, detail, say, verbosity
-from flexengine.shell.commands.open_engine import open_engine, open_rows
+from flexengine.shell.commands.interrupts import Interrupts
+from flexengine.shell.commands.messages import DONE, NORMAL, SOME_FAILED, detail, interruptible, say, verbosity
 from flexengine.shell.commands.parser import Parser, check_least, refuse_given
-from flexengine.shell.commands.pipeline import PIPELINE, pipeline, rank_of, serve, stage_lines
-from flexengine.shell.commands.progress import RowNotes, detail_lines, last_line, verified_line
-from flexengine.shell.report.base import NoReport
 
 if TYPE_CHECKING:
     from flexengine.engine.summary import Progress
@@ -60,8 +56,8 @@ def parser() -> Parser:
     p.group("sampling", common.LENGTHS, common.SAMPLED, about="defaults for rows without fields of these names")
     p.group("model and machine", common.MODEL, _VERIFY, common.POLICY, _DRY_RUN, common.MACHINE)
     p.group("attention workers", common.WORKERS)
-    p.group("pipeline", PIPELINE)
-    p.group("fleet", FLEET)
+    p.group("pipeline", distributed.PIPELINE)
+    p.group("fleet", distributed.FLEET)
     p.group("lossy", common.LOSSY, about=_LOSSY)
     return p
 
@@ -81,8 +77,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         args.output = None  # standard output, as if no name was given
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
         say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
-    rank = rank_of(args)
-    check_fleet(args)
+    rank = distributed.rank_of(args)
+    distributed.check_fleet(args)
     check_output(args.output, args.input)
     if args.json or args.dry_run:
         check_output(None)
@@ -94,8 +90,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     check_least(args, limit=1)
     params = SamplingParams(**{name: getattr(args, name) for name in common.SAMPLING})
     args.policy = common.policy_of(args)
-    args.lossy = common.lossy_of(args)
-    args.allow = common.allowed(args, args.lossy, args.policy)
+    args.lossy, args.allow = common.lossy_of(args, args.policy)
     if args.lossy:
         say(f"lossy: {args.lossy.described}")
     if args.dry_run:
@@ -103,11 +98,11 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         refuse_given(args, names, "has no effect with --dry-run; remove one of them")
     args.command = ["run", *args.words]
     if rank > 0:
-        serve(args)
+        distributed.serve(args)
         return DONE
     if args.dry_run:
         return _dry_run(args, params)
-    with open_rows(args) as rows, open_job(rows, args.output, args.restart, args.retry_errors) as job:
+    with common.open_rows(args) as rows, open_job(rows, args.output, args.restart, args.retry_errors) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
@@ -124,7 +119,7 @@ def run_job(
     # Imported here, as it imports numpy, and --help must not.
     from flexengine.engine.file_job import EngineRunner, FileJob
 
-    notes, report = RowNotes(), NoReport()
+    notes, report = messages.RowNotes(), None
     if args.report:
         from flexengine.shell.report.recorder import ReportRecorder
 
@@ -132,30 +127,34 @@ def run_job(
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
-        report.sweep(progress)
+        if report is not None:
+            report.sweep(progress)
 
-    with report:
+    with report or nullcontext():
         with ExitStack() as stack:
             if args.ray is None:
-                engine = stack.enter_context(open_engine(args, sweep_ended, stack.enter_context(pipeline(args))))
-                report.attach(engine)
+                group = stack.enter_context(distributed.pipeline(args))
+                engine = stack.enter_context(common.open_engine(args, sweep_ended, group))
+                if report is not None:
+                    report.attach(engine)
                 job = FileJob(EngineRunner(engine, params), store)
             else:
-                fleet = stack.enter_context(fleet_runner(args, params, interrupts.check))
+                fleet = stack.enter_context(distributed.fleet_runner(args, params, interrupts.check))
                 job = FileJob(fleet, store)
             job.begin()
             if args.ray is not None and fleet.about.verified:
-                say(verified_line(dict(fleet.about.verified)))
+                say(messages.verified_line(dict(fleet.about.verified)))
             for result in job.results():
                 notes.take(result)
-                report.take(result)
+                if report is not None:
+                    report.take(result)
         summary = job.end()  # with the engine's memory free, and before the page says how the job ended
     numbers: dict[str, Any] = summary if args.ray is not None else summary.to_json()
-    say(last_line(store, args.output, numbers if job.ran else {}))
+    say(messages.last_line(store, args.output, numbers if job.ran else {}))
     if args.ray is None:
         if verbosity() >= NORMAL and (hint := notes.hint(store.rows, engine.tokenizer)):
             say(hint)
-        for line in detail_lines(numbers) if job.ran else ():
+        for line in messages.detail_lines(numbers) if job.ran else ():
             detail(line)
     return numbers if job.ran else {"job": numbers["job"]}
 
@@ -168,7 +167,11 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.shell.explain.text import report
     from flexengine.shell.explain.whatif import ideas
 
-    with open_rows(args) as rows, pipeline(args) as group, open_engine(args, group=group) as engine:
+    with (
+        common.open_rows(args) as rows,
+        distributed.pipeline(args) as group,
+        common.open_engine(args, group=group) as engine,
+    ):
         refused = Refused()
         engine.reader.check_chat(rows.chat)
         workload = engine.reader.survey(rows, params, refused)
@@ -189,13 +192,12 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         print(report(engine.core.source.name, *case, better, args.verbose, alone=not stages))
         if isinstance(planner, PipelinePlanner):
             shared = planner.machine.capacity.shared
-            print(stage_lines(engine.core.skeleton.layer_range, prediction, planner.others, shared))
+            print(distributed.stage_lines(engine.core.skeleton.layer_range, prediction, planner.others, shared))
     return DONE
 
 
 def _check_files(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
-
     written = {"--output": args.output, "--trace": args.trace, "--report": args.report}
     if args.output:
         written |= files_beside(args.output, "--output")

@@ -8,8 +8,8 @@ import psutil
 
 from flexengine.config import parse_size
 from flexengine.errors import InvalidInput
-from flexengine.shell.commands.exit_codes import DONE, interruptible
-from flexengine.shell.commands.messages import say
+from flexengine.shell.commands.interrupts import Interrupts
+from flexengine.shell.commands.messages import DONE, interruptible, say
 from flexengine.shell.commands.options import add_options
 from flexengine.shell.commands.parser import Parser
 
@@ -35,8 +35,9 @@ def parser() -> Parser:
     return p
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Serve engines until the process is interrupted. Raise InvalidInput if it cannot listen at the address."""
+    interrupts.standing = lambda: "interrupted: the worker has ended"
     if args.address is None or args.worker_mem is None:
         example = "flexengine serve-attention 10.0.0.2:29600 --worker-mem 32G"
         raise InvalidInput(f"an address and --worker-mem are needed, as in {example}")
@@ -64,4 +65,4 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
-main = interruptible(lambda words, _: run(parser().parse_args(words)), "interrupted: the worker has ended")
+main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts))

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 
@@ -14,9 +14,8 @@ from flexengine.model.files import regular_file
 from flexengine.model.source import check_directory, located
 from flexengine.model.verify import SUMS, NoSums, Verifier, has_sums, sums_of
 from flexengine.plan.formatting import clock, count, plain, size
-from flexengine.shell.cachedir.items import PREPARED, CacheItem, contents
-from flexengine.shell.commands.exit_codes import DONE, REFUSED, program
-from flexengine.shell.commands.messages import say, say_error
+from flexengine.shell.cachedir import PREPARED, CacheItem, contents
+from flexengine.shell.commands.messages import DONE, REFUSED, program, say, say_error
 from flexengine.shell.commands.options import MODEL, add_options
 from flexengine.shell.commands.parser import Parser
 
@@ -61,48 +60,47 @@ class Comparison:
 
     model: str  # path
     name: str
-    result: str = INTACT  # or DAMAGED, or NO_SUMS of the model; what was prepared from it is then intact
-    files: int = 0  # number of files compared
-    bytes: int = 0
-    seconds: float = 0.0
-    damaged: list[dict[str, str]] = field(default_factory=list)  # file and reason: missing, differs, not listed
-    prepared: list[dict[str, str | None]] = field(default_factory=list)  # kind, format, path of directories
-    problem: str = ""  # why the model, or a prepared directory, could not be compared; "" if all were
+    result: str  # INTACT, DAMAGED, or NO_SUMS of the model; what was prepared from it is then intact
+    files: int  # number of files compared
+    bytes: int
+    seconds: float
+    damaged: list[dict[str, str]]  # file and reason: missing, differs, not listed
+    prepared: list[dict[str, str | None]]  # kind, format, path of directories
+    problem: str  # why the model could not be compared; "" if it was
 
 
 def verified(model: Path, name: str) -> Comparison:
     """Return the comparison of a model, and of all that the cache has of it, with their checksums."""
-    comparison = Comparison(str(model), name)
+    damaged: dict[str, str] = {}
+    prepared: list[dict[str, str | None]] = []
+    problem = ""
 
     def note(file: Path, reason: str) -> None:
-        if str(file) not in {entry["file"] for entry in comparison.damaged}:
-            comparison.damaged.append({"file": str(file), "reason": reason})
+        damaged.setdefault(str(file), reason)
 
     verifier = Verifier(note)
     try:
         (verifier.gguf if model.is_file() else verifier.directory)(model)
     except NoSums:
-        comparison.result = NO_SUMS
         remedy = f"if it is known to be good, write them: flexengine verify {quote(str(model))} --write"
-        comparison.problem = f"there are no checksums to verify {model} with; {remedy}"
+        problem = f"there are no checksums to verify {model} with; {remedy}"
     except BadCheckpoint as error:
         note(model, str(error))
     items: list[CacheItem] = []
     with suppress(OSError, InvalidInput):  # a cache that cannot be read holds nothing that jobs use
         items = contents(cache_root()).items
     for item in items:
-        if item.kind not in PREPARED or item.source != str(model.resolve()):
-            continue
-        directory = cache_root() / item.folder / item.file
-        comparison.prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
-        try:
-            verifier.prepared(directory)
-        except BadCheckpoint as error:
-            note(directory, str(error))
-    if comparison.damaged:
-        comparison.result = DAMAGED
-    comparison.files, comparison.bytes, comparison.seconds = verifier.files, verifier.bytes, verifier.seconds
-    return comparison
+        if item.kind in PREPARED and item.source == str(model.resolve()):
+            directory = cache_root() / item.folder / item.file
+            prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
+            try:
+                verifier.prepared(directory)
+            except BadCheckpoint as error:
+                note(directory, str(error))
+    result = DAMAGED if damaged else NO_SUMS if problem else INTACT
+    faults = [{"file": file, "reason": reason} for file, reason in damaged.items()]
+    compared = verifier.files, verifier.bytes, verifier.seconds
+    return Comparison(str(model), name, result, *compared, faults, prepared, problem)
 
 
 def _print(comparison: Comparison) -> None:

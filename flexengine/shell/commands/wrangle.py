@@ -10,12 +10,9 @@ from flexengine.apps.wrangle.spec import DEFAULT_SHOTS, MAX_TOKENS, PICKS, SIMIL
 from flexengine.errors import InvalidInput
 from flexengine.plan.formatting import count
 from flexengine.shell.commands import options as common
-from flexengine.shell.commands.exit_codes import DONE, SOME_FAILED, Interrupts, interruptible
-from flexengine.shell.commands.messages import say
-from flexengine.shell.commands.open_engine import open_engine
+from flexengine.shell.commands.interrupts import Interrupts
+from flexengine.shell.commands.messages import DONE, SOME_FAILED, interruptible, say, summary_line
 from flexengine.shell.commands.parser import Parser
-from flexengine.shell.commands.progress import summary_line
-from flexengine.shell.commands.written import check_written, write
 
 if TYPE_CHECKING:
     from flexengine.apps.wrangle.plan import WranglePlan
@@ -103,8 +100,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     interrupts.standing = lambda: STANDING
     spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
     _check_files(args, spec)
-    args.policy, args.lossy, args.trace = common.policy_of(args), common.lossy_of(args), None
-    args.allow = common.allowed(args, args.lossy, args.policy)
+    args.policy, args.trace = common.policy_of(args), None
+    args.lossy, args.allow = common.lossy_of(args, args.policy)
     plan = make_plan(spec)
     if args.metrics and not plan.labelled:
         fault = f"--metrics {args.metrics} needs labels, and no predicted row has one"
@@ -113,7 +110,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     _run_job(args, plan, interrupts)
     summary, failure = finish(plan, args.output)
     if args.metrics:
-        write(args.metrics, json.dumps(summary))
+        common.write(args.metrics, json.dumps(summary))
     if failure is not None:
         say(f"the first that failed: {failure}")
     print(json.dumps(summary) if args.json else "\n".join(_lines(plan, summary)))
@@ -123,7 +120,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 def _run_job(args: argparse.Namespace, plan: "WranglePlan", interrupts: Interrupts) -> None:
     from flexengine.apps.wrangle.run import job_of, prepare
 
-    with open_engine(args, lambda _: interrupts.check()) as engine:
+    with common.open_engine(args, lambda _: interrupts.check()) as engine:
         if args.restart:
             interrupts.standing = lambda: RESTARTED
         prepare(plan, args.output, args.restart, args.retry_errors)
@@ -163,9 +160,9 @@ def _check_files(args: argparse.Namespace, spec: Spec) -> None:
         suffix = "csv" if path.suffix in (".gz", ".zst") else path.suffix[1:]
         example = f"{path.name.partition('.')[0]}-{spec.task}.{suffix}"
         raise InvalidInput(f"no output is given; name a file for the table with predictions, as in --output {example}")
-    read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples} | common.files_read(args)
+    read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples}
     beside = {name: str(path) for name, path in work_files(args.output).items()}
-    check_written({"--output": args.output, "--metrics": args.metrics, **beside}, read, args.model)
+    common.check_written(args, {"--output": args.output, "--metrics": args.metrics, **beside}, read)
 
 
 main = interruptible(lambda words, interrupts: run(parser().parse_args(words), interrupts))

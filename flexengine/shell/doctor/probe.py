@@ -20,8 +20,7 @@ from flexengine.kernels import build
 from flexengine.kernels.onednn import has_onednn
 from flexengine.places import disks_of
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.shell.doctor import Failed, attempt
-from flexengine.shell.doctor.software import compilers
+from flexengine.shell.doctor.machine import Failed, attempt, compilers
 from flexengine.tier import cuda
 from flexengine.tier.limits import has_gpu
 from flexengine.tier.machine import Machine, make_machine

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from flexengine.config import Completion, Result
 from flexengine.engine.summary import JobCounts, Progress
@@ -16,21 +16,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.files import part_path
 from flexengine.job.resume import JobStore
 from flexengine.plan.feedback import SweepMonitor
-from flexengine.shell.report.base import NoReport
-from flexengine.shell.report.record import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    RUNNING,
-    Bucket,
-    ErrorCounts,
-    Lengths,
-    ReportRecord,
-    SweepRates,
-    machine,
-    planned,
-)
-from flexengine.shell.report.timeline import SweepSample
+from flexengine.shell.report.record import TIME, Bucket, ReportRecord, SweepRates, SweepSample, machine, planned
 
 if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
     from flexengine.engine.session import Session
@@ -40,7 +26,6 @@ Clock = Callable[[], float]
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
 MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take
-TIME = "%Y-%m-%d %H:%M:%S %z"
 INSTALL = "pip install 'flexengine[report]'"
 
 
@@ -62,59 +47,66 @@ def check(path: str) -> None:
         raise InvalidInput(f"--report needs matplotlib ({error}); {INSTALL}") from error
 
 
-class ReportRecorder(NoReport):
+class ReportRecorder:
     """Recorder of a job, which writes the page. Use as a context manager around the job.
 
     A page that cannot be written or drawn does not stop the job: `say` gets the reason, each reason once.
+
+    Args:
+        path: file of the page, which `check` has accepted.
+        command: words of the command that runs the job.
+        rows: counts of the job's rows.
+        say: called with messages.
+
+    Attributes:
+        record: what the page shows.
     """
 
     def __init__(self, path: str, command: Sequence[str], rows: JobStore, say: Say, clock: Clock = time.perf_counter):
-        """Record a job for the page `path`, which `check` has accepted.
-
-        Args:
-            command: words of the command that runs the job.
-            rows: counts of the job's rows.
-            say: called with messages.
-        """
-        self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
-        self.sample, self._rates, self._errors, self._lengths = SweepSample(), SweepRates(), ErrorCounts(), Lengths()
+        self.path, self._rows, self._say, self._clock = path, rows, say, clock
+        self.record, self._sample, self._rates = ReportRecord(shlex.join(command)), SweepSample(), SweepRates()
         self._engine: Session | None = None
         self._watch: SweepMonitor | None = None
-        self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
-        self._began, self._since = time.localtime(), clock()
-        self._next = self._since + FIRST_SECONDS
+        self._decodes, self._taken, self._said = 0, 0, set[str]()
+        self._began = clock()
+        self._next = self._began + FIRST_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
 
     def attach(self, engine: "Session") -> None:
-        self._engine = engine
-        engine.core.sample = self.sample
+        """Observe an engine, before its job begins."""
+        self._engine, self.record.model = engine, engine.core.source.name
+        engine.core.sample = self._sample
 
     def sweep(self, progress: Progress) -> None:
-        last, self._totals = self._totals, replace(progress)
-        now = self._totals
-        prefill = now.prefill_seconds > last.prefill_seconds
-        tokens = max(0, now.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
+        """Record a sweep that has ended. Write the page if it is time to."""
+        last, total = self.record.totals, replace(progress)
+        self.record.totals = total
+        prefill = total.prefill_seconds > last.prefill_seconds
+        tokens = max(0, total.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
         self._decodes += not prefill
-        seconds = now.prefill_seconds - last.prefill_seconds, now.decode_seconds - last.decode_seconds
-        prompt_tokens = now.computed_prompt_tokens - last.computed_prompt_tokens
+        seconds = total.prefill_seconds - last.prefill_seconds, total.decode_seconds - last.decode_seconds
+        prompt_tokens = total.computed_prompt_tokens - last.computed_prompt_tokens
         self._rates.add(Bucket(1, *seconds, prompt_tokens, tokens * (not prefill)))
         assert self._engine is not None
-        if self._engine.watch is not self._watch:
-            if self._watch is not None:
-                self.sample.drop()
-            self._watch = self._engine.watch
-        self.sample.sweep_ended(now.sweeps, prefill)
+        if self._watch not in (None, self._engine.watch):
+            self._sample.drop()
+        self._watch = self._engine.watch
+        self._sample.sweep_ended(total.sweeps, prefill)
         if self._clock() >= self._next:
-            self._write(RUNNING)
+            self._write("running")
 
     def take(self, result: Result) -> None:
+        """Record the result of a row."""
         self._taken += 1
         if result.error is not None:
-            self._errors.add(result.index, result.error)
+            self.record.errors.add(result.index, result.error)
             return
-        self._lengths.prompts[result.prompt_tokens] += 1
+        self.record.prompts[result.prompt_tokens] += 1
         samples: Sequence[Completion | Result] = result.samples or [result]
-        self._lengths.completions.update(len(sample.token_ids) for sample in samples)
-        self._lengths.endings.update(sample.finish_reason or "none" for sample in samples)
+        self.record.completions.update(len(sample.token_ids) for sample in samples)
+        self.record.endings.update(sample.finish_reason or "none" for sample in samples)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,45 +116,20 @@ class ReportRecorder(NoReport):
         if self._engine.watch is None and not self._taken:  # refused later, or nothing to do
             if kind is None:
                 self._say(f"no row remained to be run, so --report writes no page; {self.path} is left as it is")
-            return
-        if kind is None:
-            self._write(DONE)
+        elif kind is None:
+            self._write("done")
         elif issubclass(kind, KeyboardInterrupt):
-            self._write(INTERRUPTED)
+            self._write("interrupted")
         else:
-            self._write(FAILED, str(error) or kind.__name__)
-
-    def record(self, state: str, error: str = "") -> ReportRecord:
-        """Return the job so far. Arguments as in ReportRecord."""
-        assert self._engine is not None
-        name, watch = self._engine.core.source.name, self._engine.watch
-        mean = self._totals.decode_seconds / max(1, self._decodes)
-        return ReportRecord(
-            model=name,
-            state=state,
-            error=error,
-            began=time.strftime(TIME, self._began),
-            written=time.strftime(TIME),
-            elapsed=self._clock() - self._since,
-            command=shlex.join(self._command),
-            folder=os.getcwd(),
-            counts=JobCounts(self._rows.total, self._rows.done, self._rows.failed, self._rows.resumed),
-            totals=self._totals,
-            lengths=self._lengths,
-            errors=self._errors,
-            rates=self._rates.buckets,
-            plan=planned(watch, name) if watch is not None else None,
-            sweep=self.sample.typical(mean),
-            summary=self._engine.summary.to_json() if state != RUNNING else {},
-            machine=machine(),
-        )
+            self._write("failed", str(error) or kind.__name__)
 
     def _write(self, state: str, error: str = "") -> None:
         from flexengine.shell.report.page import render
 
         began, part = self._clock(), part_path(self.path)
         try:
-            text = render(self.record(state, error))
+            self._renew(state, error)
+            text = render(self.record)
             part.unlink(missing_ok=True)  # if `part` is a link, the page must not be written to the link's target
             with part.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
@@ -174,5 +141,18 @@ class ReportRecorder(NoReport):
                 self._say(message)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-        now = self._clock()
-        self._next = now + max(RENEW_SECONDS, (now - began) / MOST_SHARE)
+        end = self._clock()
+        self._next = end + max(RENEW_SECONDS, (end - began) / MOST_SHARE)
+
+    def _renew(self, state: str, error: str) -> None:
+        """Set the fields of the record that are not counted while the job runs."""
+        assert self._engine is not None
+        shown, rows, watch = self.record, self._rows, self._engine.watch
+        shown.state, shown.error, shown.written = state, error, time.strftime(TIME)
+        shown.machine = shown.machine or machine()
+        shown.elapsed = self._clock() - self._began
+        shown.counts = JobCounts(rows.total, rows.done, rows.failed, rows.resumed)
+        shown.rates = self._rates.buckets
+        shown.plan = None if watch is None else planned(watch, shown.model)
+        shown.sweep = self._sample.typical(shown.totals.decode_seconds / max(1, self._decodes))
+        shown.summary = {} if state == "running" else self._engine.summary.to_json()

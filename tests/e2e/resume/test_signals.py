@@ -134,7 +134,7 @@ def test_a_signal_while_a_lane_hangs(job: Job, whole: Any, twice: bool) -> None:
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    from flexengine.shell.commands.exit_codes import Interrupted, Interrupts
+    from flexengine.shell.commands.interrupts import Interrupted, Interrupts
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -150,7 +150,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 @pytest.mark.usefixtures("sigint")
 def test_results_are_saved_first_and_a_lost_signal_is_raised_again() -> None:
-    from flexengine.shell.commands.exit_codes import Interrupted, Interrupts
+    from flexengine.shell.commands.interrupts import Interrupted, Interrupts
 
     did: list[str] = []
     with Interrupts() as interrupts, interrupts.guarding(lambda: did.append("saved"), lambda: "half"):

@@ -15,7 +15,7 @@ from flexengine.guests import calibration
 from flexengine.guests.calibration import CONTEXT, PROBE_ROWS, ROWS, Bits
 from flexengine.lossy import BUNDLED
 from flexengine.shell.commands import plan, quality
-from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
 from tests.helpers.calibrated import SPREAD
 from tests.helpers.families import NEW, prompts_of, reference

@@ -18,7 +18,7 @@ from flexengine.guests.calibration import Calibration
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import ImportanceRecorder
 from flexengine.shell.commands import quality
-from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.quality_choices import LossyCost
 from flexengine.shell.commands.run import main
 from tests.helpers.families import prompts_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.shell.cachedir import removal
+from flexengine.shell import cachedir
 from flexengine.shell.commands import cache as command
 from tests.helpers.caches import Cache, K, full
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_removed_is_named(cache: Cache, monkeypatch: pytest.Monke
     def fail(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(removal.os, "unlink", fail)
+    monkeypatch.setattr(cachedir.os, "unlink", fail)
     text = cache("clear", "rates", "--yes")
     assert cache.code == 1
     assert text == "kept: rates 22222222, 60 B (cannot be removed: Permission denied)\nremoved 0 items, 0 B freed\n"

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from flexengine.model.prepare import hold, prepared
-from flexengine.shell.cachedir import items as listing
-from flexengine.shell.cachedir import removal
-from flexengine.shell.cachedir.open_files import open_files
+from flexengine.shell import cachedir
+from flexengine.shell.cachedir import open_files
 from tests.helpers.caches import Cache, K, full, process
 
 USE = """
@@ -43,11 +42,11 @@ def test_a_model_that_another_process_uses(cache: Cache, tmp_path: Path) -> None
 
 def test_a_job_that_starts_after_the_list_was_made(cache: Cache) -> None:
     folder = cache.finished(K["a"], "config.json")
-    (item,) = listing.contents(cache.root).items
+    (item,) = cachedir.contents(cache.root).items
     assert item.busy == ""
     assert hold(folder)
-    with pytest.raises(removal.Kept, match="in use"):
-        removal.remove(cache.root, item)
+    with pytest.raises(cachedir.Kept, match="in use"):
+        cachedir.remove(cache.root, item)
     assert folder.is_dir()
 
 
@@ -127,11 +126,11 @@ def test_a_model_that_is_removed_is_made_again(cache: Cache, tmp_path: Path) -> 
 def test_a_removal_that_was_killed_is_finished_by_the_next_job(cache: Cache, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     cache.finished(K["a"], "config.json")
-    (item,) = listing.contents(cache.root).items
+    (item,) = cachedir.contents(cache.root).items
     with monkeypatch.context() as patch:
-        patch.setattr(removal.shutil, "rmtree", lambda name, ignore_errors=False, **_: None)
-        removal.remove(cache.root, item)  # as if killed before rmtree
-    assert {item.kind for item in listing.contents(cache.root).items} == {"leftovers"}
+        patch.setattr(cachedir.shutil, "rmtree", lambda name, ignore_errors=False, **_: None)
+        cachedir.remove(cache.root, item)  # as if killed before rmtree
+    assert {item.kind for item in cachedir.contents(cache.root).items} == {"leftovers"}
     (tmp_path / "file").write_text("")
     prepared(tmp_path, [tmp_path / "file"], lambda folder: (folder / "config.json").touch())
-    assert {item.kind for item in listing.contents(cache.root).items} == {"models"}
+    assert {item.kind for item in cachedir.contents(cache.root).items} == {"models"}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.shell.cachedir import items as listing
-from flexengine.shell.cachedir import removal
+from flexengine.shell import cachedir
 from tests.helpers.caches import Cache, K, full
 
 
@@ -72,22 +71,22 @@ def test_a_cache_that_is_itself_a_link_is_the_cache(cache: Cache, tmp_path: Path
 def test_a_link_that_takes_an_items_place(cache: Cache, outside: SimpleNamespace, what: str) -> None:
     """Between listing and removing."""
     folder = cache.finished(K["a"], "config.json")
-    (item,) = listing.contents(cache.root).items
+    (item,) = cachedir.contents(cache.root).items
     (moved,) = (folder,) if what == "item" else (folder.parent,)
     moved.rename(cache.root / "moved")
     moved.symlink_to(outside.folder / K["a"] if what == "item" else outside.folder)
-    with pytest.raises(removal.Kept, match="changed since it was listed"):
-        removal.remove(cache.root, item)
+    with pytest.raises(cachedir.Kept, match="changed since it was listed"):
+        cachedir.remove(cache.root, item)
     assert outside.intact()
 
 
 def test_another_directory_that_takes_an_items_place(cache: Cache) -> None:
     folder = cache.finished(K["a"], "config.json")
-    (item,) = listing.contents(cache.root).items
+    (item,) = cachedir.contents(cache.root).items
     folder.rename(cache.root / "moved")
     other = cache.finished(K["a"], "config.json")
-    with pytest.raises(removal.Kept, match="changed since it was listed"):
-        removal.remove(cache.root, item)
+    with pytest.raises(cachedir.Kept, match="changed since it was listed"):
+        cachedir.remove(cache.root, item)
     assert (other / "config.json").exists()
 
 
@@ -125,7 +124,7 @@ def test_folders_that_cannot_be_read(cache: Cache, monkeypatch: pytest.MonkeyPat
             raise PermissionError(13, "Permission denied")
         return real(path, flags, *rest, **options)
 
-    monkeypatch.setattr(listing.os, "open", refuse)
+    monkeypatch.setattr(cachedir.os, "open", refuse)
     listed = cache("--json")
     assert {"path": "prepared", "reason": "cannot be read: Permission denied"} in listed["ignored"]
     assert {item["kind"] for item in listed["items"]} == {"kernels", "rates", "leftovers"}

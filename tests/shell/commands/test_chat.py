@@ -14,7 +14,7 @@ from flexengine.config import Result
 from flexengine.engine.rates import RateStore
 from flexengine.job.inputs import InputRows
 from flexengine.shell.commands import plan
-from flexengine.shell.commands.progress import RowNotes
+from flexengine.shell.commands.messages import RowNotes
 from tests.helpers.explained import CPU
 from tests.helpers.families import NEW, reference
 from tests.helpers.inputs import make_tokenizer, written

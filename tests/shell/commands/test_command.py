@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexengine.shell.commands.exit_codes import FAILED, exit_code
+from flexengine.shell.commands.messages import FAILED, exit_code
 
 
 @pytest.mark.parametrize("error", [

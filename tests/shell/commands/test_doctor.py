@@ -15,10 +15,10 @@ import torch
 
 from flexengine import __version__
 from flexengine.shell.commands import doctor as command
-from flexengine.shell.doctor import Failed
 from flexengine.shell.doctor import facts as collected
-from flexengine.shell.doctor.facts import Facts, collect
-from flexengine.shell.doctor.findings import findings
+from flexengine.shell.doctor import machine
+from flexengine.shell.doctor.facts import Facts, collect, findings
+from flexengine.shell.doctor.machine import Failed
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_report_without_facts() -> None:
 
 
 def test_exit_code_0(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
     code, found, err = run()
     assert (code, err) == (0, "")
     assert not any(one["level"] == "stops" for one in found["findings"])
@@ -112,7 +112,7 @@ def test_exit_code_0(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_directories_of_the_user(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
-    monkeypatch.setattr(collected, "_engine", lambda *args: asked.append(args) or here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *args: asked.append(args) or here.engine)
     _, found, err = run("--offload-dir", str(tmp_path / "a"), "--offload-dir", str(tmp_path / "b"), "--measure")
     assert [each["path"] for each in found["disks"] if each["use"] == "offload"] == [
         str(tmp_path / "a"), str(tmp_path / "b")]  # fmt: skip
@@ -121,11 +121,11 @@ def test_directories_of_the_user(here: Facts, run: Any, monkeypatch: pytest.Monk
 
 
 def test_one_directory_of_each_disk_is_measured(tmp_path: Path) -> None:
-    found = collected.disk("cache", tmp_path)
-    disks = [found, collected.disk("current", Path("/dev/shm")), collected.disk("offload", tmp_path / "offload"),
-             collected.disk("hub", Path("/proc")), Failed("E")]  # fmt: skip
+    found = machine.disk("cache", tmp_path)
+    disks = [found, machine.disk("current", Path("/dev/shm")), machine.disk("offload", tmp_path / "offload"),
+             machine.disk("hub", Path("/proc")), Failed("E")]  # fmt: skip
     assert collected._apart(disks) == [str(tmp_path / "offload")]
-    in_ram = collected.disk("offload", Path("/dev/shm/x"))
+    in_ram = machine.disk("offload", Path("/dev/shm/x"))
     if in_ram.in_ram:
         assert collected._apart([found, in_ram]) == ["/dev/shm/x", str(tmp_path)]
 
@@ -161,8 +161,8 @@ def test_a_missing_library(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatc
             raise metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
-    monkeypatch.setattr("flexengine.shell.doctor.software.metadata.version", missing)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
+    monkeypatch.setattr("flexengine.shell.doctor.machine.metadata.version", missing)
     code, found, _ = run()
     assert code == 1
     named = {text.split()[0] for text in texts(found) if "is missing; pip install" in text}
@@ -171,7 +171,7 @@ def test_a_missing_library(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("root", ["/proc/nowhere", "/dev/null", "/dev/null/x"])
 def test_a_cache_that_cannot_be_written(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch, root: str) -> None:
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
     monkeypatch.setenv("FLEXENGINE_CACHE", root)
     code, found, _ = run()
     assert code == 1
@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_be_written(here: Facts, run: Any, monkeypatch: pyte
 
 def test_a_folder_of_the_cache_that_cannot_be_written(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch,
                                                       tmp_path: Path) -> None:  # fmt: skip
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
     (tmp_path / "prepared").touch()
     code, found, _ = run()
@@ -189,7 +189,7 @@ def test_a_folder_of_the_cache_that_cannot_be_written(here: Facts, run: Any, mon
 
 
 def test_no_home(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
     monkeypatch.setenv("FLEXENGINE_CACHE", "~no-such-user/x")
     code, found, _ = run()
     assert code == 1
@@ -197,7 +197,7 @@ def test_no_home(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert {each["use"] for each in found["disks"]} == {"hub", "current"}
 
 
-PROBES = ["cpu", "memory", "disk", "software", "compilers", "_cache", "hub_directory", "_engine"]
+PROBES = ["cpu", "memory", "disk", "software", "compilers", "_cached", "hub_directory", "_probed"]
 
 
 @pytest.mark.parametrize("probe", PROBES)
@@ -208,16 +208,16 @@ def test_a_probe_that_fails(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
-    monkeypatch.setattr(collected, probe, fail)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
+    monkeypatch.setattr(machine if hasattr(machine, probe) else collected, probe, fail)
     code, found, _ = run()
-    assert code == (1 if probe in ("_cache", "_engine") else 0)
+    assert code == (1 if probe in ("_cached", "_probed") else 0)
     if probe != "hub_directory":
         assert any(type(error).__name__ in text or "cannot be examined" in text for text in texts(found))
 
 
 def test_leftovers_are_named(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
+    monkeypatch.setattr(collected, "_probed", lambda *_: here.engine)
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
     (tmp_path / "offload").mkdir()
     (tmp_path / "offload" / "flexengine-1.spill").write_bytes(b"x" * 12_300)

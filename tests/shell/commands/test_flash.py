@@ -10,7 +10,7 @@ import pytest
 from flexengine.guests import calibration
 from flexengine.guests.flash.predictors import ABOUT
 from flexengine.shell.commands import flash, quality
-from flexengine.shell.commands.exit_codes import DONE, REFUSED
+from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main
 from tests.helpers.relu import LAYERS, make_relu
 from tests.helpers.tokenizers import byte_tokenizer

@@ -14,8 +14,8 @@ from flexengine import __version__
 from flexengine.shell.commands import messages
 from flexengine.shell.commands.completion import SHELLS, script
 from flexengine.shell.commands.main import COMMANDS, main, module_of
+from flexengine.shell.commands.messages import displayed
 from flexengine.shell.commands.plan import parser as plan_parser
-from flexengine.shell.commands.progress import displayed
 from flexengine.shell.commands.run import parser as run_parser
 
 
@@ -64,7 +64,8 @@ class TestConfig:
 
     def test_other_options_keep_their_defaults(self, tmp_path: Path) -> None:
         plain, args = run_parser().parse_args(["p.jsonl"]), self.parse(tmp_path, "seed = 3\n", "p.jsonl")
-        assert vars(args) | {"config": None, "seed": plain.seed} == vars(plain)
+        same = {"config": None, "seed": plain.seed, "words": plain.words, "changed": plain.changed}
+        assert vars(args) | same == vars(plain)
 
     @pytest.mark.parametrize(("text", "message"), [
         ("max-tokns = 3", "there is no option max-tokns; did you mean max-tokens?"),

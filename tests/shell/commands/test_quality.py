@@ -20,7 +20,7 @@ from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.shell.commands import quality, quality_choices
 from flexengine.shell.commands.quality import SampleText, asked, stretches
-from flexengine.shell.commands.quality_choices import LossyCost, Scored, cost, increase
+from flexengine.shell.commands.quality_choices import LossyCost, Scored, cost
 from flexengine.worker.weights import Weights
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
@@ -33,17 +33,19 @@ POLICY = Policy(gpu_batch_size=4, num_gpu_batches=1)
 # Statistics.
 
 
-def test_increase_is_paired_over_stretches() -> None:
-    """0.5 and 0.25 more: mean 0.375, deviation 0.125 * sqrt 2, by sqrt 2 stretches."""
-    more, error = increase(EXACT_ROWS, OTHER_ROWS)
-    assert more == 0.375
-    assert error == pytest.approx(0.125)
-    assert increase(EXACT_ROWS[:1], OTHER_ROWS[:1]) == (0.5, None)
-    assert increase(EXACT_ROWS, EXACT_ROWS) == (0.0, 0.0)
-
-
 def scored(rows: Any = EXACT_ROWS, likeliest: Any = ((5, 6), (7, 8)), weights: int = 4_000_000) -> Scored:
     return Scored(rows, likeliest, weights, cache=1000, seconds=2.0)
+
+
+def test_the_increase_is_paired_over_stretches() -> None:
+    """0.5 and 0.25 more: mean 0.375, deviation 0.125 * sqrt 2, by sqrt 2 stretches."""
+    found = cost(INT8, scored(), scored(OTHER_ROWS))
+    assert found.more == 0.375
+    assert found.error == pytest.approx(0.125)
+    one = cost(INT8, scored(EXACT_ROWS[:1], ((5, 6),)), scored(OTHER_ROWS[:1], ((5, 6),)))
+    assert (one.more, one.error) == (0.5, None)
+    same = cost(INT8, scored(), scored())
+    assert (same.more, same.error) == (0.0, 0.0)
 
 
 def test_cost() -> None:
@@ -230,7 +232,7 @@ def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
 
     text, among = quality.SampleText("t", "words " * 200, 2, 64), [Lossy(compute="bf16"), INT8]
     for named, expected in ((False, [EXACT, INT8]), (True, [EXACT, *among])):
-        assert [c.lossy for c, _ in quality.measure(make, text, among, named)] == expected
+        assert [c.lossy for c in quality.measure(make, text, among, named)] == expected
 
 
 class Stand:
@@ -265,8 +267,7 @@ TEXT = SampleText("t", "x" * 100, rows=2, tokens=40)
 
 def test_one_engine_at_a_time_and_refusals_cost_no_other_choice() -> None:
     stand = Stand(refuse=Lossy(weights="int2"))
-    measured = list(quality.measure(stand, TEXT, [Lossy(weights="int2"), Lossy(weights="int4")]))
-    exact, int2, int4 = (c for c, _ in measured)
+    exact, int2, int4 = quality.measure(stand, TEXT, [Lossy(weights="int2"), Lossy(weights="int4")])
     assert stand.open == 0
     assert stand.made == [EXACT, Lossy(weights="int4")]
     assert (exact.nll, exact.more, exact.same, exact.weights, exact.cache) == (1.0, 0.0, 1.0, 300, 256)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexengine.shell.commands import exit_codes, open_engine, run
+from flexengine.shell.commands import options, run
+from flexengine.shell.commands.messages import REFUSED
 from tests.helpers.job import Job
 
 
@@ -33,7 +34,7 @@ from tests.helpers.job import Job
     ],
 )
 def test_refusals(job: Job, arguments: list[str], messages: list[str]) -> None:
-    assert job(*arguments) == exit_codes.REFUSED == 2
+    assert job(*arguments) == REFUSED == 2
     last = job.err.strip().splitlines()[-1]
     assert last.startswith("flexengine: ")
     for message in messages:
@@ -143,7 +144,7 @@ def test_as_a_program(job: Job) -> None:
 def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(
     job: Job, monkeypatch: pytest.MonkeyPatch, model: str, message: str
 ) -> None:
-    monkeypatch.setattr(open_engine, "load_libraries", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(options, "load_libraries", lambda: pytest.fail("imported"))
     monkeypatch.chdir(job.folder)
     Path("empty").mkdir()
     Path("rows.txt").write_text("")

@@ -173,7 +173,7 @@ def test_samples_are_counted_each(tmp_path: Path) -> None:
     samples = [Completion("", [1, 2], "stop"), Completion("", [1], "length")]
     made.take(Result(0, "", [1, 2], "stop", 9, 3, samples=samples))
     made.take(Result(1, error="row 1: no"))
-    assert made._lengths.endings == {"stop": 1, "length": 1}
-    assert made._lengths.completions.bins() == [(1, 1, 1), (2, 2, 1)]
-    assert made._lengths.prompts.bins() == [(9, 9, 1)]
-    assert [kind.message for kind in made._errors.by_count()] == ["row 1: no"]
+    assert made.record.endings == {"stop": 1, "length": 1}
+    assert made.record.completions.bins() == [(1, 1, 1), (2, 2, 1)]
+    assert made.record.prompts.bins() == [(9, 9, 1)]
+    assert [kind.message for kind in made.record.errors.kinds.values()] == ["row 1: no"]

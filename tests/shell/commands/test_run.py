@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.shell.commands import exit_codes, run
+from flexengine.shell.commands import messages, run
 from tests.helpers.families import NEW
 from tests.helpers.job import FIELDS, Job
 from tests.helpers.strategies import mutated
 
 
 def test_done(job: Job) -> None:
-    assert job("--device", "cpu") == exit_codes.DONE == 0
+    assert job("--device", "cpu") == messages.DONE == 0
     assert [r["token_ids"] for r in job.rows] == job.family.expected
     assert [r["index"] for r in job.rows] == list(range(8))
     assert all(r["error"] is None and r["finish_reason"] == "length" for r in job.rows)
@@ -51,7 +51,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
                       {"prompt_token_ids": [3] * 253}, "[1, 2]"]  # fmt: skip
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     job.write(mixed)
-    assert job() == exit_codes.SOME_FAILED == 1
+    assert job() == messages.SOME_FAILED == 1
     assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected
     assert [r["error"] for r in job.rows[::2]] == [None] * 8
     errors = [r["error"] for r in job.rows[1::2]]
@@ -200,7 +200,7 @@ def test_a_failure_on_the_way_is_not_mistaken_for_done(job: Job, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(DiskTier, "_read", broken)
-    assert job() == exit_codes.FAILED == 3
+    assert job() == messages.FAILED == 3
     assert "Input/output error" in job.err
     assert not job.output.exists()
 
@@ -233,7 +233,7 @@ def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
 
 
 def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
-    assert job("--output", "/dev/full") == exit_codes.FAILED
+    assert job("--output", "/dev/full") == messages.FAILED
     said = "results cannot be written (No space left on device); free space there, or name a plain file as output"
     assert said in job.err.splitlines()[-1]
     assert job.err.splitlines()[-1].endswith("'/dev/full'")
@@ -247,18 +247,18 @@ def test_whoever_reads_the_results_may_go(job: Job) -> None:
     child.stdout.close()
     assert child.stderr
     said = child.stderr.read()
-    assert child.wait() == exit_codes.FAILED
+    assert child.wait() == messages.FAILED
     assert "the reader of the output closed it before all was written" in said
     assert "Traceback" not in said
 
 
 def test_stdout_and_stderr_are_one_closed_pipe() -> None:
     """The message cannot be printed either, and the exit code must not be Python's 1."""
-    program = "import sys, time; from flexengine.shell.commands.exit_codes import exit_code\n"
+    program = "import sys, time; from flexengine.shell.commands.messages import exit_code\n"
     program += "def command():\n time.sleep(0.5); print('x' * 100_000); return 0\nsys.exit(exit_code(command))"
     script = '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}'
     done = subprocess.run(["bash", "-c", script, sys.executable, program], timeout=120)
-    assert done.returncode == exit_codes.FAILED
+    assert done.returncode == messages.FAILED
 
 
 def test_limit_beyond_any_file(job: Job) -> None:

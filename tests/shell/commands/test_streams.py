@@ -17,7 +17,7 @@ import pytest
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
-from flexengine.shell.commands import exit_codes, run
+from flexengine.shell.commands import messages, run
 from tests.helpers.job import Job
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def test_standard_output_by_name_is_as_without_output(job: Job, name: str) -> No
     assert run.main(without_output(job, "--output", name, "--device", "cpu")) == 0
     lines = job.capsys.readouterr().out.splitlines()
     assert [json.loads(line)["token_ids"] for line in lines] == job.family.expected
-    assert run.main(without_output(job, "--output", name, "--restart")) == exit_codes.REFUSED
+    assert run.main(without_output(job, "--output", name, "--restart")) == messages.REFUSED
     err = job.capsys.readouterr().err
     assert "--restart (restart=True in Python) needs an output (--output) that is a plain file" in err
     assert not list(Path("/dev").glob("*.journal"))
@@ -50,7 +50,7 @@ def test_an_open_file_as_output_is_not_emptied(job: Job) -> None:
     assert (lines[0], lines[-1]) == ("kept", "end")
     assert [json.loads(line)["token_ids"] for line in lines[1:-1]] == job.family.expected
     assert sorted(path.name for path in job.folder.glob("*journal*")) == []
-    assert job("--output", "/dev/fd/999") == exit_codes.REFUSED
+    assert job("--output", "/dev/fd/999") == messages.REFUSED
     assert "output /dev/fd/999 cannot be written to" in job.err
 
 
@@ -66,7 +66,7 @@ def test_a_compressed_input_continues_where_the_plain_one_stopped(job: Job) -> N
     as_text = job.folder / "in.txt"
     as_text.write_bytes(gzip.decompress(packed.read_bytes()))
     job.input = as_text
-    assert job() == exit_codes.REFUSED
+    assert job() == messages.REFUSED
     assert 'input_format: was "jsonl", now "txt"' in job.err
 
 
@@ -74,14 +74,14 @@ def test_a_damaged_input_is_refused_before_the_model_is_opened(job: Job) -> None
     packed = job.folder / "in.jsonl.gz"
     packed.write_bytes(gzip.compress(job.input.read_bytes())[:-30])
     job.input = packed
-    assert job("--model", "/nowhere/m") == exit_codes.REFUSED
+    assert job("--model", "/nowhere/m") == messages.REFUSED
     assert "in.jsonl.gz is damaged after line" in job.err
 
 
 def test_the_format_option(job: Job) -> None:
     job.input.rename(job.folder / "rows")
     job.input = job.folder / "rows"
-    assert job() == exit_codes.REFUSED
+    assert job() == messages.REFUSED
     assert "give --input-format" in job.err
     assert job("--input-format", "jsonl") == 0
     assert [row["token_ids"] for row in job.rows] == job.family.expected
@@ -90,7 +90,7 @@ def test_the_format_option(job: Job) -> None:
 def test_a_longer_output_is_not_shortened(job: Job) -> None:
     assert job() == 0
     whole = job.output.read_bytes()
-    assert job("--limit", "3") == exit_codes.REFUSED
+    assert job("--limit", "3") == messages.REFUSED
     assert "has 8 rows, and would be replaced by the first 3; raise --limit (limit in Python)" in job.err
     assert "rename the output" in job.err
     assert job.output.read_bytes() == whole
@@ -107,7 +107,7 @@ def test_a_longer_output_is_not_shortened(job: Job) -> None:
 
 
 def test_stop_tokens_that_do_not_exist_leave_no_journal(job: Job) -> None:
-    assert job("--stop-token-id", "601") == exit_codes.REFUSED
+    assert job("--stop-token-id", "601") == messages.REFUSED
     assert not list(job.folder.glob("*journal*"))
     assert job("--stop-token-id", "600") == 0
 
@@ -136,7 +136,7 @@ def test_a_full_disk_says_what_is_free_and_what_to_keep(job: Job, monkeypatch: p
         return real(file, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert job() == exit_codes.FAILED
+    assert job() == messages.FAILED
     last = job.err.splitlines()[-1]
     journal = job.output.with_name("out.jsonl.journal")
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
@@ -160,12 +160,12 @@ def test_the_first_error_is_the_one_reported(job: Job, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("flexengine.shell.commands.run.run_job", refused)
     monkeypatch.setattr(Journal, "close", broken)
-    assert job() == exit_codes.REFUSED
+    assert job() == messages.REFUSED
     assert "first" in job.err
     assert "second" not in job.err
     stdout = SimpleNamespace(buffer=SimpleNamespace(flush=broken))
     monkeypatch.setattr("flexengine.job.resume.sys", SimpleNamespace(stdout=stdout))
-    assert run.main(without_output(job)) == exit_codes.REFUSED
+    assert run.main(without_output(job)) == messages.REFUSED
     assert "first" in job.capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_a_failed_sync_at_the_end_is_reported(job: Job, monkeypatch: pytest.Monk
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Journal, "close", broken)
-    assert job() == exit_codes.FAILED
+    assert job() == messages.FAILED
     assert "Input/output error; 8 of 8 rows are done; run the same command again to continue" in job.err
 
 
@@ -198,13 +198,13 @@ def closed(job: Job, redirection: str, *arguments: str) -> tuple[int, str]:
 def test_a_closed_stdout_is_refused_before_the_model_is_opened(job: Job) -> None:
     for more in ([], ["--output", str(job.output), "--json"], ["--dry-run"]):
         code, said = closed(job, ">&-", str(job.input), "--model", "/nowhere/m", *more)
-        assert code == exit_codes.REFUSED
+        assert code == messages.REFUSED
         assert said == "flexengine: stdout is closed, so results cannot be written to it; name an --output file\n"
 
 
 def test_a_closed_stdin_is_no_empty_input(job: Job) -> None:
     code, said = closed(job, "<&-", "-", "--model", "/nowhere/m")
-    assert code == exit_codes.REFUSED
+    assert code == messages.REFUSED
     assert "input /dev/stdin cannot be read (Bad file descriptor)" in said
     assert "did you mean" not in said
 
@@ -213,7 +213,7 @@ def test_a_full_stdout_is_open(job: Job, monkeypatch: pytest.MonkeyPatch) -> Non
     full = open("/dev/full", "w")  # noqa: SIM115
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
-        assert run.main(without_output(job)) == exit_codes.FAILED
+        assert run.main(without_output(job)) == messages.FAILED
     with contextlib.suppress(OSError):
         full.close()
     assert "No space left on device" in job.capsys.readouterr().err.splitlines()[-1]
@@ -227,15 +227,15 @@ def test_help_that_is_lost(words: list[str], redirection: str, sentence: str) ->
     script = f'"$0" -m flexengine "$@" {redirection}'
     done = subprocess.run(["bash", "-c", script, sys.executable, *words], cwd=ROOT, capture_output=True, text=True,
                           timeout=60)  # fmt: skip
-    assert done.returncode == exit_codes.FAILED
+    assert done.returncode == messages.FAILED
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("printed", "code"), [("'x'", exit_codes.FAILED), ("end=''", exit_codes.DONE)])
+@pytest.mark.parametrize(("printed", "code"), [("'x'", messages.FAILED), ("end=''", messages.DONE)])
 def test_output_that_is_lost_is_one_sentence(tmp_path: Path, printed: str, code: int) -> None:
     """A file that the command opens does not get the number of stdout, so nothing is written into it."""
-    program = "import sys; from flexengine.shell.commands.exit_codes import exit_code\n"
+    program = "import sys; from flexengine.shell.commands.messages import exit_code\n"
     program += f"def command():\n f = open({str(tmp_path / 'file')!r}, 'w'); print({printed}); return 0\n"
     program += "sys.exit(exit_code(command))"
     script = f'"$0" -c "$1" >&- 2>"{tmp_path}/said"'

@@ -17,9 +17,19 @@ import torch
 from flexengine import kernels
 from flexengine.kernels import build
 from flexengine.measure import links, store
-from flexengine.shell.doctor import Failed, attempt, probe
-from flexengine.shell.doctor.machine import cpu, disk, memory
-from flexengine.shell.doctor.software import _NEEDED, COMPILERS, NEWEST_TESTED, compilers, software
+from flexengine.shell.doctor import probe
+from flexengine.shell.doctor.machine import (
+    _NEEDED,
+    COMPILERS,
+    NEWEST_TESTED,
+    Failed,
+    attempt,
+    compilers,
+    cpu,
+    disk,
+    memory,
+    software,
+)
 from flexengine.tier.machine import make_machine
 from tests.helpers.measuring import hardware
 
@@ -65,7 +75,6 @@ def test_other_processors(tmp_path: Path, line: str, features: tuple[str, ...]) 
     })  # fmt: skip
     found = cpu(root)
     assert (found.model, found.features, found.quota) == ("A CPU: B", features, 2.5)
-    assert found.effective == min(2.5, len(os.sched_getaffinity(0)))
 
 
 def test_this_memory() -> None:
@@ -201,7 +210,7 @@ def test_versions_against_the_metadata(
             raise metadata.PackageNotFoundError(name)
         return str(version) if name == "torch" else real(name)
 
-    monkeypatch.setattr("flexengine.shell.doctor.software.metadata.version", other)
+    monkeypatch.setattr("flexengine.shell.doctor.machine.metadata.version", other)
     (found,) = (library for library in software().libraries if library.name == "torch")
     assert (found.version, found.tested) == (version, tested)
     assert fits is None or found.fits is fits
@@ -239,7 +248,7 @@ def test_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_facts_are_found_without_torch(tmp_path: Path) -> None:
     """A damaged torch may end the process that imports it, so `doctor` imports it in a process of its own."""
-    code = "import sys; from pathlib import Path; from flexengine.shell.doctor import facts, findings, machine\n"
+    code = "import sys; from pathlib import Path; from flexengine.shell.doctor import facts, machine\n"
     code += f"machine.cpu(), machine.memory(), machine.disk('offload', Path({str(tmp_path)!r}))\n"
     code += f"facts._unwritable(Path({str(tmp_path)!r}))\n"
     code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"

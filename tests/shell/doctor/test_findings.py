@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from flexengine.shell.doctor import Failed
-from flexengine.shell.doctor import findings as module
-from flexengine.shell.doctor.facts import CacheFacts, Facts
-from flexengine.shell.doctor.findings import NOTE, SLOWS, STOPS, findings
-from flexengine.shell.doctor.machine import Cpu, Disk, MemoryFacts
-from flexengine.shell.doctor.software import EXTRAS, Compiler, Library, Software
+from flexengine.shell.doctor import facts as module
+from flexengine.shell.doctor.facts import NOTE, SLOWS, STOPS, CacheFacts, Facts, findings
+from flexengine.shell.doctor.machine import EXTRAS, Compiler, Cpu, Disk, Failed, Library, MemoryFacts, Software
 
 GB = 10**9
 

@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flexengine.engine.summary import JobCounts, Progress
 from flexengine.shell.report.page import render
-from flexengine.shell.report.record import FAILED, INTERRUPTED, RUNNING, ErrorCounts, Lengths
+from flexengine.shell.report.record import ErrorCounts, LengthCounts, ReportRecord
 from tests.helpers.reports import PLAN, record
 
 pytest.importorskip("matplotlib")
@@ -68,7 +67,7 @@ def test_text_of_the_job_is_escaped() -> None:
     errors.add(1, "half a pair: \ud800")
     plan = dataclasses.replace(PLAN, hardware=HOSTILE, text=HOSTILE, policy={"schedule": HOSTILE})
     page = render(record(
-        model=HOSTILE, error=HOSTILE, state=FAILED, command=HOSTILE, folder=HOSTILE, errors=errors, plan=plan,
+        model=HOSTILE, error=HOSTILE, state="failed", command=HOSTILE, folder=HOSTILE, errors=errors, plan=plan,
         machine=[("processor", HOSTILE)], summary={**record().summary, "replanned": [HOSTILE]},
     ))  # fmt: skip
     parsed = Page(page)
@@ -79,6 +78,14 @@ def test_text_of_the_job_is_escaped() -> None:
     assert "half a pair: \\ud800" in "".join(parsed.texts)
     assert "{{ 7*7 }}" in page  # Jinja rendered no text of the job
     page.encode()
+
+
+def test_the_most_frequent_errors_come_first() -> None:
+    errors = ErrorCounts()
+    for row, message in enumerate(["prompt is 'a'", "n is 0", "n is -1"]):
+        errors.add(row, message)
+    page = render(record(errors=errors))
+    assert page.index("n is 0") < page.index("prompt is")
 
 
 def test_names_in_pictures_are_escaped() -> None:
@@ -128,12 +135,9 @@ def test_pictures_have_titles_and_colors_of_the_page() -> None:
         assert f"<title>{words}</title>" in page, words
 
 
-@pytest.mark.parametrize("state", [RUNNING, INTERRUPTED, FAILED])
+@pytest.mark.parametrize("state", ["running", "interrupted", "failed"])
 def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
-    page = Page(render(record(
-        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=ErrorCounts(), summary={},
-        counts=JobCounts(0, 0, 0, 0), totals=Progress(), machine=[],
-    )))  # fmt: skip
+    page = Page(render(ReportRecord("run", state=state)))
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
     assert not page.all("svg")
     assert "No sweep has ended." in " ".join(page.texts)
@@ -141,18 +145,14 @@ def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
 
 def test_a_large_job_is_a_small_page() -> None:
     """The bounds of all series together stay below 1 MB."""
-    from flexengine.shell.report.record import MOST_BUCKETS, Bucket
-    from flexengine.shell.report.timeline import KINDS, MOST_DRAWN, LaneSpan, SweepLine
+    from flexengine.shell.report.record import KINDS, MOST_BUCKETS, MOST_DRAWN, Bucket, LaneSpan, SweepLine
 
     lanes = ["disk_read", "cpu", "h2d", "device", "d2h", "disk_write"]
     spans = tuple(LaneSpan(lanes[i % 6], "compute from the rows on", KINDS[i % 4], i / 1000, (i + 4) / 1000, (i, i + 9),
                        (0, 99), 10, 0.0039) for i in range(MOST_DRAWN))  # fmt: skip
     rates = [Bucket(100, 1.1 + i % 7, 2.2, 1000 + i, 200) for i in range(MOST_BUCKETS)]
-    lengths = Lengths()
-    for i in range(2000):
-        lengths.prompts[i] += 1
-        lengths.completions[i] += 1
+    lengths = LengthCounts(range(2000))
     line = SweepLine(1, False, 1.0, spans, dict.fromkeys(lanes, 0.5))
-    page = render(record(sweep=line, rates=rates, lengths=lengths))
+    page = render(record(sweep=line, rates=rates, prompts=lengths, completions=lengths))
     assert len(page) < 600_000
     assert page.count("<title>") > MOST_DRAWN + 2 * MOST_BUCKETS

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from flexengine.schedule.order import Cell
 from flexengine.schedule.routes import by_way
 from flexengine.schedule.tasks import Op, Task
-from flexengine.shell.report import timeline
-from flexengine.shell.report.timeline import MOST_KEPT, LaneSpan, SweepSample, line, merged
+from flexengine.shell.report import record
+from flexengine.shell.report.record import MOST_KEPT, LaneSpan, SweepSample, line, merged
 
 
 def task(op: Op, lane: str, sweep: int = 0, layer: int = 0, batch: int = 0) -> Task:
@@ -38,7 +38,7 @@ def test_a_sweep_is_clipped_to_its_own_tasks() -> None:
     ])  # fmt: skip
     assert made is not None
     assert (made.sweep, made.prefill, made.seconds) == (7, False, 4.0)
-    assert made.lanes == ["disk_read", "device", "d2h"]
+    assert by_way(made.busy) == ["disk_read", "device", "d2h"]
     assert made.busy == {"disk_read": 2.0, "device": 2.0, "d2h": 2.0}
     assert [(s.lane, s.began, s.end, s.kind) for s in made.spans] == [
         ("disk_read", 0.0, 1.0, "weights"), ("disk_read", 3.0, 4.0, "weights"), ("device", 0.0, 2.0, "compute"),
@@ -91,7 +91,7 @@ def test_the_typical_decode_sweep_is_shown() -> None:
     for seconds, sweep in ((1.1, 2), (2.1, 3), (3.3, 4), (9.0, 4)):
         assert (found := sample.typical(seconds)) is not None
         assert (found.sweep, found.prefill) == (sweep, False)
-        assert found.lanes == ["disk_read", "device"]
+        assert by_way(found.busy) == ["disk_read", "device"]
     assert (only := sample_of([9.0]).typical(1.0)) is not None
     assert only.prefill
     assert SweepSample().typical(1.0) is None
@@ -99,13 +99,14 @@ def test_the_typical_decode_sweep_is_shown() -> None:
 
 def test_few_sweeps_of_a_long_job_are_recorded() -> None:
     sample = sample_of([1.0] * 1000)
-    assert {each.sweep for each in sample._lines} <= {1, 64, 128, 256, 512}
-    assert len(sample._lines) == MOST_KEPT + 1
+    lines = [line for some in sample._lines.values() for line in some]
+    assert {each.sweep for each in lines} <= {1, 64, 128, 256, 512}
+    assert len(lines) == MOST_KEPT + 1
     assert sample._recordings == []
 
 
 def test_a_long_sweep_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "MOST_RECORDED", 5)
+    monkeypatch.setattr(record, "MOST_RECORDED", 5)
     sample = SweepSample()
     for i in range(20):
         sample.add(task(Op.COMPUTE, "device"), i, i + 1)

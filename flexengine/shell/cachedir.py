@@ -1,4 +1,6 @@
-"""List the items of the cache directory. Only names that flexengine gives are items; links are never followed.
+"""The cache directory: the items that flexengine made in it, and their removal. Nothing outside it is touched.
+
+Only names that flexengine gives are items; links are never followed. Items are removed with locks.
 
 | folder | items | kind |
 |---|---|---|
@@ -12,10 +14,12 @@
 | offload | flexengine-<...>.spill, flexengine-<...>.measuring | leftovers |
 """
 
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -26,7 +30,6 @@ from typing import Any
 
 from flexengine.model.files import is_snapshot
 from flexengine.model.prepare import NOTE
-from flexengine.shell.cachedir.open_files import open_files
 
 KINDS = ("models", "weights", "calibrations", "kernels", "rates", "unfinished", "leftovers")
 PREPARED = ("models", "weights", "calibrations")  # kinds of finished directories
@@ -61,10 +64,15 @@ class CacheItem:
     inode: tuple[int, int]  # (device, inode) of the file or directory
 
     @property
+    def key(self) -> str:
+        """Return the key in the file's name; "" if it has none."""
+        match = re.search(_KEY, self.file)
+        return match[0] if match else ""
+
+    @property
     def name(self) -> str:
         """Return the first 8 characters of the key, or the file's name if it has no key."""
-        match = re.search(_KEY, self.file)
-        return match[0][:8] if match else self.file
+        return self.key[:8] or self.file
 
     @property
     def model(self) -> str:
@@ -73,6 +81,23 @@ class CacheItem:
         if is_snapshot(path):
             return path.parent.parent.name.removeprefix("models--").replace("--", "/")
         return path.name.removesuffix(".gguf")
+
+
+def open_files() -> set[str]:
+    """Return the paths of all files that processes of this user have open or mapped. Other processes are left out if
+    the system does not show their files."""
+    paths: set[str] = set()
+    with suppress(OSError):
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                for number in os.listdir(f"/proc/{process}/fd"):
+                    with suppress(OSError):
+                        paths.add(os.readlink(f"/proc/{process}/fd/{number}"))
+            with suppress(OSError):
+                mapped = Path(f"/proc/{process}/maps").read_bytes().split(b"\n")
+                parts = (line.split(maxsplit=5) for line in mapped)
+                paths |= {os.fsdecode(part[5]) for part in parts if len(part) == 6}
+    return paths
 
 
 @dataclass
@@ -110,7 +135,7 @@ def contents(root: Path) -> Contents:
     found = Contents(root)
     try:
         with opened(root, os.O_DIRECTORY) as top:
-            for entry in sorted(_scandir(top), key=lambda e: e.name):
+            for entry in sorted(os.scandir(top), key=lambda e: e.name):
                 if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
                     _list_folder(found, top, entry.name)
                 else:
@@ -128,15 +153,10 @@ def contents(root: Path) -> Contents:
     return found
 
 
-def key_of(file: str) -> str:
-    """Return the key in the name of an item of `prepared`."""
-    return file.partition(".")[0]
-
-
 def _list_folder(found: Contents, top: int, folder: str) -> None:
     try:
         with opened(folder, FOLDER, top) as place:
-            for entry in _scandir(place):
+            for entry in os.scandir(place):
                 if folder != "prepared" or not re.fullmatch(_LOCK, entry.name):
                     _list_entry(found, folder, place, entry)
     except OSError as error:
@@ -178,7 +198,7 @@ def _prepared(place: int, name: str) -> tuple[str, dict[str, Any]]:
     """Return the kind of a finished directory and the object in its note, {} if it has none."""
     note = None
     with opened(name, FOLDER, place) as directory:
-        files = {entry.name for entry in _scandir(directory)}
+        files = set(os.listdir(directory))
         with suppress(OSError, ValueError, RecursionError), opened(NOTE, os.O_NOFOLLOW, directory) as handle:
             if stat.S_ISREG(os.fstat(handle).st_mode):
                 note = json.loads(os.read(handle, _MAX_NOTE_BYTES))
@@ -192,7 +212,7 @@ def _busy(found: Contents, place: int, item: CacheItem) -> str:
     if item.kind in PREPARED:
         return IN_USE if locked(item.file, place, os.O_DIRECTORY) else ""
     if item.folder == "prepared":
-        return WRITTEN if locked(f"{key_of(item.file)}.lock", place) else ""
+        return WRITTEN if locked(f"{item.key}.lock", place) else ""
     path = os.path.realpath(found.root / item.folder / item.file)
     if any(name == path or name.startswith(f"{path}/") for name in found.opened):
         return IN_USE
@@ -229,13 +249,70 @@ def measured(place: int | None, name: str) -> tuple[int, bool, float]:
     return total, mounted, newest
 
 
-def _scandir(place: int) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(place) as entries:
-        yield from entries
-
-
 def _foreign(entry: os.DirEntry[str]) -> str:
     return "a link, which is not followed" if entry.is_symlink() else "unknown, and never removed"
+
+
+# Removal.
+
+
+class Kept(Exception):
+    """An item was not removed; the message gives the reason."""
+
+
+def remove(root: Path, item: CacheItem) -> None:
+    """Remove an item of the cache directory `root`.
+
+    A prepared directory is renamed while it is locked, so that no job finds a part of it, and then removed. If this
+    process is killed meanwhile, the next job that prepares something removes the rest.
+
+    Raises:
+        Kept: a process uses or writes the item, or it has changed since it was listed.
+        OSError: it cannot be removed.
+    """
+    if item.busy:
+        raise Kept(item.busy)
+    try:
+        with opened(root, os.O_DIRECTORY) as top, opened(item.folder, FOLDER, top) as place:
+            _check_same(place, item)
+            if item.folder == "prepared":
+                _remove_prepared(place, item)
+            elif item.kind == "leftovers" and item.folder == "kernels":
+                shutil.rmtree(item.file, dir_fd=place)
+            else:
+                os.unlink(item.file, dir_fd=place)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            raise Kept("changed since it was listed") from error
+        raise
+
+
+def _remove_prepared(place: int, item: CacheItem) -> None:
+    garbage = f"{item.key}.tmp-{os.getpid()}"
+    with opened(f"{item.key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, place) as lock:
+        _lock(lock, WRITTEN)
+        with opened(item.file, FOLDER, place) as directory:
+            _lock(directory, IN_USE)
+            _check_same(place, item)
+            if item.file != garbage:
+                shutil.rmtree(garbage, ignore_errors=True, dir_fd=place)
+                os.rename(item.file, garbage, src_dir_fd=place, dst_dir_fd=place)
+        shutil.rmtree(garbage, dir_fd=place)
+
+
+def _lock(handle: int, reason: str) -> None:
+    """Take the exclusive lock of a file or directory until it is closed. Raise Kept with the reason if another process
+    holds a lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise Kept(reason) from error
+
+
+def _check_same(place: int, item: CacheItem) -> None:
+    about = os.stat(item.file, dir_fd=place, follow_symlinks=False)
+    if (about.st_dev, about.st_ino) != item.inode:
+        raise Kept("changed since it was listed")
 
 
 # The cache of the hub's client, which flexengine reads and never clears.

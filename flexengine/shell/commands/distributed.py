@@ -1,4 +1,7 @@
-"""Options and processes of a pipeline: several stages on this machine, or those that torchrun started."""
+"""Options and processes of jobs on several processes or machines.
+
+A pipeline is several stages on this machine, or those that torchrun started; a fleet is `flexengine run --ray`.
+"""
 
 import argparse
 import contextlib
@@ -6,15 +9,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
 from flexengine.policy import shares
-from flexengine.shell.commands.open_engine import load_libraries, open_engine
-from flexengine.shell.commands.parser import refuse_given
+from flexengine.shell.commands.messages import VERBOSE, verbosity
+from flexengine.shell.commands.options import engine_options, load_libraries, open_engine
+from flexengine.shell.commands.parser import check_least, refuse_given
 from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
+    from flexengine.apps.fleet.job import FleetRunner
     from flexengine.guests.stages.group import PipelineGroup
     from flexengine.guests.stages.remote import RemotePlan
     from flexengine.plan.prediction import Prediction
@@ -22,14 +28,18 @@ if TYPE_CHECKING:
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
 PIPELINE = """
 --stages N            compute in N processes on this machine, each with a part of the layers; on several machines, start
                       this command by torchrun instead (docs/pipeline.md)
 --strategy FILE.json  layers, formats and batches of the stages, from flexengine plan --cluster; starts as many
                       processes as it has stages
 --interface NAME      network interface that joins the machines, such as eth0 (default: loopback, so one machine)
+"""
+FLEET = """
+--ray ADDRESS   run on the actors of a Ray cluster: auto for the one that runs on this machine, host:port of its head,
+                or local to start one here; with --stages, each actor is a group of stages (docs/fleet.md)
+--actors N      number of engines, or of groups of stages (default: one for each GPU, or for each machine without GPUs)
+--shard-rows N  rows that an actor gets at a time (default: a quarter of its share, at most 2048)
 """
 
 
@@ -51,21 +61,16 @@ def rank_of(args: argparse.Namespace) -> int:
         refuse_given(args, ["attention_workers"], why)
         stages = args.stages = count if size == 1 or launched else None
     if stages is not None and size > 1 and not launched:
-        raise InvalidInput(
-            f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage of its own;"
-            " leave out --stages"
-        )
+        fault = f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage of its own"
+        raise InvalidInput(f"{fault}; leave out --stages")
     if args.interface is not None and size == 1 and args.ray is None:
-        raise InvalidInput(
-            f"--interface is {args.interface}, but one process, or --stages on one machine, needs none; leave it out,"
-            " or start this command by torchrun"
-        )
+        fault = f"--interface is {args.interface}, but one process, or --stages on one machine, needs none"
+        raise InvalidInput(f"{fault}; leave it out, or start this command by torchrun")
     address, here = os.environ.get("MASTER_ADDR", _LOCAL[0]), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if not (size == 1 or here or args.interface or INTERFACE in os.environ or address in _LOCAL):
-        raise InvalidInput(
-            f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface unless another one"
-            " is named; name the interface that joins the machines by --interface, such as eth0"
-        )
+        fault = f"{address}, another machine, but stages talk over the loopback interface unless another one is named"
+        remedy = "name the interface that joins the machines by --interface, such as eth0"
+        raise InvalidInput(f"MASTER_ADDR is {fault}; {remedy}")
     return rank
 
 
@@ -123,3 +128,41 @@ def stage_lines(layers: tuple[int, int], first: "Prediction", others: "Sequence[
     slowest = max(range(len(plans)), key=lambda rank: plans[rank][2])
     lines.append(f"the job takes at least {clock(plans[slowest][2])}, the work of stage {slowest}")
     return "\n".join(lines)
+
+
+def check_fleet(args: argparse.Namespace) -> None:
+    """Raise InvalidInput if the options of a fleet contradict others."""
+    if args.ray is None:
+        for name in ("actors", "shard_rows"):
+            why = f"is {getattr(args, name)}, but it is an option of fleets; give --ray ADDRESS, too, or leave it out"
+            refuse_given(args, [name], why)
+        return
+    check_least(args, actors=1, shard_rows=1)
+    one = ("dry_run", "trace", "report")
+    refuse_given(args, one, "shows one engine, and has no effect with --ray; remove one of them")
+    if (size := ranks()[1]) > 1:
+        fault = f"--ray is {args.ray}, but WORLD_SIZE is {size}: torchrun started this process as one of several"
+        raise InvalidInput(f"{fault}; start one process, whose actors Ray starts")
+    if isinstance(args.attention_workers, int):
+        why = f"is {args.attention_workers}, but the engines of --ray are on several machines"
+        remedy = "start workers with flexengine serve-attention, and give their addresses"
+        refuse_given(args, ["attention_workers"], f"{why}; {remedy}")
+    if (args.stages or 1) == 1:
+        why = f"is {args.interface}, but actors of one process need none; leave it out, or give --stages"
+        refuse_given(args, ["interface"], why)
+
+
+@contextlib.contextmanager
+def fleet_runner(args: argparse.Namespace, params: SamplingParams, look: Callable[[], None]) -> "Iterator[FleetRunner]":
+    """Return a context manager with a fleet that runs the rows. look: called after each shard; may raise an error."""
+    try:
+        from flexengine.apps.fleet import cluster
+    except ImportError as error:
+        raise InvalidInput(f'--ray needs Ray Data ({error}); pip install "flexengine[ray]"') from error
+    from flexengine.apps.fleet.job import FleetRunner, Recipe
+
+    with cluster.connected(args.ray, verbosity() >= VERBOSE):
+        fleet = cluster.RayFleet(args.device, args.actors, args.stages or 1, args.interface)
+        options = {"model": args.model, "progress": False, **engine_options(args)}
+        recipe = Recipe(options, params, args.chat, folder=os.getcwd())
+        yield FleetRunner(fleet, recipe, args.shard_rows, look)

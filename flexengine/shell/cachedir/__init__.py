@@ -1,1 +1,0 @@
-"""The cache directory: the items that flexengine made in it, and their removal. Nothing outside it is touched."""

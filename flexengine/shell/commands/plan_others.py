@@ -1,0 +1,239 @@
+"""Other work of `flexengine plan`.
+
+--cluster: stages of a pipeline over several devices, as a report and a strategy file;
+--slices: what crosses the cuts between the layers' attentions and the rest of the model.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flexengine import shipped
+from flexengine.activity import activity
+from flexengine.errors import InvalidInput
+from flexengine.lossy import ALLOW, QUALITY, Lossy
+from flexengine.plan.cluster import file
+from flexengine.plan.cluster.costs import ClusterTask
+from flexengine.plan.cluster.devices import Cluster
+from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
+from flexengine.plan.cluster.search import METHODS, Limits, search
+from flexengine.plan.workload import Workload
+from flexengine.shell.commands.messages import say
+from flexengine.shell.commands.options import OptionTable, check_written, load_libraries, open_bare, write
+from flexengine.shell.commands.parser import GENERAL, check_least, refuse_given
+from flexengine.shell.explain import cluster as explain
+from flexengine.strategy import FORMATS
+
+if TYPE_CHECKING:
+    from flexengine.model.slices import Cut, SlicedTensor, Slices
+    from flexengine.worker.open_model import OpenModel
+
+# Options of plan that a cluster plan does not use.
+_UNUSED = (
+    *("hardware", "policy", "compare", "frontier", "latency", "plot", "save_lp", "slices"),
+    *("device", "device_mem", "host_mem", "offload_dir", "compute", "cache", "sparse_attention", "flash", "sparsify"),
+    *("calibrate", "calibration_text"),
+)
+CLUSTER_ONLY = ("theta", "harm", "group", "method", "batch", "search_seconds")
+# None is the default of each, so that one that is given without --cluster is refused, whatever its value.
+CLUSTER = OptionTable(
+    f"""
+--cluster CLUSTER.json    plan a pipeline over the devices of this file, or of a shipped cluster (docs/cluster.md);
+                          --save then writes a strategy, for run --strategy
+--theta SECONDS           seconds that a unit of harm to quality is worth (default: {ClusterTask.theta:g})
+--harm FILE.json          harm of each format to quality, by layer (default: assumed from parameters and bits)
+--group N                 decide about N neighbouring layers together (default: {ClusterTask.group})
+--method                  mixed-integer programs, or the bit-transfer heuristic (default: {Limits.method}, by size)
+--batch N                 sequences alive at once (default: the fastest number)
+--search-seconds SECONDS  most seconds of the search (default: {Limits.seconds:g})
+""",
+    more={"method": {"choices": METHODS}},
+)
+
+
+def check_cluster(args: argparse.Namespace) -> None:
+    """Raise InvalidInput if options do not go with --cluster, a value is not allowed, or a file cannot be written."""
+    refuse_given(args, _UNUSED, "has no effect with --cluster, whose file describes the devices; leave one out")
+    check_least(args, theta=0, group=1, batch=1, search_seconds=1e-3)
+    cluster = shipped.find("clusters", args.cluster)
+    check_written(args, {"--save": args.save}, {"--input": args.input, "--cluster": cluster, "--harm": args.harm})
+
+
+def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespace, OpenModel], Workload]") -> None:
+    """Plan a pipeline, print the report, and write the strategy. Raise FlexError if no plan fits.
+
+    Args:
+        args: options, after `check_cluster`.
+        workload: returns the rows of the job.
+    """
+    formats = _formats(args)
+    cluster = file.load(shipped.find_file("clusters", args.cluster), lambda name: shipped.find_file("hardware", name))
+    load_libraries()
+    models, opened = _models(args, cluster, formats)
+    first = next(iter(models.values()))
+    if args.harm:
+        table = file.load_harm(args.harm, len(first.kinds), formats)
+    else:
+        table = assumed_harm(first, formats)
+        if len(formats) > 1:
+            rule = "proportional to parameters and 4^-bits, all layers in int4 = 1"
+            say(f"harm of formats is assumed: {rule}; --harm gives measured numbers")
+    job = ClusterJob(workload(args, opened))
+    theta = ClusterTask.theta if args.theta is None else args.theta
+    task = ClusterTask(cluster, models, job, formats, table, theta, args.group or ClusterTask.group)
+    seconds, method = args.search_seconds or Limits.seconds, args.method or Limits.method
+    limits = Limits(seconds=seconds, method=method, batch=args.batch)
+    with activity("planning", "searching the stages with the shortest predicted time"):
+        found = search(task, limits)
+        helps = explain.cluster_helps(found, limits)
+    if args.json:
+        print(json.dumps({"model": opened.source.name} | explain.as_json(found, helps), allow_nan=False))
+    else:
+        print(explain.report(found, opened.source.name, helps))
+    if args.save:
+        write(args.save, found.plan.strategy().text())
+
+
+def _formats(args: argparse.Namespace) -> tuple[Format, ...]:
+    """Return the formats that layers may have. Raise InvalidInput if an allowed name is no format of a layer."""
+    if args.weights is not None:
+        if args.weights not in FORMATS:
+            known = ", ".join(filter(None, FORMATS))
+            raise InvalidInput(f"--weights is {args.weights}; layers of a pipeline may be in {known}")
+        why = "lets the planner choose, but --weights fixes the format; leave out one of them"
+        refuse_given(args, ("allow", "quality"), why)
+        return (args.weights,)
+    by_name = {f"{form}-weights": form for form in FORMATS if form}
+    given = args.allow.split(",") if args.allow is not None else []
+    if wrong := next((name for name in given if name not in by_name), None):
+        fault = "has no effect with --cluster" if wrong in ALLOW else "is unknown"
+        raise InvalidInput(f"--allow {wrong} {fault}; with --cluster it takes {', '.join(by_name)}")
+    names = [*QUALITY[args.quality], *given]
+    return (None, *(form for name, form in by_name.items() if name in names))
+
+
+def _models(
+    args: argparse.Namespace, cluster: Cluster, formats: Sequence[Format]
+) -> "tuple[dict[str, Model], OpenModel]":
+    """Return the model as each kind of device holds it, and the opened model. No weights are loaded."""
+    models: dict[str, Model] = {}
+    for kind in dict.fromkeys(device.kind for device in cluster.devices):
+        opened = open_bare(args, Lossy(), kind)
+        facts = {}
+        for form in dict.fromkeys((None, *formats, *FORMATS)):
+            opened.use(Lossy(weights=form))
+            facts[form] = opened.facts
+        models[kind] = Model(facts)
+        opened.use(Lossy())
+    return models, opened
+
+
+# Slices.
+
+# Options of plan that go with --slices; those of a cluster plan are refused for themselves.
+_OF_MODEL = ("model", "dtype", "device", "trust_remote_code", "allow_symlinks")
+WITH_SLICES = (*_OF_MODEL, "hardware", "slices", "json", *GENERAL, *CLUSTER_ONLY)
+_ROW = "    {:<18}{:<24}{:<12}{:>12}"  # where to, name, shape, bytes
+
+
+def print_slices(args: argparse.Namespace, opened: "OpenModel") -> None:
+    """Print the slices of a model, or with --json their numbers. Raise UnsupportedModel if it cannot be sliced."""
+    from flexengine.model.slices import slices_of
+
+    found = slices_of(opened.skeleton)
+    values = as_json(found, opened)
+    print(json.dumps(values) if args.json else "\n".join(_text(values, found, opened)))
+
+
+def as_json(found: "Slices", opened: "OpenModel") -> dict[str, Any]:
+    """Return the slices as a JSON object. All bytes are those of one token."""
+
+    def parts(*tensors: "SlicedTensor") -> list[dict[str, Any]]:
+        return [{"name": part.name, "shape": part.shape, "bytes": part.nbytes} for part in tensors]
+
+    layers = defaultdict["Cut", list[int]](list)  # of each different cut
+    for layer, cut in enumerate(found.cuts):
+        layers[cut].append(layer)
+    cuts = [
+        {
+            "layers": numbers,
+            "window": cut.window,
+            "sent": parts(*cut.sent),
+            "fetched": parts(cut.fetched)[0],
+            "kept": parts(*cut.kept),
+        }
+        for cut, numbers in layers.items()
+    ]
+    return {
+        "model": opened.source.name,
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "slices": len(found.cuts) + 1,
+        "cuts": cuts,
+        "tables": parts(*found.tables),
+        "sent_bytes": sum(cut.sent_bytes for cut in found.cuts),
+        "fetched_bytes": sum(cut.fetched.nbytes for cut in found.cuts),
+    }
+
+
+def _text(values: dict[str, Any], found: "Slices", opened: "OpenModel") -> Iterator[str]:
+    """Yield the lines of the report. values: as `as_json` returns them."""
+    count = len(found.cuts)
+    yield f"{values['model']} in {values['dtype']}: the attentions of {count} layers cut it into {count + 1} slices"
+    yield ""
+    yield "  slice 0: embedding, and layer 0 up to q, k and v"
+    if count > 1:
+        yield f"  slice i, from 1 to {count - 1}: layer i - 1 after its attention, and layer i up to q, k and v"
+    yield f"  slice {count}: layer {count - 1} after its attention, and the head"
+    yield ""
+    yield _ROW.format("", "tensor", "of a token", "bytes")
+    for cut in values["cuts"]:
+        yield f"  {_layers(cut['layers'])}" + (f", window of {cut['window']:,} tokens" if cut["window"] else "")
+        ways = {"to attention": cut["sent"], "from attention": [cut["fetched"]], "kept": cut["kept"]}
+        for way, parts in ways.items():
+            for i, part in enumerate(parts):
+                shape = " x ".join(f"{n:,}" for n in part["shape"]) or "1"
+                yield _ROW.format("" if i else way, part["name"], shape, f"{part['bytes']:,}")
+    yield ""
+    yield from _totals(values["sent_bytes"], values["fetched_bytes"], found, opened)
+
+
+def _layers(numbers: list[int]) -> str:
+    """Return layer numbers as text, such as layers 0-29."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    runs = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True)]
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+
+
+def _totals(sent: int, fetched: int, found: "Slices", opened: "OpenModel") -> Iterator[str]:
+    """Yield the bytes of all layers, and of the tables that slices read beside what crosses."""
+    yield f"All layers, per token: {sent:,} bytes to attention, {fetched:,} from it, {sent + fetched:,} together"
+    if formula := _formula(found, opened):
+        yield f"  = {formula}"
+    facts, count = opened.facts, len(found.cuts)
+    padded = (facts.sent + facts.fetched) * count
+    if padded != sent + fetched:
+        yield (
+            f"  flexengine pads {facts.heads} heads and {facts.kv_heads} KV heads of every layer to"
+            f" {facts.head_dim} elements, and moves {padded:,} bytes"
+        )
+    kept = max(cut.kept_bytes for cut in found.cuts)
+    yield f"Kept while attention runs: at most {kept:,} bytes per token"
+    if tables := Counter((part.name, part.nbytes) for part in found.tables):
+        named = ", ".join((f"{n} x " if n > 1 else "") + f"{name} ({size:,})" for (name, size), n in tables.items())
+        yield f"Beside these, slices read tables made from token ids and positions alone (bytes per token): {named}"
+
+
+def _formula(found: "Slices", opened: "OpenModel") -> str:
+    """Return Lamina's formula of the bytes of all layers (section 3.2), or "" if layers differ or heads have several
+    widths."""
+    shapes = {(*(part.shape for part in cut.sent), cut.fetched.shape) for cut in found.cuts}
+    (q, k, v, out), *others = shapes
+    if others or k != v or q != out or q[1] != k[1]:
+        return ""
+    group, e = q[0] // k[0], opened.dtype.itemsize
+    form = "4 e d L" if group == 1 else "(2 + 2/G) e d L"
+    grouped = "" if group == 1 else f", G {group} query heads per KV head"
+    return f"{form}, with e {e} bytes, d {q[0] * q[1]:,}, L {len(found.cuts)} layers{grouped}"
