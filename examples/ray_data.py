@@ -131,7 +131,7 @@ def read(parts: pa.Table) -> pa.Table:
 
 
 def about(row: Row, source: str, first: int) -> dict[str, Any]:
-    """Return a row's cells. A row whose values do not fit the columns has `unreadable`, as a row that is no JSON has."""
+    """Return a row's cells. A row that does not fit the columns, or is no JSON, has `unreadable`."""
     cells: dict[str, Any] = dict(source=source, line=row.line, index=first + row.index, unreadable=row.error)
     try:
         cells["input"] = json.dumps(row.fields)
