@@ -38,7 +38,6 @@ OUTSIDE = [
     "worker.cache.smoothing",
     "worker.cache.teams",
     "worker.on_demand",
-    "worker.values",
 ]
 MOST_LINES = 25_000
 JOB = """

@@ -49,7 +49,7 @@ def measure(order: Stagger, slice_seconds: float, attention: float) -> Record:
     def perform(task: Task) -> None:
         time.sleep(seconds[task.op])
 
-    with Executor(perform, "thread", trace) as executor:
+    with Executor(perform, "thread", trace.add) as executor:
         executor.run(program)
     real, virtual = (steady(spans, first, last)
                      for spans in (trace.spans, simulate(program, lambda task: seconds[task.op]).spans))  # fmt: skip

@@ -89,7 +89,7 @@ CASES = [_slowed(kv_heads, batches) for kv_heads in (16, 4) for batches in (1, 2
 
 @dataclass
 class Decoding:
-    """Times of the tasks of sweeps; an executor's `Spans`.
+    """Times of the tasks of sweeps; an executor calls `add`.
 
     Attributes:
         spans: by sweep, (task, began, end).

@@ -23,12 +23,11 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import has_room
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
-from flexengine.runtime.trace import Spans, Trace
+from flexengine.runtime.trace import Note, Trace
 from flexengine.schedule.program import Program
 from flexengine.worker.cache import Cache
-from flexengine.worker.hidden import Hidden
-from flexengine.worker.open_model import Layers, open_model
-from flexengine.worker.stage_ports import NO_PORTS, Ports
+from flexengine.worker.hidden import NO_PORTS, Hidden, Ports
+from flexengine.worker.open_model import Layers, Trust, open_model
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
 
@@ -71,20 +70,13 @@ class Core:
             raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         driven = options.group is not None and options.group.rank > 0
         self.trace = Trace(None if driven else options.trace) if options.trace else None
-        self.sample: Spans | None = None
+        self.sample: Any = None  # its `add` is called as `Trace.add`
         self.verifier = resolve_name(VERIFIER)() if options.verify else None
         name = str(options.model) if options.model is not None else None
         with activity("opening", f"opening {name or 'the demo model'}"):
-            self.opened = open_model(
-                name,
-                options.dtype,
-                self.machine.kind,
-                options.trust_remote_code,
-                lossy=options.lossy,
-                verifier=self.verifier,
-                layers=layers,
-                allow_symlinks=options.allow_symlinks,
-            )
+            trust = Trust(options.trust_remote_code, self.verifier, options.allow_symlinks)
+            kind = self.machine.kind
+            self.opened = open_model(name, options.dtype, kind, trust, lossy=options.lossy, layers=layers)
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
@@ -133,8 +125,8 @@ class Core:
         }
 
     @property
-    def _traces(self) -> list[Spans]:
-        return [trace for trace in (self.trace, self.sample) if trace is not None]
+    def _notes(self) -> list[Note]:
+        return [trace.add for trace in (self.trace, self.sample) if trace is not None]
 
     @property
     def resident(self) -> Policy | None:
@@ -191,7 +183,7 @@ class Core:
         moving = moving or layout.cache_buffer > 0 or layout.hidden_buffer > 0
         # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
-        executor = Executor(worker.perform, lanes, *self._traces)
+        executor = Executor(worker.perform, lanes, *self._notes)
         machine.synchronize()
         return LocalStage(worker, self._program(worker, watch), executor, watch)
 
@@ -233,8 +225,7 @@ class Core:
         home = next(place for place in worker.attenders if lost in layout.policy.team(place, layout.places))
         worker.attenders[home].close()
         self.machine.renew(lost)
-        make = resolve_name(ATTENDER)(home)
-        worker.attenders[home] = make(self.facts, layout, self.machine, worker.cache, self.dtype)
+        worker.attenders[home] = resolve_name(ATTENDER)(home)(worker.cache, self.dtype)
         stage.program, stage.watch = self._program(worker, watch), watch
         return home
 
@@ -246,8 +237,7 @@ class Core:
             undo.callback(hidden.close)
             attenders = dict[str, Any]()
             for place in sorted(layout.delegation):
-                make = resolve_name(ATTENDER)(place)
-                attenders[place] = make(self.facts, layout, self.machine, cache, self.dtype)
+                attenders[place] = resolve_name(ATTENDER)(place)(cache, self.dtype)
                 undo.callback(attenders[place].close)
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)
@@ -255,8 +245,7 @@ class Core:
                 self._weights.load_all_resident()
             on_demand = None
             if self.lossy.flash:
-                notes = [trace.add for trace in self._traces]
-                on_demand = resolve_name(ON_DEMAND)(self.opened, layout, self.machine, notes)
+                on_demand = resolve_name(ON_DEMAND)(self.opened, layout, self.machine, self._notes)
                 undo.callback(on_demand.close)
             worker = Worker(self.skeleton, self._weights, cache, hidden, attenders, on_demand)
             undo.pop_all()

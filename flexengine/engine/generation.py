@@ -18,8 +18,8 @@ from flexengine.engine.summary import Progress, SweepReports
 from flexengine.engine.survey import Arranged, Arrangement
 from flexengine.job.rows import Request
 from flexengine.model.stop import Stops
+from flexengine.runtime.execute import shortage
 from flexengine.runtime.lane import forget_variables
-from flexengine.runtime.shortage import shortage
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.row_sequence import RowSequence

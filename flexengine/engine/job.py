@@ -31,8 +31,8 @@ from flexengine.job.rows import Request, Row
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
+from flexengine.runtime.execute import Shortage, shortage
 from flexengine.runtime.lane import forget_variables
-from flexengine.runtime.shortage import Shortage, shortage
 
 # Imported after a failure.
 NEXT_LAYOUT, RENEWED = "flexengine.engine.recovery:layout_after", "flexengine.engine.recovery:renewed_worker"

@@ -14,7 +14,7 @@ from flexengine.plan.formatting import count
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.runtime.shortage import Shortage
+from flexengine.runtime.execute import Shortage
 
 REPLANS = 3  # most replans of one job: after three that did not help, another is unlikely to
 RENEWALS = 8  # most losses of attention workers in a row before a row is finished: after them, another is likely

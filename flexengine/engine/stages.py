@@ -14,15 +14,14 @@ from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.runtime.execute import Executor, TaskFailed, cause_of
-from flexengine.runtime.shortage import shortage
+from flexengine.runtime.execute import Executor, TaskFailed, cause_of, shortage
 from flexengine.schedule import sweeps
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
+from flexengine.worker.hidden import Ports
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Worker
 
 

@@ -66,9 +66,8 @@ def compiled() -> Path | None:
 
 def _compilers() -> list[list[str]]:
     """Return the commands of the compilers that exist: $CXX, if it is set, and the usual names."""
-    names = filter(None, dict.fromkeys([os.environ.get("CXX", ""), *COMPILERS]))
     commands = []
-    for name in names:
+    for name in dict.fromkeys([os.environ.get("CXX", ""), *COMPILERS]):
         with contextlib.suppress(ValueError):  # no words of a shell
             commands.append(shlex.split(name))
     return [command for command in commands if command and shutil.which(command[0])]
@@ -216,36 +215,31 @@ def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], ope
 
 
 def _run(*commands: list[str], ended: Callable[[], object] = tick) -> str:
-    """Run the commands at the same time and return their joined output. Raise BuildFailed with the first error.
+    """Run the commands at the same time and return their joined output. ended: called when a command has ended.
 
-    Args:
-        ended: called when a command has ended.
+    Raises:
+        BuildFailed: a command failed; the message is its first error.
+        TimeoutExpired: a command runs for more than SECONDS.
     """
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
+    outputs, began = dict[int, tuple[str, str]](), time.monotonic()
     try:
-        outputs = _outputs(running, ended)
+        while len(outputs) < len(running):
+            for number, process in enumerate(running):
+                if number not in outputs:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        outputs[number] = process.communicate(timeout=POLL)
+                        ended()
+                    tick()
+            if time.monotonic() - began > SECONDS:
+                raise subprocess.TimeoutExpired(running[0].args, SECONDS)
     finally:
         for process in running:
             process.kill()
-    for process, (_, errors) in zip(running, outputs, strict=True):
+    for number, process in enumerate(running):
         if process.returncode:
-            lines = errors.strip().splitlines()
+            lines = outputs[number][1].strip().splitlines()
             lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
             raise BuildFailed(lines[0])
-    return "".join(out for out, _ in outputs)
-
-
-def _outputs(running: Sequence["subprocess.Popen[str]"], ended: Callable[[], object]) -> list[tuple[str, str]]:
-    """Return the outputs and errors of all processes when they have ended. Raise TimeoutExpired after SECONDS."""
-    outputs, began = dict[int, tuple[str, str]](), time.monotonic()
-    while len(outputs) < len(running):
-        for number, process in enumerate(running):
-            if number not in outputs:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    outputs[number] = process.communicate(timeout=POLL)
-                    ended()
-                tick()
-        if time.monotonic() - began > SECONDS:
-            raise subprocess.TimeoutExpired(running[0].args, SECONDS)
-    return [outputs[number] for number in range(len(running))]
+    return "".join(outputs[number][0] for number in range(len(running)))

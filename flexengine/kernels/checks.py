@@ -108,8 +108,7 @@ def check_decode(
 
 def check_prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: AttentionOptions) -> None:
     """Raise InvalidInput if a call of `attend_prompts` does not fit together."""
-    fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
-    fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3]
     if not fits or q.shape[2] % k.shape[2] or k.shape[1] < q.shape[1]:
         raise _unfit("[B, T, heads, head_dim] and twice [B, S, kv_heads, head_dim] with S >= T", q=q, k=k, v=v)
     if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device) or not out.is_contiguous():

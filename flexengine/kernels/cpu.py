@@ -13,8 +13,7 @@ from flexengine.codec.cache import WIDEST, CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.base import AttentionOptions, Kernels, PromptCall
-from flexengine.kernels.formats import kernels_of
+from flexengine.kernels.base import AttentionOptions, Kernels, PromptCall, kernels_of
 from flexengine.kernels.paged import PagedAttention, PagedTokens, Room
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.steps import KINDS, Steps

@@ -15,8 +15,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
-from flexengine.kernels.base import AttentionOptions
-from flexengine.kernels.formats import kernels_of
+from flexengine.kernels.base import AttentionOptions, kernels_of
 from flexengine.kernels.paged import Room
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexengine.kernels import base, structs
-from flexengine.kernels.formats import FormatKernels
+from flexengine.kernels.base import FormatKernels
 from flexengine.kernels.paged import PagedAttention
 from flexengine.kernels.recycled import ALIGNED
 from flexengine.kernels.structs import CODES, address
@@ -134,15 +134,6 @@ class Steps:
         steps = [structs.Step(ctypes.addressof(call), kind, beside) for call, kind, beside in self._steps]
         calls = (structs.Step * len(steps))(*steps)
         self._run(ctypes.addressof(calls), len(calls), self._threads)
-
-    def recorded(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> RecordedSteps:
-        """Return the steps in a form that can run again with other arguments.
-
-        Args:
-            arguments: all tensors that were given to the steps.
-            results: the returned tensors that are needed, contiguous.
-        """
-        return RecordedSteps(self, arguments, results)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor that steps write."""

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexengine.codec.packed import ROWS, Packed
-from flexengine.kernels.base import Compute, Kernels
-from flexengine.kernels.formats import FormatKernels
+from flexengine.kernels.base import Compute, FormatKernels, Kernels
 from flexengine.kernels.reference import rounded_codes
 from flexengine.kernels.triton_attention import BUFFER, INTERPRETED
 

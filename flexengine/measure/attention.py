@@ -81,7 +81,7 @@ class AttentionTrial:
                 for sequence in live.values():
                     cache.claim(sequence, (number + 1) * size)
             for layer in range(n):
-                fill(cache.on_host(layer)[0] if on_host else cache.on_device(layer))
+                fill(cache.pools.view(layer, home))
             batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", home)
             event = self._event(sequences * count, window)
             yield partial(_on_host if on_host else _on_device, cache, cache.view(batch), event)

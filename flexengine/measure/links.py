@@ -18,12 +18,11 @@ from flexengine.measure.timing import beside, fill, room, unnoticed
 from flexengine.places import DISK, disks_of, place_of
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
-from flexengine.tier.base import ALIGN, Region
+from flexengine.tier.base import ALIGN, Region, Throttled
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 from flexengine.tier.memory import HUGE, aligned_buffer
-from flexengine.tier.wrap import Throttled
 from flexengine.worker.regions import Regions
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -1,14 +1,28 @@
-"""The one loop: ask the edges which earlier tasks a task waits for, and hand the task to its lane."""
+"""The one loop: ask the edges which earlier tasks a task waits for, and hand the task to its lane.
 
+A watchdog reports tasks that last. `shortage` finds out-of-memory errors among the errors of tasks.
+"""
+
+import contextlib
+import errno
+import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
 
+import torch
+
+from flexengine.activity import messenger
+from flexengine.errors import OutOfMemory
+from flexengine.places import place_of
 from flexengine.runtime.lane import Done, LaneRunner, forget_variables, new_lane
-from flexengine.runtime.trace import Spans, TaskTimes
-from flexengine.runtime.watchdog import Watchdog
+from flexengine.runtime.trace import Note, TaskTimes
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.tasks import Op, Task
+
+QUIET_SECONDS = 120.0  # without the end of a task, until the first report; the next one comes after twice that
+_PATIENCE_SECONDS = 1.0  # to wait for the thread at the end: `say` and `look` may block
+_LOOK_SECONDS = 0.5  # between two calls of `look`
 
 
 class TaskFailed(Exception):
@@ -28,7 +42,7 @@ def cause_of(failed: TaskFailed) -> Exception:
     return failed.cause
 
 
-@contextmanager
+@contextlib.contextmanager
 def causes_raised() -> Iterator[None]:
     """Raise the error of a failed task itself."""
     try:
@@ -43,6 +57,68 @@ class Cancelled(Exception):
     """A task was not begun, because its job had ended."""
 
 
+class Watchdog:
+    """Reports a lack of progress while tasks run. The job goes on: only users can tell a slow disk from a dead one.
+    `say` receives the reports. `look` is called every _LOOK_SECONDS, from another thread, with the number of cells
+    computed; None for no calls. Both may block. `awaited` is the task whose end is awaited."""
+
+    def __init__(self) -> None:
+        self.say: Callable[[str], None] = messenger()
+        self.look: Callable[[int], None] | None = None
+        self.awaited: Task | None = None
+        self._last = 0.0  # progress, in seconds of time.perf_counter
+        self._begun: dict[str, tuple[Task, float]] = {}  # by lane: its task, and when it began
+
+    def progress(self) -> None:
+        """Note that a task has ended now."""
+        self._last = time.perf_counter()
+
+    @contextlib.contextmanager
+    def during(self, task: Task) -> Iterator[None]:
+        """Note that a task is under way while the block runs."""
+        self._begun[task.lane] = task, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._begun.pop(task.lane, None)
+            self.progress()
+
+    @contextlib.contextmanager
+    def watching(self, times: TaskTimes | None = None) -> Iterator[None]:
+        """Watch from a thread of its own while the block runs. times: counts the cells for `look`."""
+        self.awaited = None
+        self.progress()
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(over, times), name="flexengine-watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_PATIENCE_SECONDS)
+
+    def _watch(self, over: threading.Event, times: TaskTimes | None) -> None:
+        quiet, look = QUIET_SECONDS, self.look if times is not None else None
+        while not over.wait(QUIET_SECONDS / 4 if look is None else min(QUIET_SECONDS / 4, _LOOK_SECONDS)):
+            if look is not None and times is not None:
+                with contextlib.suppress(Exception):  # the main thread meets a listener's error, too
+                    look(times.cells)
+            silent = time.perf_counter() - self._last
+            if silent < QUIET_SECONDS:
+                quiet = QUIET_SECONDS
+            elif silent >= quiet:
+                with contextlib.suppress(Exception):  # keep watching even if `say` fails
+                    self.say(f"no task has ended for {silent:.0f} s; {self._under_way()}")
+                quiet *= 2
+
+    def _under_way(self) -> str:
+        now, begun = time.perf_counter(), sorted(self._begun.copy().items())
+        tasks = [f"lane {lane}: {task.op.value}, {task.cell}, for {now - began:.0f} s" for lane, (task, began) in begun]
+        if not tasks and (task := self.awaited) is not None:  # its thread has queued it, the GPU has not done it
+            tasks = [f"on the GPU, or before it: {task}"]
+        return f"under way are {'; '.join(tasks)}" if tasks else "none is under way"
+
+
 class Executor:
     """Runs programs on lanes. Use it as a context manager: the threads of the lanes end with it. Tasks that are not
     begun by then, after an error or an interrupt, do not run. It may be entered again.
@@ -50,16 +126,16 @@ class Executor:
     Args:
         perform: does the work of a task, in the thread of the task's lane.
         lane_kind: kind of the lanes; see `new_lane`.
-        traces: get the times of every task that has ended.
+        notes: get the times of every task that has ended.
 
     Attributes:
         times: seconds of the tasks that have ended.
         watchdog: reports tasks that last.
     """
 
-    def __init__(self, perform: Callable[[Task], None], lane_kind: str, *traces: Spans) -> None:
+    def __init__(self, perform: Callable[[Task], None], lane_kind: str, *notes: Note) -> None:
         self.perform, self.kind = perform, lane_kind
-        self.times, self.watchdog = TaskTimes(traces), Watchdog()
+        self.times, self.watchdog = TaskTimes(notes), Watchdog()
         self.lanes: dict[str, LaneRunner] = {}
         self.edges: Edges[Done] = Edges()
         self._ended = False
@@ -68,9 +144,7 @@ class Executor:
         self._ended = False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._ended = True
         failures: list[Exception] = []
         for lane in self.lanes.values():
@@ -134,3 +208,64 @@ class Executor:
             except Exception as error:
                 raise TaskFailed(task, error) from error
         self.times.add(task, began, lane.mark())
+
+
+_UNITS = {"bytes": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
+# Texts of out-of-memory errors that torch raises as plain RuntimeError.
+_IN_RAM = ("DefaultCPUAllocator",)
+_ON_GPU = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED")
+
+
+class Shortage(Exception):
+    """A job ran out of memory in a tier.
+
+    Attributes:
+        tier: device, host, or an attention worker.
+        what: data or computation that needed the memory.
+        needed: bytes requested; 0 if the error does not state them.
+    """
+
+    def __init__(self, tier: str, what: str, needed: int = 0) -> None:
+        self.tier, self.what, self.needed = tier, what, needed
+        size = f" ({needed:,} bytes)" if needed else ""
+        super().__init__(f"{tier} memory ran out: there was no room for {what}{size}")
+
+
+def shortage(error: BaseException, gpu: bool) -> Shortage | None:
+    """Return the Shortage that `error` reports; None for other errors, and for a full disk.
+
+    The variables of ended frames in the error's traceback are cleared, to free their tensors.
+
+    Args:
+        error: any error of a job; a TaskFailed names the task that ran out of memory.
+        gpu: whether the compute device is a GPU; RAM is then the host tier, else the device tier.
+    """
+    ram, what = "host" if gpu else "device", "the job's regions"
+    cause = error
+    if isinstance(error, TaskFailed):
+        cause, what = error.cause, str(error.task)
+    if isinstance(cause, OutOfMemory):
+        # CPU kernels report tier "device" for RAM even if RAM is the host tier. Their errors have no capacity, unlike a
+        # ledger's, and torch's GPU allocator raises another type, so this case is unambiguous.
+        tier = cause.tier if cause.capacity or cause.tier != "device" else ram
+        result = None if place_of(tier).disk else Shortage(tier, cause.what, cause.needed)
+    elif isinstance(cause, torch.OutOfMemoryError) or _says(cause, _ON_GPU):
+        result = Shortage("device", what, _requested(cause))
+    elif isinstance(cause, MemoryError) or _says(cause, _IN_RAM) or getattr(cause, "errno", None) == errno.ENOMEM:
+        result = Shortage(ram, what, _requested(cause))
+    else:
+        result = None
+    if result is not None:
+        forget_variables(error)
+    return result
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _requested(error: BaseException) -> int:
+    """Return the bytes of the allocation that failed; 0 if the message does not state them."""
+    match = _REQUESTED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0

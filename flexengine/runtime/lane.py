@@ -102,9 +102,10 @@ class Done:
 
 
 class LaneRunner(ABC):
-    """Runs tasks one after another, in the order they were submitted."""
+    """Runs tasks one after another, in the order they were submitted. name: for threads and messages."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @abstractmethod
     def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
@@ -120,9 +121,6 @@ class LaneRunner(ABC):
 
 class Inline(LaneRunner):
     """Lane that runs each task at once in the caller's thread. It is the reference, and fastest without overlap."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
         try:
@@ -150,7 +148,7 @@ class Thread(LaneRunner):
     """Lane with a thread of its own. After a failed task, tasks that wait for it fail, and the lane keeps running."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Done], Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"flexengine-{name}", daemon=True)
         self._thread.start()

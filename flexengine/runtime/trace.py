@@ -7,9 +7,9 @@ which data passes the lanes.
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexengine.errors import InvalidInput
 from flexengine.runtime.lane import Mark
@@ -18,14 +18,8 @@ from flexengine.schedule.tasks import LOADING, Compute, Copy, Delegate, Op, Task
 
 PROCESS = "flexengine"  # name of the process in the trace
 _CELLS = (Op.COMPUTE, Op.PROJECT)  # each cell has one task of these
+Note = Callable[[Task, float, float], None]  # gets a task that has ended, its begin and end in time.perf_counter
 Row = list[Any]  # lane, name, began and end in seconds since 1970, arguments: JSON values that other processes read
-
-
-class Spans(Protocol):
-    """Object that an executor calls with the time of every task that has ended."""
-
-    def add(self, task: Task, began: float, end: float) -> None:
-        """Add a task that ran from `began` to `end`, in seconds of time.perf_counter."""
 
 
 class Trace:
@@ -99,7 +93,7 @@ def _named(event: str, process: int, thread: int, **args: object) -> dict[str, o
 
 
 class TaskTimes:
-    """Sums the seconds of tasks by lane, and passes them to traces.
+    """Sums the seconds of tasks by lane, and passes the tasks to `notes`.
 
     On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
 
@@ -108,8 +102,8 @@ class TaskTimes:
             the key LOADING.
     """
 
-    def __init__(self, traces: Iterable[Spans]) -> None:
-        self._traces = tuple(traces)
+    def __init__(self, notes: Iterable[Note]) -> None:
+        self._notes = tuple(notes)
         self.busy: dict[str, float] = {}
         self._marks: deque[tuple[Task, Mark, Mark]] = deque()  # begin and end of the tasks that `busy` lacks
 
@@ -124,7 +118,7 @@ class TaskTimes:
         return sum(task.layers if isinstance(task, Compute) else 1 for task in ended)
 
     def count(self) -> None:
-        """Add the tasks that have ended to `busy` and to the traces. Weight loads may still be under way."""
+        """Add the tasks that have ended to `busy`, and pass them to the notes. Weight loads may still be under way."""
         for _ in range(len(self._marks)):
             task, began, end = self._marks.popleft()
             if not end.passed:
@@ -132,5 +126,5 @@ class TaskTimes:
                 continue
             lane = LOADING if task.op is Op.LOAD_RESIDENT else task.lane
             self.busy[lane] = self.busy.get(lane, 0.0) + end.seconds - began.seconds
-            for trace in self._traces:
-                trace.add(task, began.seconds, end.seconds)
+            for note in self._notes:
+                note(task, began.seconds, end.seconds)

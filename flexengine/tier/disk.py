@@ -15,7 +15,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
@@ -26,7 +26,7 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Ledger, Region, Tier, aligned
-from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, SharedIterator, chunks, disk_reads
+from flexengine.tier.disk_reads import CHUNK, Chunk, DiskRead, chunks, disk_reads
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.limits import usable_cores
 from flexengine.tier.memory import HUGE, aligned_buffer, mapped
@@ -134,7 +134,7 @@ class DiskTier(Tier):
         if len(reads) == 1 == len(short):
             self._read_short(short.pop())
         readers = self.readers[bool(long) and self._reads_direct(long[0].file)]
-        shared = SharedIterator(chunks(long, self._reads_direct, readers))
+        shared = chunks(long, self._reads_direct, readers)
         waiting, streams = list[Future[None]](), list[Future[None]]()
         try:
             waiting += (self._helpers().submit(self._read_short, read) for read in short)
@@ -192,16 +192,21 @@ class DiskTier(Tier):
                 self._ring = ring
             return self._ring
 
-    def _stream(self, chunks: SharedIterator[Chunk], waiting: list[Future[None]], cached: bool) -> None:
+    def _next(self, chunks: Iterator[Chunk]) -> Chunk | None:
+        with self._lock:  # several threads take chunks, each once
+            return next(chunks, None)
+
+    def _stream(self, chunks: Generator[Chunk, None, None], waiting: list[Future[None]], cached: bool) -> None:
         """Read chunks until none is left, or a read of any thread fails. cached: whether to go on after a cached read,
         as `way` may change in a load; if not, the other threads read the rest."""
         try:
-            for chunk in chunks:
+            for chunk in iter(partial(self._next, chunks), None):
                 self._read_chunk(chunk, waiting)
                 if not cached and not chunk.direct:
                     return
         except BaseException:
-            chunks.end()
+            with self._lock:
+                chunks.close()
             raise
 
     def _read_chunk(self, chunk: Chunk, waiting: list[Future[None]]) -> None:

@@ -1,9 +1,8 @@
 """The reads of a load from disk: neighbouring regions share one, long ones are made in chunks by several threads."""
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +14,6 @@ CHUNK = 4 << 20  # bytes of a buffer for long reads, and of a read through the p
 LONG = 16 * CHUNK  # bytes; longest direct read, almost all of it straight into the targets
 WORTHWHILE = 64 << 10  # bytes; direct reads put shorter pieces into a buffer, even if they could go straight
 STRADDLING = 512 << 10  # bytes; reads of a region whose elements may straddle chunks
-T = TypeVar("T")
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Chunk:
         return [memory(next(parts) if piece.target is None else piece.target) for piece in self.pieces]
 
 
-def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: int) -> Iterator[Chunk]:
+def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: int) -> Generator[Chunk, None, None]:
     """Yield long reads in chunks, in order, shared by a number of readers. Cached ones end at multiples of CHUNK in the
     file, so that large folios of the page cache are dropped whole. direct: returns whether a file is read by direct I/O
     now; called for each chunk."""
@@ -120,28 +118,6 @@ def chunks(reads: Sequence[DiskRead], direct: Callable[[File], bool], readers: i
                 chunk = read.chunk(low, CHUNK, way)
             yield chunk
             low = chunk.high
-
-
-class SharedIterator(Generic[T]):
-    """Items that several threads take one by one, each once."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._items, self._lock, self._ended = iter(items), threading.Lock(), False
-
-    def __iter__(self) -> Iterator[T]:
-        while True:
-            with self._lock:
-                if self._ended:
-                    return
-                try:
-                    item = next(self._items)
-                except StopIteration:
-                    return
-            yield item
-
-    def end(self) -> None:
-        """Let no thread take another item."""
-        self._ended = True
 
 
 def disk_reads(pairs: Sequence[tuple[Region, torch.Tensor]]) -> list[DiskRead]:

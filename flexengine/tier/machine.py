@@ -27,7 +27,7 @@ from flexengine.places import MOST_DISKS, disks_of, place_names, place_of
 from flexengine.plan.capacity import Capacity
 from flexengine.records import Limit, check
 from flexengine.schedule.routes import Routes
-from flexengine.tier.base import ALIGN, Ledger, Tier
+from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
@@ -212,8 +212,6 @@ def make_machine(
         memory, sizes = Ledger("device", ram), (ram, None)
         device, host = MemoryTier("device", memory), MemoryTier("host", memory)
     elif kind == "sim":
-        from flexengine.tier.wrap import Throttled  # not on a real machine
-
         links, sizes = links or Links(), (device_mem, host_mem)
         device = MemoryTier("device", Ledger("device", device_mem))
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)

@@ -1,10 +1,12 @@
 """An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -114,7 +116,7 @@ class OpenModel:
             self._flash.put_back()
         skeleton.use_forms({})  # also of weights that are taken out of their layers now
         encodable = self._formats("int8" if lossy.compute == "bf16" else None)
-        self.held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu, encodable)
+        self.held = self._held(encodable)
         kept = set[str]()
         if flash or self._flash is not None:
             self.flash.take_out(lossy)
@@ -131,20 +133,79 @@ class OpenModel:
         formats: dict[str, WeightFormat] = {}
         return formats if codecs is None else resolve_name(GUESTS["formats"])(self.skeleton, codecs)
 
+    def _held(self, encodable: Mapping[str, WeightFormat]) -> dict[str, torch.dtype]:
+        """Return the dtype of each weight on the device.
+
+        On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
+        matrices except routers are held in bf16.
+
+        Args:
+            encodable: has the names of the matrices that can be encoded, which routers cannot; unused unless products
+                are computed in bf16.
+        """
+        keep = self.skeleton.matrices if self.cpu and self.dtype == torch.float32 else set[str]()
+        if self.skeleton.product.compute == "bf16":
+            keep &= set(encodable)  # routers keep their dtype: rounding would change the choice of experts
+            return {name: torch.bfloat16 if name in keep else self.dtype for name in self.locations}
+        narrow, stored = (torch.bfloat16, torch.float16), self.locations.items()
+        return {n: s.dtype if n in keep and s.dtype in narrow else self.dtype for n, s in stored}
+
     def _facts(self, lossy: Lossy) -> ModelFacts:
         """Return the sizes of the model, without those of blocks that are read when tokens use them."""
-        facts = model_facts(self.skeleton, self.locations, self.held, self.dtype)
-        kernels = load_for(torch.device("cpu" if self.cpu else "cuda"))
-        scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
-        scratch *= 2 if self.cpu else 1  # calls of whole layers keep theirs (`Cache.paged`) beside those of attention
-        facts = replace(facts, topk=lossy.sparse_attention, scratch=scratch, gpu=not self.cpu)
-        facts = replace(facts, kv_form=lossy.cache or "")
+        skeleton, facts = self.skeleton, self._tensor_facts
+        embedding = None if skeleton.enters else facts(dict([skeleton.embedding]))[0]
+        own = not skeleton.leaves and not (skeleton.tied and embedding)
+        others = {name: param.shape for name, param in skeleton.others.items()}
+        others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
+        layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
+        text, cache = skeleton.config.get_text_config(), skeleton.cache
+        sizes = dict[str, Any](kv_form=lossy.cache or "")
         if lossy.cache == "bf16":
-            return replace(facts, kv_kept=2 * facts.kv_heads * facts.head_dim * torch.bfloat16.itemsize)
-        if bits := lossy.cache_bits:
+            sizes["kv_kept"] = 2 * cache.kv_heads * cache.head_dim * torch.bfloat16.itemsize
+        elif bits := lossy.cache_bits:
             form = self.cache_form(bits)
-            return replace(facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
-        return facts
+            sizes |= dict(kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+        scratch = load_for(torch.device("cpu" if self.cpu else "cuda")).prompt_scratch
+        return ModelFacts(
+            tuple(facts(layer, skeleton.experts) for layer in layers),
+            facts(others),
+            embedding,
+            facts({skeleton.output: skeleton.head[1]})[0] if own else None,
+            vocabulary=skeleton.head[1][0],
+            hidden=text.hidden_size,
+            width=skeleton.width,
+            heads=skeleton.heads,
+            kv_heads=cache.kv_heads,
+            head_dim=cache.head_dim,
+            itemsize=self.dtype.itemsize,
+            kind=skeleton.config.model_type,
+            active=skeleton.active,
+            windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
+            softcap=getattr(text, "attn_logit_softcapping", None),
+            leaves=skeleton.leaves,
+            queries_apart=skeleton.queries_apart,
+            topk=lossy.sparse_attention,
+            # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
+            scratch=scratch(skeleton.heads, cache.kv_heads, cache.head_dim) * (2 if self.cpu else 1),
+            gpu=not self.cpu,
+            **sizes,
+        )
+
+    def _tensor_facts(
+        self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, int] = MappingProxyType({})
+    ) -> tuple[TensorFact, ...]:
+        skeleton, by = self.skeleton, f" by {self.lossy.compute}" if self.lossy.compute else ""
+        tensor_facts = []
+        for name, shape in shapes.items():
+            stored, held = self.locations[name], self.held[name]
+            elements, size = stored.nbytes // stored.dtype.itemsize, stored.dtype.itemsize
+            fact = TensorFact(name, elements, size, held.itemsize, experts.get(name, 0), matrix=len(shape) > 1)
+            if (form := skeleton.forms.get(name)) is not None:
+                fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
+            elif self.lossy.compute == "bf16" and fact.matrix and held == torch.bfloat16:
+                fact = replace(fact, form="bfloat16" + by)
+            tensor_facts.append(fact)
+        return tuple(tensor_facts)
 
     def refusal(self, lossy: Lossy) -> str | None:
         """Return the reason why `use` refuses these switches; None if `use` accepts them."""
@@ -154,20 +215,16 @@ class OpenModel:
                 f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for CPUs"
                 " that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in bf16"
             )
-        reason: str | None = None
-        if lossy.flash or lossy.sparsify is not None:
-            reason = self.flash.refusal(lossy)
-        if reason is None and isinstance(lossy.weights, tuple) and len(lossy.weights) != self.skeleton.total:
-            reason = (
+        flash = lossy.flash or lossy.sparsify is not None
+        if flash and (reason := self.flash.refusal(lossy)) is not None:
+            return str(reason)
+        if isinstance(lossy.weights, tuple) and len(lossy.weights) != self.skeleton.total:
+            return (
                 f"weights has formats for {len(lossy.weights)} layers, but the model has {self.skeleton.total}; give"
                 " one format per layer"
             )
-        if reason is None and lossy.compute == "bf16" and lossy.decided:
-            reason = self._transposed(lossy)
-        return reason
-
-    def _transposed(self, lossy: Lossy) -> str | None:
-        """Return why matrices cannot be multiplied in bf16; None if they can."""
+        if lossy.compute != "bf16" or not lossy.decided:
+            return None
         plain = set(self._formats("int8")) - set(self._formats(lossy.coded))
         if not (transposed := plain - self.skeleton.matrices):
             return None
@@ -202,31 +259,32 @@ class OpenModel:
         return self.origins
 
 
+class Trust(NamedTuple):
+    """What may be done with a model's files; see `model.source.resolve`."""
+
+    trust_remote_code: bool = False  # whether the model's own Python code may run
+    verifier: "Verifier | None" = None
+    allow_symlinks: bool = False
+
+
+NO_TRUST = Trust()
+
+
 def open_model(
-    model: str | None,
-    dtype: str | None,
-    kind: str,
-    trust_remote_code: bool = False,
-    weights: bool = True,
-    lossy: Lossy = EXACT,
-    verifier: "Verifier | None" = None,
-    layers: Layers | None = None,
-    allow_symlinks: bool = False,
-) -> OpenModel:
+    model: str | None, dtype: str | None, kind: str, trust: Trust = NO_TRUST, weights: bool = True,
+    lossy: Lossy = EXACT, layers: Layers | None = None,
+) -> OpenModel:  # fmt: skip
     """Return an opened model.
 
     Args:
         model: see `model.source.resolve`.
         dtype: see `model.config.named_dtype`.
         kind: kind of machine: cpu, sim or cuda.
-        trust_remote_code: whether the model's own Python code may run.
         weights: False also accepts a directory that has only a config.json; its weights then count as stored in the
             config's dtype.
         lossy: switches for the formats of weights and cache.
-        verifier: see `model.source.resolve`.
         layers: first layer, and last layer + 1, to hold, or a function of the number of layers that returns them; None
             for all.
-        allow_symlinks: see `model.source.resolve`.
 
     Raises:
         InvalidInput: the model does not have these layers.
@@ -237,14 +295,14 @@ def open_model(
     path = Path(model or "")
     bare = not weights and model is not None and _is_bare(path)
     if bare:
-        set_links(path, allow_symlinks)
+        set_links(path, trust.allow_symlinks)
         source = ModelSource(path, path.resolve().name)
     else:
-        source = resolve(model, trust_remote_code, verifier, allow_symlinks)
-    config = load_config(source.directory, trust_remote_code)
+        source = resolve(model, *trust)
+    config = load_config(source.directory, trust.trust_remote_code)
     computing = choose_dtype(dtype, config, kind)
     with torch.no_grad():
-        skeleton = build(source.directory, computing, trust_remote_code)
+        skeleton = build(source.directory, computing, trust.trust_remote_code)
     tensors = {} if bare else read_checkpoint(source.directory)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
@@ -253,7 +311,7 @@ def open_model(
     own = getattr(config, "dtype", None)
     assumed = own if isinstance(own, torch.dtype) else torch.float32
     stored = _assumed(skeleton, assumed) if bare else origins(tensors, skeleton.wanted, skeleton.loading)
-    opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
+    opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=trust.verifier)
     opened.use(lossy)
     return opened
 
@@ -266,73 +324,7 @@ def _is_bare(path: Path) -> bool:
 
 def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
     """Return locations without a file for a model without weights. dtype: of all weights."""
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
-    shapes = skeleton.wanted
-    return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
-
-
-def held_dtypes(
-    skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool, encodable: Mapping[str, WeightFormat]
-) -> dict[str, torch.dtype]:
-    """Return the dtype of each weight on the device.
-
-    On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
-    matrices except routers are held in bf16.
-
-    Args:
-        encodable: has the names of the matrices that can be encoded, which routers cannot; unused unless products are
-            computed in bf16.
-    """
-    keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
-    if skeleton.product.compute == "bf16":
-        keep &= set(encodable)  # routers keep their dtype: rounding would change the choice of experts
-        return {name: torch.bfloat16 if name in keep else dtype for name in stored}
-    narrow = (torch.bfloat16, torch.float16)
-    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
-
-
-def model_facts(
-    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
-) -> ModelFacts:
-    """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
-    by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
-
-    def facts(shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
-        tensor_facts = []
-        for name, shape in shapes.items():
-            size = stored[name].dtype.itemsize
-            elements, experts = stored[name].nbytes // size, shared.get(name, 0)
-            fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
-            if (form := skeleton.forms.get(name)) is not None:
-                fact = replace(fact, encoded=form.nbytes, together=form.packed.step, form=form.packed.name + by)
-            elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
-                fact = replace(fact, form="bfloat16" + by)
-            tensor_facts.append(fact)
-        return tuple(tensor_facts)
-
-    embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
-    own = not skeleton.leaves and not (skeleton.tied and embedding)
-    head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
-    others = {name: param.shape for name, param in skeleton.others.items()}
-    others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
-    layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
-    text = skeleton.config.get_text_config()
-    return ModelFacts(
-        tuple(facts(layer, skeleton.experts) for layer in layers),
-        facts(others, {}),
-        embedding,
-        head,
-        vocabulary=skeleton.head[1][0],
-        hidden=text.hidden_size,
-        width=skeleton.width,
-        heads=skeleton.heads,
-        kv_heads=skeleton.cache.kv_heads,
-        head_dim=skeleton.cache.head_dim,
-        itemsize=dtype.itemsize,
-        kind=skeleton.config.model_type,
-        active=skeleton.active,
-        windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
-        softcap=getattr(text, "attn_logit_softcapping", None),
-        leaves=skeleton.leaves,
-        queries_apart=skeleton.queries_apart,
-    )
+    return {
+        name: Origin((ByteRange(Path(), 0, math.prod(shape) * dtype.itemsize),), dtype, shape)
+        for name, shape in skeleton.wanted.items()
+    }

@@ -1,26 +1,25 @@
-"""Memory of one part of the worker: allocated one region at a time, freed as a whole."""
+"""Memory of one part of the worker, and copies of weights, KV pages and hidden states between a tier and the device.
 
+A route has one leg, or two legs through host staging (disk - host - GPU). Each leg is a task in its own lane.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from flexengine.tier.base import Region
+from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 
 
-class Regions:
+class Regions(ExitStack):
     """Regions of tiers that are freed together. An error in `take` or `keep_room` frees all of them first."""
 
     def __init__(self, machine: Machine) -> None:
+        super().__init__()
         self._machine = machine
-        self._held = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()
 
     def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8, reads: bool = False) -> Region:
         """Return a new region of `nbytes` bytes, booked as `what`. reads: whether disks will often write to it; see
@@ -35,7 +34,7 @@ class Regions:
         except BaseException:
             self.free()
             raise
-        self._held.callback(self._machine.tier(tier).free, region, what)
+        self.callback(self._machine.tier(tier).free, region, what)
         if reads:
             self._machine.tier(tier).receive_reads(region)
         return region
@@ -48,8 +47,75 @@ class Regions:
         except BaseException:
             self.free()
             raise
-        self._held.callback(ledger.release, nbytes, what)
+        self.callback(ledger.release, nbytes, what)
 
     def free(self) -> None:
         """Free all regions, and release all booked bytes."""
-        self._held.close()
+        self.close()
+
+
+class Transfer(NamedTuple):
+    """Bytes that are copied together."""
+
+    pieces: Sequence[Region]  # regions on the tier, in order
+    stage: Region | None  # region in host staging; None if the route has one leg
+    device: Region  # region on the device
+
+
+class Mover:
+    """Copies parts on one machine. teams: tiers to use in place of the machine's, by name."""
+
+    def __init__(self, machine: Machine, teams: Mapping[str, Tier] | None = None) -> None:
+        self.machine, self._teams = machine, teams or {}
+
+    def _tier(self, name: str) -> Tier:
+        return self._teams.get(name) or self.machine.tier(name)
+
+    def load(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
+        """Copy parts one leg toward the device. hop: 0 for the leg from the tier, 1 for the leg from staging."""
+        host, device = self.machine.host, self.machine.device
+        if hop:
+            host.load_all([(part.stage, device.view(part.device)) for part in parts if part.stage is not None])
+            return
+        pairs: list[tuple[Region, Tensor]] = []
+        for part in parts:
+            pairs += spread(part.pieces, device.view(part.device) if part.stage is None else host.view(part.stage))
+        self._tier(tier).load_all(pairs)
+
+    def store(self, tier: str, hop: int, parts: Iterable[Transfer]) -> None:
+        """Copy parts one leg from the device toward their tier. hop: 0 for the leg from the device, 1 for the leg from
+        staging."""
+        host, device = self.machine.host, self.machine.device
+        staging: list[tuple[Tensor, Region]] = []
+        pairs: list[tuple[Tensor, Region]] = []
+        for part in parts:
+            if part.stage is not None and not hop:
+                staging.append((device.view(part.device), part.stage))
+            else:
+                source = device.view(part.device) if part.stage is None else host.view(part.stage)
+                pairs += [(flat, piece) for piece, flat in spread(part.pieces, source)]
+        if staging:
+            host.store_all(staging)
+        if pairs:
+            self._tier(tier).store_all(pairs)
+
+
+def spread(pieces: Sequence[Region], target: Tensor) -> list[tuple[Region, Tensor]]:
+    """Return each piece with its part of the target."""
+    flat, pairs, start = target.view(-1), list[tuple[Region, Tensor]](), 0
+    for piece in pieces:
+        count = piece.nbytes // piece.dtype.itemsize
+        pairs.append((piece, flat[start : start + count]))
+        start += count
+    return pairs
+
+
+def part_of(pieces: Sequence[Region], start: int, nbytes: int) -> list[Region]:
+    """Return bytes start .. start + nbytes - 1 of the joined pieces, as pieces."""
+    parts, offset = list[Region](), 0
+    for piece in pieces:
+        low, high = max(start, offset), min(start + nbytes, offset + piece.nbytes)
+        if low < high:
+            parts.append(piece.part(low - offset, high - low))
+        offset += piece.nbytes
+    return parts

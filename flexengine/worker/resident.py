@@ -12,8 +12,7 @@ from flexengine.activity import advance
 from flexengine.plan.layout import COPYING, PASSING, Layout
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import part_of, spread
-from flexengine.worker.regions import Regions
+from flexengine.worker.regions import Regions, part_of, spread
 
 BATCH_BYTES = 128 << 20  # read by one task; an interrupted job waits for its end
 
@@ -24,11 +23,6 @@ class ResidentRead(NamedTuple):
     source: Region  # where they are in a file
     target: Tensor  # elements in RAM or in GPU memory
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes to read."""
-        return self.source.nbytes
-
 
 class DiskCopy(NamedTuple):
     """Bytes of one tensor that go to a further disk."""
@@ -37,10 +31,10 @@ class DiskCopy(NamedTuple):
     tier: Tier  # the further disk
     target: Region  # their region there. It starts at a whole block, and ends with one or with the tensor.
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes to copy."""
-        return self.target.nbytes
+
+def bytes_of(items: Iterable[ResidentRead | DiskCopy]) -> int:
+    """Return the bytes that are read."""
+    return sum((item.target if isinstance(item, DiskCopy) else item.source).nbytes for item in items)
 
 
 class ResidentReads:
@@ -81,7 +75,7 @@ class ResidentReads:
     @property
     def pending_bytes(self) -> int:
         """Bytes that are not read yet. Must not be called while another thread reads them."""
-        return sum(item.nbytes for unit in self._batches.values() for batch in unit for item in batch)
+        return sum(bytes_of(batch) for unit in self._batches.values() for batch in unit)
 
     @property
     def missing(self) -> float:
@@ -99,12 +93,12 @@ class ResidentReads:
             elif self._passes(item.target):
                 self._pass(*item)
         self.machine.synchronize()
-        self.loaded_bytes += (nbytes := sum(item.nbytes for item in self._batches[unit].popleft()))
+        self.loaded_bytes += (nbytes := bytes_of(self._batches[unit].popleft()))
         advance(nbytes)  # if this is the thread of an activity, not of a lane
 
     def _copy(self, copy: DiskCopy) -> None:
         assert self._copying is not None
-        part = replace(self._copying.part(0, copy.nbytes), dtype=copy.target.dtype)
+        part = replace(self._copying.part(0, copy.target.nbytes), dtype=copy.target.dtype)
         buffer = self.machine.host.view(part)
         self.machine.disk.load_all(spread(copy.sources, buffer))
         copy.tier.store(buffer, copy.target)
@@ -151,5 +145,5 @@ def batches_of(items: Iterable[ResidentRead | DiskCopy]) -> list[list[ResidentRe
             batches.append([])
             room = BATCH_BYTES
         batches[-1].append(copy)
-        room -= copy.nbytes
+        room -= copy.target.nbytes
     return batches

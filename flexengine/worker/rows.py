@@ -1,80 +1,190 @@
-"""Stores of single tokens to pages in RAM: a decode step stores the rows of its tokens, not whole pages.
+"""Rows of weights off the device that are loaded for the tokens of a sweep: of the embedding, and experts.
 
-A page has one row per KV head for a token's K, and one for its V. An encoded page has, per KV head, a row of codes and
-one for each scale and minimum (codec.cache). Rows of equal width are gathered on the device, cross the link in one
-copy, and are scattered to the pool.
+Token ids are in RAM before the sweep, and are sorted then. Within the sweep, reading ids from a GPU would synchronize.
+If the table is off the device, its rows are read by a LOAD_ROWS task, in the lane of the table's tier. With a GPU, rows
+are read into pinned memory, from which a copy to the GPU is asynchronous. Each gpu_batch has its own part of the pinned
+memory until the next sweep.
+
+Experts of streamed layers are rows of stacked matrices: a layer's slot is filled only with the experts that its tokens
+chose. Each expert has the same place in the slot as if all experts were loaded, so modules and kernels need no change.
+An expert stays in the slot until the layer's last gpu_batch is computed, so it is loaded at most once per sweep. Only
+the device lane writes the sets of loaded experts. Other lanes read a list that is complete before their task starts.
 """
 
+from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheFormat, PanelPart
-from flexengine.tier.base import Region
-from flexengine.tier.machine import Machine
+from flexengine import kernels
+from flexengine.codec.forms import TOGETHER
+from flexengine.model.forward import Rows
+from flexengine.plan.layout import EMBEDDED, Layout
+from flexengine.worker.regions import Regions
+from flexengine.worker.weights import Weights
 
-# Dtypes to copy rows of bytes in, the first that fits: index_copy_ of uint8 is four times as slow as of int64.
-WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-class PageShape(NamedTuple):
-    """Layout of a page. A page has a panel of K for each KV head, then a panel of V for each."""
-
-    kv_heads: int  # number of KV heads
-    page_tokens: int  # tokens of a page
-    size: int  # bytes of a panel
-    parts: tuple[PanelPart, ...]  # rows of a panel, by width
-
-    @staticmethod
-    def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
-        """Return the layout of pages. row: bytes of one head's key in pages that are not encoded."""
-        if form is None:
-            return PageShape(kv_heads, page_tokens, page_tokens * row, (PanelPart(row, (0,)),))
-        return PageShape(kv_heads, page_tokens, form.panel_bytes, form.parts)
-
-    def rows(self, part: PanelPart, pages: Tensor, heads: Tensor, offsets: Tensor) -> Tensor:
-        """Return row numbers of values in a pool, in rows of `part.width` bytes: int64 [starts * tokens]."""
-        panels = ((pages * 2 + 1) * self.kv_heads + heads) * (self.size // part.width) + offsets
-        return torch.cat([panels + start // part.width for start in part.starts])
-
-    def token_rows(self, part: PanelPart, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Return row numbers of K and V of tokens in all heads: int64 [starts * tokens * 2 * kv_heads], in RAM."""
-        every = torch.arange(2 * self.kv_heads)
-        panels = (pages[:, None] * 2 * self.kv_heads + every) * (self.size // part.width) + offsets[:, None]
-        return torch.cat([(panels + start // part.width).flatten() for start in part.starts])
+READ_BYTES = 4 << 20  # most bytes of encoded rows per read, as dequantization needs memory
+LOAD_BY_ROWS = "flexengine.model.experts:load_by_rows"  # imported for models with mixtures of experts
 
 
-class TokenRows(NamedTuple):
-    """Numbers of a batch's rows of one width, in a layer's pool and in a buffer."""
+class RowRead(NamedTuple):
+    """Rows that are read together."""
 
-    width: int  # bytes of a row
-    pool_rows: Tensor  # int64 [rows], in RAM: row numbers in the pool
-    buffer_rows: Tensor  # int64 [rows], on the device: row numbers in the buffer
+    numbers: list[int]  # row numbers or, for encoded rows, numbers of blocks that contain the rows; rising
+    inside: Tensor  # int64 [rows], in RAM: index of each row among all rows of the blocks
 
 
-def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[TokenRows]:
-    """Return the rows of tokens, grouped by width.
+@dataclass
+class Lookup:
+    """Rows of the embedding that a gpu_batch needs."""
+
+    row_of: Tensor  # int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns
+    # int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table
+    ids: Tensor | None = None
+    reads: tuple[RowRead, ...] = ()  # reads from a table off the device
+    target: Tensor | None = None  # [rows, width], in pinned memory: target of the reads; None for new memory
+    in_ram: Tensor | None = None  # [rows, width], in RAM: rows that `read` has read
+
+
+class Embedding:
+    """Embedding rows of a job.
+
+    Call `begin` for a sweep and `look_up` for each gpu_batch. Then call `read` in the lane of the table's tier, and
+    `bring` in the device lane.
 
     Args:
-        tokens: (page in the pool, page in the buffer, offset in the page) of every token.
+        regions: owns the pinned memory.
     """
-    if not tokens:
-        return []
-    pool_pages, buffer_pages, offsets = torch.tensor(tokens).unbind(1)
-    return [
-        TokenRows(
-            part.width,
-            shape.token_rows(part, pool_pages, offsets),
-            shape.token_rows(part, buffer_pages, offsets).to(device),
-        )
-        for part in shape.parts
-    ]
+
+    def __init__(self, weights: Weights, layout: Layout, regions: Regions) -> None:
+        self.weights, self.machine = weights, weights.machine
+        width, device = weights.skeleton.embedding[1][1], weights.machine.compute
+        entering = weights.skeleton.enters  # no layer reads the embedding's output
+        self._blank = torch.zeros(1, width, dtype=weights.dtype, device=device) if entering else None
+        self._stage: Tensor | None = None
+        self._used = 0  # elements of `_stage`
+        if layout.embedded:
+            self._stage = self.machine.host.view(regions.take("host", layout.embedded, EMBEDDED, weights.dtype))
+
+    def begin(self) -> None:
+        """Make all pinned memory free for a new sweep."""
+        self._used = 0
+
+    def look_up(self, ids: Tensor, staged: bool = True) -> Lookup:
+        """Return the rows for the ids of a gpu_batch, without reading them.
+
+        Args:
+            ids: int64 [1, tokens], in RAM.
+            staged: whether to read rows into pinned memory, which has room for one call per gpu_batch and sweep.
+        """
+        table, device = self.weights.table, self.machine.compute
+        if self._blank is not None:
+            return Lookup(torch.zeros_like(ids).to(device))
+        if table is not None and table.dtype == self.weights.dtype:
+            return Lookup(ids.to(device))
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        if table is not None:
+            return Lookup(inverse.to(device), unique.to(device))
+        form = self.weights.embedding_form
+        if form is None:
+            reads = [RowRead(unique.tolist(), unique)]
+        else:
+            most = READ_BYTES // form.packed.step_bytes
+            step, reads = form.packed.step, list[RowRead]()
+            for part in torch.split(unique, max(1, min(TOGETHER, most))):
+                blocks, place = torch.unique(part // step, return_inverse=True)
+                reads.append(RowRead(blocks.tolist(), place * step + part % step))
+        rows = Lookup(inverse.to(device), None, tuple(reads))
+        if staged and self._stage is not None:
+            width = self.weights.skeleton.embedding[1][1]
+            start, self._used = self._used, self._used + len(unique) * width
+            rows.target = self._stage[start : self._used].view(len(unique), width)
+        return rows
+
+    def read(self, rows: Lookup) -> None:
+        """Read the rows of a table off the device to RAM, in the compute dtype."""
+        if not rows.reads:
+            return
+        weights, form = self.weights, self.weights.embedding_form
+        if form is None:
+            (read,) = rows.reads
+            values = weights.gather(read.numbers)
+        else:
+            parts = list[Tensor]()
+            for read in rows.reads:
+                packed = form.packed.with_rows(len(read.numbers) * form.packed.step)
+                parts.append(kernels.load().encoded_rows(weights.gather(read.numbers).view(-1), packed, read.inside))
+            values = torch.cat(parts)
+        rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
+
+    def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
+        """Return embedding rows on the device, and the index of each token's row among them."""
+        weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
+        if self._blank is not None:
+            return self._blank, rows.row_of
+        if rows.reads:
+            if rows.in_ram is None:
+                self.read(rows)
+            assert rows.in_ram is not None
+            values, rows.in_ram = rows.in_ram, None
+            return values if rows.target is None else values.to(self.machine.compute, non_blocking=True), rows.row_of
+        table = weights.table
+        assert table is not None
+        if rows.ids is None:
+            return table, rows.row_of
+        if form is None:
+            return table[rows.ids].to(dtype), rows.row_of
+        return kernels.load_for(table.device).encoded_rows(table, form.packed, rows.ids).to(dtype), rows.row_of
+
+    def close(self) -> None:
+        """Drop the reference to the pinned memory. `regions` frees the memory."""
+        self._stage = None
 
 
-def store_rows(machine: Machine, rows: TokenRows, buffer: Region, pool: Region, tier: str) -> None:
-    """Copy rows from a device buffer to a pool in RAM."""
-    wide = next(dtype for dtype in WIDE if rows.width % dtype.itemsize == 0)
-    whole = Region(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)
-    source = machine.device.view(whole).view(-1, rows.width // wide.itemsize)
-    machine.tier(tier).put(source.index_select(0, rows.buffer_rows), pool, rows.pool_rows)
+class Experts:
+    """Experts of one job that are loaded by rows.
+
+    `loaded` is called when a slot is filled, `lacking` at a pause of the device lane, `bring` in the device lane.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, skeleton = weights, weights.skeleton
+        streamed = weights.units[: len(skeleton.layers)]
+        # By layer, the experts' matrices off the device.
+        self.names = [tuple(n for n in unit if n in skeleton.experts) for unit in streamed]
+        self._loaded: dict[tuple[int, int], set[int]] = {}  # by layer and slot, if the slot is filled by rows
+        for j, names in enumerate(self.names):
+            for module in {skeleton.layers[j][n].module for n in names}:
+                own = tuple(n for n in names if skeleton.layers[j][n].module is module)
+                resolve_name(LOAD_BY_ROWS)(module, j, own)
+
+    def loaded(self, layer: int, slot: int, by_rows: bool) -> None:
+        """Record that a slot holds a layer: without experts if they are loaded by rows, else with all experts."""
+        if by_rows:
+            self._loaded[layer, slot] = set()
+        else:
+            self._loaded.pop((layer, slot), None)
+
+    def lacking(self, rows: Rows, slot: int | None) -> list[int] | None:
+        """Return the experts to load for a pause, rising, and record them as loaded; None if the slot has all experts.
+
+        On a GPU this waits for the router's result.
+        """
+        loaded = None if slot is None else self._loaded.get((rows.layer, slot))
+        if loaded is None:
+            return None
+        missing = sorted(set(rows.ids.flatten().tolist()) - loaded)
+        loaded.update(missing)
+        return missing
+
+    def bring(self, rows: Rows, slot: int) -> None:
+        """Load the missing experts of a pause into the slot, in this thread."""
+        self.weights.bring_rows(rows.layer, slot, rows.tensors, self.lacking(rows, slot) or ())
+
+    def close(self) -> None:
+        """Stop the modules from pausing for experts."""
+        for j, names in enumerate(self.names):
+            for name in names:
+                resolve_name(LOAD_BY_ROWS)(self.weights.skeleton.layers[j][name].module, j, ())

@@ -9,15 +9,17 @@ from torch import Tensor
 from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.codec.forms import Form, WeightFormat
+from flexengine.model.forward import pausing_layers
 from flexengine.model.native.layer import release
-from flexengine.places import DISK, off_device, place_of
+from flexengine.model.skeleton import Skeleton
+from flexengine.places import DEVICE, DISK, off_device, place_of
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
+from flexengine.schedule.batches import Batch, continues
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import Mover, Transfer, part_of, spread
 from flexengine.worker.open_model import OpenModel
-from flexengine.worker.regions import Regions
+from flexengine.worker.regions import Mover, Regions, Transfer, part_of, spread
 from flexengine.worker.resident import ResidentReads
 
 Pieces = list[Region]  # the bytes of a tensor, in order
@@ -82,18 +84,12 @@ class Weights:
         Before the last batch is read, the unit must not be computed, and not be streamed except from the checkpoint.
         """
         self.arrivals.load_resident(unit)
-        if unit < len(self.skeleton.layers) and unit not in self.arrivals.units:
-            self._pack(unit)
+        complete = unit < len(self.skeleton.layers) and unit not in self.arrivals.units
+        if complete and self.machine.compute.type == "cpu":  # reorder the layer's weights for the CPU's products
+            for name, param in self.skeleton.layers[unit].items():
+                if name in self._resident and param.linear and name not in self._forms:
+                    param.module.packed = kernels.load().pack(self._resident[name])  # type: ignore[assignment]
         self.arrived = not self.arrivals.units
-
-    def _pack(self, unit: int) -> None:
-        """Reorder the resident weights of a layer for the CPU's products."""
-        if self.machine.compute.type != "cpu":
-            return
-        kernel = kernels.load()
-        for name, param in self.skeleton.layers[unit].items():
-            if name in self._resident and param.linear and name not in self._forms:
-                param.module.packed = kernel.pack(self._resident[name])  # type: ignore[assignment]
 
     def load_all_resident(self) -> None:
         """Read the resident weights of all units. Raise BadCheckpoint if a read fails."""
@@ -192,10 +188,9 @@ class Weights:
         if home not in self._stages:
             return {}
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == home}
-        starts = {n: pieces[0].start for n, pieces in parts.items()}
-        offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()], starts)
-        stage = self._stages[home][slot]
-        return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
+        sizes, stage = {n: _nbytes(pieces) for n, pieces in parts.items()}, self._stages[home][slot]
+        offsets = slot_offsets(list(sizes.items()), {n: pieces[0].start for n, pieces in parts.items()})
+        return {n: Region(stage.place, stage.start + offsets[n], sizes[n], parts[n][0].dtype) for n in parts}
 
     def _slot_regions(self, unit: int, slot: int) -> dict[str, Region]:
         """Return the regions of a unit's streamed tensors in a slot, in their dtypes on the device."""
@@ -274,8 +269,7 @@ class Weights:
         release(self.skeleton.model)
         self.arrivals.close()
         self._regions.free()
-        slots = (self._views, self._in_slot, self._slots, self._stages)
-        for held in (self._pieces, self._resident, *slots):
+        for held in (self._pieces, self._resident, self._views, self._in_slot, self._slots, self._stages):
             held.clear()
 
 
@@ -296,3 +290,45 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+class JoinedLayers:
+    """Tells the program which layers a cell computes."""
+
+    def __init__(self, skeleton: Skeleton, weights: Weights) -> None:
+        self._modules, self._weights = pausing_layers(skeleton.model)[: len(skeleton.layers)], weights
+        self._tokens: list[int] = []  # by gpu_batch; 0 if each of its cells computes one layer
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Begin a sweep.
+
+        KV and hidden states of the gpu_batch must be on the device. A gpu_batch whose attention reads what an earlier
+        one of the sweep appends must wait for it in every layer.
+        """
+        self._tokens = [
+            batch.tokens
+            if batch.cache_home == batch.hidden_home == DEVICE
+            and not any(continues(other, batch) for other in batches[:number])
+            else 0
+            for number, batch in enumerate(batches)
+        ]
+
+    def count(self, layer: int, batch: int) -> int:
+        """Return the number of layers, from this one on, that a cell computes.
+
+        Their weights are on the device, and the input of each was the output of the layer before in the last pass. They
+        are no more than one call of kernels computes, so that Ctrl-C and reports of progress wait for one call only.
+        """
+        native, tokens = self._modules[layer].native, self._tokens[batch]
+        if native is None or not tokens or not self._weights.arrived:
+            return 1
+        rest = range(layer + 1, min(len(self._modules), layer + native.most_layers(tokens)))
+        for j in rest:
+            other = self._modules[j].native
+            if self._weights.units[j] or other is None or not other.joined:
+                return j - layer
+        return rest.stop - layer
+
+    def native(self, layer: int, end: int) -> range:
+        """Return the layers of layer .. end - 1 that kernels may compute: none if modules compute the first one."""
+        return range(layer, layer if self._modules[layer].native is None else end)

@@ -19,15 +19,14 @@ from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.batches import Batch
+from flexengine.schedule.ports import AFTER, BEFORE
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
-from flexengine.worker.cache import Cache, View, packed
-from flexengine.worker.embedding import Embedding, Lookup
-from flexengine.worker.experts import Experts
+from flexengine.worker.cache import Cache, Tables, View, packed
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.joined import JoinedLayers
 from flexengine.worker.regions import Regions
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.weights import Weights
+from flexengine.worker.rows import Embedding, Experts, Lookup
+from flexengine.worker.weights import JoinedLayers, Weights
 
 if TYPE_CHECKING:  # imported for jobs that need them
     from flexengine.worker.attend import Attender
@@ -90,20 +89,16 @@ class Worker:
         self.embedding.begin()
         for place, attender in self.attenders.items():
             attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
-        self._states = [self._state(batch) for batch in batches]
+        self._states, mode = [], self.skeleton.mode(self.weights.machine.compute)
+        for batch in batches:
+            inputs, rows, scored = self._inputs(batch)
+            forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first, batch.hidden_home == DEVICE)
+            self._states.append(BatchState(batch, forward, self.cache.view(batch), rows, scored))
         self.joined.begin(batches)
-
-    def _state(self, batch: Batch) -> BatchState:
-        inputs, rows, scored = self._inputs(batch)
-        mode = self.skeleton.mode(self.weights.machine.compute)
-        forward = Forward(self.skeleton.model, inputs, mode, batch.queries_first, batch.hidden_home == DEVICE)
-        return BatchState(batch, forward, self.cache.view(batch), rows, scored)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup, list[tuple[int, int]]]:
         """Return a gpu_batch's tokens, its embedding rows, and (sequence, number of targets) of scored sequences."""
-        ids: list[int] = []
-        positions: list[int] = []
-        keep: list[int] = []
+        ids, positions, keep = list[int](), list[int](), list[int]()
         targets: list[tuple[int, int]] = []  # index in `ids`, target
         predicted: list[int] = []  # indices of tokens that use predicted neurons
         scored: list[tuple[int, int]] = []
@@ -156,12 +151,17 @@ class Worker:
             self.embedding.read(state.rows)
         else:
             assert task.buffer is not None
-            self.experts.load(task.cell.layer, task.buffer, task.home, task.hop, state.lacking)
+            where = task.cell.layer, task.buffer, task.home, task.hop
+            self.weights.load_rows(*where, self.experts.names[task.cell.layer], state.lacking)
 
-    def moved_pages(self, task: Copy) -> tuple[int, str, View, int, int]:
-        """Return the arguments of `Cache.load` and `Cache.store` for a task."""
+    def moved_pages(self, task: Copy) -> tuple[int, str, Tables, int, int]:
+        """Return the arguments of `Pools.load` and `Pools.store` for a task."""
         assert task.buffer is not None
-        return task.cell.layer, task.home, self._states[task.cell.batch].view, task.buffer, task.hop
+        return task.cell.layer, task.home, self.cache.tables(self.view(task), task.cell.layer), task.buffer, task.hop
+
+    def view(self, task: Task) -> View:
+        """Return the page tables of a task's gpu_batch."""
+        return self._states[task.cell.batch].view
 
     def _project(self, task: Compute) -> None:
         """Compute up to attention, or up to the queries if they go first."""
@@ -174,9 +174,6 @@ class Worker:
         state = self._states[task.cell.batch]
         event = self._attended(task.cell.layer, state.forward.resume())
         self.attender(task).add(task.cell.batch, event, state.view)
-
-    def _attend(self, task: Task) -> None:
-        self.attender(task).attend(task.cell.batch, self._states[task.cell.batch].view)
 
     def _finish(self, task: Compute) -> None:
         state = self._states[task.cell.batch]
@@ -234,7 +231,7 @@ class Worker:
     def _end(self, task: Compute, state: BatchState) -> None:
         """Store the result of a cell. The last compute task of the cell calls this."""
         if isinstance(state.event, Layer) and state.event.index == self.layers:
-            self.hidden.leaving(task.cell.batch).copy_(state.event.hidden)
+            self.hidden.at_port(AFTER, task.cell.batch).copy_(state.event.hidden)
             state.event = None
             state.forward.end()
         elif isinstance(state.event, Layer) and task.hidden is not None:
@@ -269,7 +266,7 @@ class Worker:
         if task.hidden is not None and layer > 0:
             hidden = self.hidden.buffer(task.cell.batch, task.hidden)
         if layer == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
-            hidden = self.hidden.entered(task.cell.batch).clone()
+            hidden = self.hidden.at_port(BEFORE, task.cell.batch).clone()
         state.event = event = None  # free the layer's input when the layer ends
         pause = state.forward.resume(hidden, paged)
         del hidden
@@ -322,18 +319,18 @@ class Worker:
 
 OPERATIONS: dict[Op, Callable[[Worker, Any], None]] = {
     Op.LOAD_WEIGHT: Worker._load_weight,
-    Op.LOAD_CACHE: lambda worker, task: worker.cache.load(*worker.moved_pages(task)),
+    Op.LOAD_CACHE: lambda worker, task: worker.cache.pools.load(*worker.moved_pages(task)),
     Op.LOAD_HIDDEN: lambda worker, task: worker.hidden.load(task.cell.batch, task.home, task.buffer, task.hop),
     Op.COMPUTE: Worker._compute,
     Op.STORE_HIDDEN: lambda worker, task: worker.hidden.store(task.cell.batch, task.home, task.buffer, task.hop),
-    Op.STORE_CACHE: lambda worker, task: worker.cache.store(*worker.moved_pages(task)),
+    Op.STORE_CACHE: lambda worker, task: worker.cache.pools.store(*worker.moved_pages(task)),
     Op.LOAD_RESIDENT: lambda worker, task: worker.weights.load_resident(task.cell.layer),
     Op.PROJECT: Worker._project,
     Op.SEND: lambda worker, task: worker.attender(task).send(task.cell.batch),
     Op.PROJECT_KEYS: Worker._project_keys,
     Op.SEND_KEYS: lambda worker, task: worker.attender(task).send_added(task.cell.batch),
     Op.ATTEND_CACHED: lambda worker, task: worker.attender(task).attend_cached(task.cell.batch),
-    Op.ATTEND: Worker._attend,
+    Op.ATTEND: lambda worker, task: worker.attender(task).attend(task.cell.batch, worker.view(task)),
     Op.FETCH: lambda worker, task: worker.attender(task).fetch(task.cell.batch),
     Op.FINISH: Worker._finish,
     Op.OPEN: Worker._open,

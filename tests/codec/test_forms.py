@@ -5,7 +5,7 @@ import pytest
 from flexengine.codec import forms
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
-from flexengine.kernels.formats import kernels_of
+from flexengine.kernels.base import kernels_of
 from tests.helpers.forms import FormConformance, Thirds
 
 

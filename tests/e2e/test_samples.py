@@ -23,7 +23,7 @@ from flexengine.schedule.pages import Pool
 from flexengine.schedule.prefixes import MIN_SHARED_TOKENS
 from flexengine.schedule.sweeps import Sweeps
 from flexengine.schedule.tasks import Task
-from flexengine.worker.cache.states import Pages
+from flexengine.worker.cache.pools import Pages
 from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 

@@ -14,9 +14,9 @@ from flexengine.engine.stages import JobResources
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
-from flexengine.runtime.shortage import Shortage
+from flexengine.runtime.execute import Shortage
 from flexengine.schedule.tasks import Op, Task
-from flexengine.worker.stage_ports import Ports
+from flexengine.worker.hidden import Ports
 from flexengine.worker.worker import Worker
 from tests.e2e.test_accounting import FP32, HEAD, HIDDEN, LAYER
 from tests.e2e.test_samples import drawn

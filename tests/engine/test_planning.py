@@ -208,7 +208,7 @@ def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) ->
 
 
 def bare_model(directory: Path) -> OpenModel:
-    return open_model(str(directory), None, "cpu", False, weights=False)
+    return open_model(str(directory), None, "cpu", weights=False)
 
 
 def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:

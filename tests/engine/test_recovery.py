@@ -19,7 +19,7 @@ from flexengine.engine.recovery import REPLANS, halved
 from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
 from flexengine.plan.workload import Workload
-from flexengine.runtime.shortage import shortage
+from flexengine.runtime.execute import shortage
 from flexengine.schedule.tasks import Op, Task
 from flexengine.shell.commands import messages, run
 from flexengine.worker.worker import Worker

@@ -162,7 +162,7 @@ def test_a_job_that_fails_ends_its_activity(families: Any, monkeypatch: pytest.M
 def test_a_long_sweep_is_reported_while_it_lasts(families: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """A cell waits until a report says how many cells are done: 2 gpu_batches, and the third layer begins."""
     known, seen, found, cells = families("llama"), threading.Event(), list[str](), list[Any]()
-    monkeypatch.setattr("flexengine.runtime.watchdog._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("flexengine.runtime.execute._LOOK_SECONDS", 0.01)
     monkeypatch.setattr(activity, "INTERVAL", 0.0)
     monkeypatch.setattr(module, "LONG_SWEEP_SECONDS", 0.0)
     real, waiting = Worker.perform, list[bool]()

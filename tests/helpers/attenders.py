@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from flexengine.model.forward import Attend
-from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import Layout
 from flexengine.schedule.batches import Batch
-from flexengine.tier.machine import Machine
 from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.cache.tables import Tables
@@ -40,7 +37,7 @@ class PlainAttender(Attender):
 
     answered = 0
 
-    def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype) -> None:
+    def __init__(self, cache: Cache, dtype: torch.dtype) -> None:
         self.cache = cache
         self._thread = ThreadPoolExecutor(1)
         self._asked: dict[int, tuple[Message, int]] = {}  # by gpu_batch: on the device; width of a head's output

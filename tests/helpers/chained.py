@@ -20,7 +20,7 @@ from flexengine.engine.summary import JobRows, Progress, SweepReports
 from flexengine.engine.survey import Arrangement, PromptReader
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
-from flexengine.worker.stage_ports import Port, Ports
+from flexengine.worker.hidden import Port, Ports
 
 
 class RamPort(Port):

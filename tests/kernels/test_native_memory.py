@@ -17,7 +17,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import cpu
 from flexengine.kernels.base import AttentionOptions
-from flexengine.runtime.shortage import shortage
+from flexengine.runtime.execute import shortage
 
 torch.set_num_threads(2)
 kernel, heads, tokens, page = cpu.load_native(), 64, 1 << 20, 1 << 12

@@ -12,7 +12,7 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedTokens, PromptPieces
-from flexengine.kernels.steps import Steps
+from flexengine.kernels.steps import RecordedSteps, Steps
 from tests.helpers.builds import NATIVE, kernels_named
 
 WIDTH, WIDE = 192, 320
@@ -121,7 +121,7 @@ def test_recorded_steps_run_again_with_other_tensors(
 
     first = arguments()
     steps = kernel.steps()
-    recorded = steps.recorded(first, added(steps, *first))
+    recorded = RecordedSteps(steps, first, added(steps, *first))
     for given in (first, arguments(), arguments()):
         results = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in recorded.results]
         block = torch.empty(recorded.nbytes, dtype=torch.uint8)
@@ -137,7 +137,7 @@ def test_steps_with_a_tensor_that_is_not_given_are_not_recorded(kernel: NativeKe
     steps, x = kernel.steps(), torch.randn(3, WIDTH)
     out = steps.norm(x, torch.ones(WIDTH), 1e-5)
     with pytest.raises(RuntimeError, match=r"Norm\.weight has the address of a tensor that is not given"):
-        steps.recorded([x], [out])
+        RecordedSteps(steps, [x], [out])
 
 
 def test_seconds_are_counted_by_kind(kernel: NativeKernels, threads: int) -> None:
@@ -185,7 +185,7 @@ def test_parts_of_rows_share_memory(kernel: NativeKernels) -> None:
             slices.append(rows)
             normed = steps.norm(x[rows], scale, 1e-5)
             steps.linear(normed, weight, compute="bf16", residual=x[rows], out=out[rows])
-        sizes.append(steps.recorded([x, scale, weight], [out]).nbytes)
+        sizes.append(RecordedSteps(steps, [x, scale, weight], [out]).nbytes)
         assert [row for rows in slices for row in range(len(x))[rows]] == [*range(len(x))]
         steps.run()
         outs.append(out)

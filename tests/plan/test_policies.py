@@ -104,7 +104,7 @@ def test_published_policies_are_predicted_within_a_factor_of_two(name: str) -> N
     """In 16 bits, where both compute alike; that of 30B with the device memory that it needs here."""
     policy = Policy.load(shipped.find("policies", dict(options(name))["--compare"]))
     machine = replace(T4, device_bytes=19_000_000_000) if name == "OPT-30B" else T4
-    facts = open_model(shipped.find("models", name.lower()), None, "cuda", False, weights=False).facts
+    facts = open_model(shipped.find("models", name.lower()), None, "cuda", weights=False).facts
     work = Workload({(512, 32): policy.block_size})
     predicted = Cost(facts, machine, work).predict(lay_out(facts, policy, work, machine.capacity)).tok_s
     assert PUBLISHED[name] / 2 <= predicted <= 2 * PUBLISHED[name]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.runtime import execute, watchdog
+from flexengine.runtime import execute
 from flexengine.runtime.execute import Executor, TaskFailed
 from flexengine.runtime.lane import Thread
 from flexengine.schedule.order import Cell
@@ -112,7 +112,7 @@ def test_the_first_error_surfaces_with_its_task(
 
 @pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
 def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
     gate, held, said = threading.Event(), list[Task](), list[str]()
 
     def perform(task: Task) -> None:
@@ -139,7 +139,7 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
 
 def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
     """The lanes' threads have ended their work; what they queued on the GPU has not."""
-    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
     gate, said = threading.Event(), list[str]()
 
     class Event:
@@ -167,7 +167,7 @@ def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
 
 
 def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.05)
     said = list[str]()
     with Executor(lambda task: None, "thread") as executor:
         executor.watchdog.say = said.append

@@ -44,7 +44,7 @@ def test_busy_is_what_the_gpu_did_not_how_long_queueing_took(pretended: None, tm
 
     batches = uniform(3, "host")
     trace = Trace(tmp_path / "trace.json")
-    with Executor(queued, "stream", trace) as executor:
+    with Executor(queued, "stream", trace.add) as executor:
         walked, run, forecast = program(), program(), 0.0
         for number in range(3):
             tasks = list(walked.sweep(number, batches, False))
@@ -137,7 +137,7 @@ def test_chrome_trace(tmp_path: Path, kind: str) -> None:
     trace = Trace(path)
     batch = Batch((Piece(0, 3, 1, True),), "disk", "host")
     program = list(Program([("disk",), ("host",), ()], 2, 2, STAGED).sweep(4, [batch, batch], False))
-    with Executor(lambda task: time.sleep(0.001), kind, trace) as executor:
+    with Executor(lambda task: time.sleep(0.001), kind, trace.add) as executor:
         executor.run(program)
     trace.write()
     written = json.loads(path.read_text())

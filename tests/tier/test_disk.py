@@ -15,11 +15,10 @@ from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.read_retries import PAUSES
 from flexengine.tier import disk
-from flexengine.tier.base import Ledger
+from flexengine.tier.base import Ledger, Throttled
 from flexengine.tier.disk import CHUNK, DiskTier
 from flexengine.tier.file import FasterWay
 from flexengine.tier.memory import MemoryTier
-from flexengine.tier.wrap import Throttled
 from tests.helpers.tiers import OneWay, pattern, some, watch_buffers
 
 # Disk beyond the conformance class.

@@ -91,7 +91,7 @@ class Job:
         layout = lay_out(model, policy, workload, self.machine.capacity)
         self.cache = Cache(model, layout, self.machine, load(), torch.float32)
         self.before = self.entries()
-        self.attender = attender(model, layout, self.machine, self.cache, torch.float32)
+        self.attender = attender(self.cache, torch.float32)
         self.sweeps, (self.home,) = Sweeps(policy, layout.pools), layout.pools
         self.place = policy.attends(self.home)
         stem = Stem((0,) * (PROMPTS[0] - 1), PROMPTS[0] - 1, None, 2)
@@ -126,10 +126,10 @@ class Job:
             if batch.attention == "device":
                 hops = len(self.machine.routes.load[self.home])
                 for hop in range(hops):
-                    self.cache.load(layer, self.home, view, 0, hop)
+                    self.cache.pools.load(layer, self.home, self.cache.tables(view, layer), 0, hop)
                 found = self.cache.attend(event, view, self.home, 0)
                 for hop in range(hops):
-                    self.cache.store(layer, self.home, view, 0, hop)
+                    self.cache.pools.store(layer, self.home, self.cache.tables(view, layer), 0, hop)
             else:
                 yield from self._ask(k, event, batch, view, order)
                 self.attender.attend(k, view)
@@ -243,7 +243,7 @@ class TestHost(Conformance):
         job.attender.close()
         job.machine.host.ledger.capacity = job.machine.host.ledger.used + 1
         with pytest.raises(OutOfMemory):
-            self.attender(job.model, job.cache.layout, job.machine, job.cache, torch.float32)
+            self.attender(job.cache, torch.float32)
         assert job.entries() == job.before
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from flexengine.model.forward import PausingLayer
 from flexengine.schedule.batches import Batch, Piece
-from flexengine.worker.joined import JoinedLayers
+from flexengine.worker.weights import JoinedLayers
 
 LAYERS = 5
 MOST = 8  # token layers of one call

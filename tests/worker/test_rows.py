@@ -9,7 +9,7 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.tier.base import Ledger, Region
 from flexengine.tier.machine import make_machine
 from flexengine.tier.memory import MemoryTier
-from flexengine.worker.rows import PageShape, rows_of, store_rows
+from flexengine.worker.cache.tables import PageShape, rows_of, store_rows
 
 KV_HEADS, PAGE_TOKENS = 3, 16
 TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page

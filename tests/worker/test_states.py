@@ -4,7 +4,7 @@ import pytest
 
 from flexengine.errors import OutOfMemory
 from flexengine.schedule.sweeps import Sequence
-from flexengine.worker.cache.states import Pages, SequenceRecords
+from flexengine.worker.cache.pools import Pages, SequenceRecords
 
 
 def test_a_record_is_that_of_the_source() -> None:

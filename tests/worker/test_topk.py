@@ -14,7 +14,7 @@ from flexengine.kernels.reference import ReferenceKernels
 from flexengine.plan import layout as plan_layout
 from flexengine.plan import pages
 from flexengine.tier.base import Region
-from flexengine.worker.values import Values
+from flexengine.worker.on_demand import Values
 from tests.helpers.families import FAMILIES, NEW, make_checkpoint, prompts_of
 from tests.helpers.held import held
 

@@ -21,14 +21,13 @@ from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import Layout
 from flexengine.plan.pages import PAGE_TOKENS
 from flexengine.plan.sizes import DELEGATION, DESKS
 from flexengine.policy import HEADS, TOKENS
 from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region, aligned
 from flexengine.tier.machine import Machine
-from flexengine.worker.attend.buffered import BufferedAttender
+from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View
 from flexengine.worker.cache.tables import Tables
 
@@ -64,19 +63,18 @@ class Desk:
         self.client.add(pending, self.flat[at : at + nbytes], None if self.handle is None else at)
 
 
-class RemoteAttender(BufferedAttender):
+class RemoteAttender(Attender):
     """Sends questions to the workers of a place, and receives their answers. Several workers hold slices of every page:
     some heads, or some tokens."""
 
-    def __init__(
-        self, place: str, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, place: str, cache: Cache, dtype: torch.dtype) -> None:
+        model, layout, machine = cache.model, cache.layout, cache.machine
         self.place, self.partition = place, layout.policy.partition
         tiers = [machine.tier(member) for member in layout.policy.team(place, layout.places)]
         self.clients = [tier.client for tier in tiers if isinstance(tier, WorkerTier)]
         self.desks: list[Desk] = []
         try:
-            super().__init__(place, model, layout, machine, cache, dtype)
+            super().__init__(place, cache, dtype)
             if len(self.clients) > 1:
                 tier = "device" if machine.capacity.shared else "host"
                 for client in self.clients:

@@ -91,11 +91,11 @@ class WorkerTier(Tier):
         self.client.rename(name)
 
     @property
-    def local_bytes(self) -> int:
+    def local_bytes(self) -> int:  # type: ignore[override]
         return self.client.memory + self.client.others if self.client.shares else 0
 
     @property
-    def attention_bytes(self) -> tuple[int, int]:
+    def attention_bytes(self) -> tuple[int, int]:  # type: ignore[override]
         return self._earlier[0] + self.client.asked, self._earlier[1] + self.client.answered
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:

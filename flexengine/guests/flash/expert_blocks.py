@@ -32,7 +32,7 @@ from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.neurons import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
 from flexengine.plan.sizes import SHORT_READ
 from flexengine.tier.base import ALIGN, Region
-from flexengine.worker.mover import part_of, spread
+from flexengine.worker.regions import part_of, spread
 
 _ROUTERS = ("gate", "router")  # names of the module that chooses experts, beside the module of the experts
 

@@ -47,13 +47,13 @@ from flexengine.plan.search import Search
 from flexengine.plan.stages import block_of, for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.runtime.shortage import Shortage
+from flexengine.runtime.execute import Shortage
 from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
 from flexengine.strategy import Strategy
+from flexengine.worker.hidden import Port, Ports
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.stage_ports import Port, Ports
 
 TRACE = "trace"  # in what a stage measured: rows of its spans, see `runtime.trace`
 T = TypeVar("T")

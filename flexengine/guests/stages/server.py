@@ -14,8 +14,8 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.stages import place_weights
 from flexengine.policy import Policy
 from flexengine.runtime.lane import forget_variables
+from flexengine.worker.hidden import Ports
 from flexengine.worker.row_sequence import RowSequence
-from flexengine.worker.stage_ports import Ports
 
 
 class StageServer:

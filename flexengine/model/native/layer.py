@@ -238,7 +238,7 @@ class NativeLayer:
         def record() -> RecordedSteps:
             steps = cast(NativeKernels, kernels.load()).steps()
             tensors = (*given, *(paged.tensors if paged else ()), *bound.given)
-            return steps.recorded(tensors, self._steps(part, steps, bound, given, paged))
+            return RecordedSteps(steps, tensors, self._steps(part, steps, bound, given, paged))
 
         sizes = [(len(given[0]), *(x.stride() for x in given)), bound.format, torch.get_num_threads()]
         return self.kind.call((part, *sizes, *(paged.sizes if paged else ())), record)

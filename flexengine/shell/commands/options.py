@@ -386,15 +386,15 @@ def machine_options(args: argparse.Namespace) -> "MachineOptions":
 def open_bare(args: argparse.Namespace, lossy: Lossy, kind: str | None = None) -> "OpenModel":
     """Open the model, or the shipped shape of this name, without weights, as a machine of a kind would open it. kind:
     cpu, cuda or sim; default: that of this machine."""
-    from flexengine.worker.open_model import open_model
+    from flexengine.worker.open_model import Trust, open_model
 
     if kind is None:
         with closing(machine_options(args).machine()) as machine:
             kind = machine.kind
     if args.model is not None:
         args.model = shipped.find("models", args.model)
-    remote, links = args.trust_remote_code, args.allow_symlinks
+    trust = Trust(args.trust_remote_code, allow_symlinks=args.allow_symlinks)
     try:
-        return open_model(args.model, args.dtype, kind, remote, weights=False, lossy=lossy, allow_symlinks=links)
+        return open_model(args.model, args.dtype, kind, trust, weights=False, lossy=lossy)
     except ModelNotFound as error:
         raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error

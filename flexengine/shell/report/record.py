@@ -168,7 +168,7 @@ class _Recording:
 
 
 class SweepSample:
-    """Time lines of a few sweeps of a job; an executor's `Spans`.
+    """Time lines of a few sweeps of a job; an executor calls `add`.
 
     Few sweeps are recorded: the first ALL_RECORDED, then those whose numbers are powers of two. At most MOST_KEPT
     decode sweeps are kept. Other sweeps cost one comparison per task.

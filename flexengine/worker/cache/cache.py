@@ -19,15 +19,14 @@ from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache.pools import Pools
-from flexengine.worker.cache.states import STATES, SequenceState
-from flexengine.worker.cache.tables import Tables, View, packed, tables_of
+from flexengine.worker.cache.pools import STATES, Pools, SequenceState
+from flexengine.worker.cache.tables import Tables, View, copy_pages, packed, tables_of
 from flexengine.worker.regions import Regions
 
 if TYPE_CHECKING:
     from flexengine.worker.cache.smoothing import Smoothing
 
-VALUES_ON_DEMAND = "flexengine.worker.values:Values"  # imported if attention reads a fraction of the values
+VALUES_ON_DEMAND = "flexengine.worker.on_demand:Values"  # imported if attention reads a fraction of the values
 
 
 class Cache:
@@ -87,14 +86,6 @@ class Cache:
         """Return the part of a view that belongs to a layer."""
         return view.groups[self.pools.group[layer]]
 
-    def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
-        """Copy the batch's cached pages of one layer one leg toward a device buffer; see `Mover.load`."""
-        self.pools.load(layer, home, self.tables(view, layer), buffer, hop)
-
-    def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
-        """Copy pages and rows that this sweep appended one leg toward their tier; see `Mover.store`."""
-        self.pools.store(layer, home, self.tables(view, layer), buffer, hop)
-
     def attend(self, event: Attend, view: View, home: str, buffer: int | None) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
 
@@ -107,13 +98,19 @@ class Cache:
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
         pool, form = self._pool(layer, home, buffer), self.pools.form(layer, home)
+        options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
         if n:
             self.kernels.append(k[:n], v[:n], pool, tables.pages[:n], tables.offsets[:n], form)
-        if tables.closed is not None:
-            self._choose(event, q[:n], pool, tables, home, buffer)
-        out = self._attend(event, qkv, pool, tables, form)
+        if tables.closed is not None:  # load the values that decoding sequences read
+            assert buffer is not None
+            assert self._values is not None
+            chosen = self.kernels.choose(q[:n], pool, tables.tables, tables.lengths, options, form)
+            source, target = self.pools.region(layer, home), self.pools.room(layer, home, buffer)
+            shape = self.pools.page_shape(self.pools.group[layer], home)
+            self._values.bring(chosen, tables.closed, home, source, target, shape)
+        out = self._attend(options, qkv, pool, tables, form)
         if n < len(k):
             k, v = (x[n:] if tables.kept is None else x[tables.kept] for x in (k, v))
             self.kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:], form)
@@ -125,36 +122,42 @@ class Cache:
         """Return what calls for whole layers need in place of `attend`, up to a layer that needs `attend`, or that has
         other page tables or another window than the first layer. Pages in a buffer are those of the first layer.
         windows: by layer, tokens that a query sees; None for all."""
-        found, first = list[PagedAttention](), layers.start
+        if not layers or self.topk is not None or self._smoothing:
+            return []
+        calls, window, tables = list[PagedAttention](), windows[layers.start], self.tables(view, layers.start)
+        if tables.copies or tables.closed or tables.kept is not None:
+            return []
         for layer in layers if buffer is None else layers[:1]:
-            if windows[layer] != windows[first] or self.tables(view, layer) is not self.tables(view, first):
+            if windows[layer] != window or self.tables(view, layer) is not tables:
                 break
-            if (paged := self._paged(layer, windows[layer], view, home, buffer)) is None:
+            pool, found = self._pool(layer, home, buffer), tables.paged
+            if found is None or found.window != window or found.pool.shape != pool.shape:
+                tokens = PagedTokens(tables.tables, tables.lengths, tables.pages, tables.offsets, tables.prompts)
+                form = self.pools.form(layer, home)
+                found = tables.paged = self.kernels.paged(self.model.heads, pool, tokens, window, form, self._memory)
+                self._memory = None if found is None else found.memory
+            if found is None:
                 break
-            found.append(paged)
-        return found
-
-    def _paged(
-        self, layer: int, window: int | None, view: View, home: str, buffer: int | None
-    ) -> PagedAttention | None:
-        tables = self.tables(view, layer)
-        if tables.copies or tables.closed or tables.kept is not None or self.topk is not None or self._smoothing:
-            return None
-        pool, found = self._pool(layer, home, buffer), tables.paged
-        if found is None or found.window != window or found.pool.shape != pool.shape:
-            tokens = PagedTokens(tables.tables, tables.lengths, tables.pages, tables.offsets, tables.prompts)
-            form = self.pools.form(layer, home)
-            found = self.kernels.paged(self.model.heads, pool, tokens, window, form, self._memory)
-            tables.paged, self._memory = found, None if found is None else found.memory
-        return None if found is None else found._replace(pool=pool)
+            calls.append(found._replace(pool=pool))
+        return calls
 
     def _pool(self, layer: int, home: str, buffer: int | None) -> Tensor:
         """Return the pages of a layer, or the buffer that they pass through."""
-        return self.pools.on_device(layer) if buffer is None else self.pools.in_buffer(layer, home, buffer)
+        return self.pools.view(layer, "device") if buffer is None else self.pools.in_buffer(layer, home, buffer)
 
     def prepared(self, event: Attend, view: View) -> Attend:
-        """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""
-        event = fit(event, self.model.kv_heads, self.model.head_dim)
+        """Return the event with q, k, v in the layout of all layers' pages, smoothed if pages are encoded in few bits.
+
+        Heads are padded with zeros, which do not change scores, and add zeros to the output. KV heads are repeated.
+        """
+        dim = self.model.head_dim
+        q, k, v = (
+            x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+            for x in (event.q, event.k, event.v)
+        )
+        if (copies := self.model.kv_heads // k.shape[1]) > 1:
+            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        event = event._replace(q=q, k=k, v=v)
         return self._smoothing.smoothed(event, view.means) if self._smoothing and view.means else event
 
     def restored(self, out: Tensor, width: int) -> Tensor:
@@ -167,36 +170,14 @@ class Cache:
         out = self._smoothing.turned(out) if self._smoothing else out
         return out if width == out.shape[-1] else out[..., :width]
 
-    def on_device(self, layer: int) -> Tensor:
-        """Return the pages of a layer on the device."""
-        return self.pools.on_device(layer)
-
     def on_host(self, layer: int) -> tuple[Tensor, CacheFormat | None]:
         """Return the pages of a layer in host RAM, and their format; None if they are not encoded."""
-        return self.pools.on_host(layer), self.pools.form(layer, "host")
-
-    def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int | None) -> None:
-        """Load the values that decoding sequences read, of pages that were loaded without values.
-
-        Args:
-            q: [decode, heads, head_dim], queries of the decoding sequences.
-        """
-        assert tables.closed is not None
-        assert buffer is not None
-        assert self._values is not None
-        layer, options = event.layer, AttentionOptions(event.scale, event.window, event.softcap, None, self.topk)
-        form = self.pools.form(layer, home)
-        chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, options, form)
-        shape = self.pools.page_shape(self.pools.group[layer], home)
-        source, target = self.pools.region(layer, home), self.pools.room(layer, home, buffer)
-        self._values.bring(chosen, tables.closed, home, source, target, shape)
+        return self.pools.view(layer, "host"), self.pools.form(layer, "host")
 
     def _attend(
-        self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheFormat | None
+        self, options: AttentionOptions, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheFormat | None
     ) -> Tensor:
-        q, k, v = qkv
-        options = AttentionOptions(event.scale, event.window, event.softcap, event.sinks, self.topk)
-        n = len(tables.lengths)
+        (q, k, v), n = qkv, len(tables.lengths)
         if n == q.shape[0]:
             return self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, options, form)[None]
         out = q.new_empty(q.shape) if q.is_cuda else self._results.empty(q.shape, q.dtype)
@@ -223,23 +204,3 @@ def _of(prompts: PromptPieces, x: Tensor) -> Tensor:
     """Return the tokens of prompts, [rows, length, ...], of x [tokens, ...]."""
     tokens = x[prompts.first : prompts.first + prompts.rows * prompts.length]
     return tokens.view(prompts.rows, prompts.length, *x.shape[1:])
-
-
-def copy_pages(pool: Tensor, tables: Tables) -> None:
-    """Copy the shared pages of a layer that the sweep writes to (copy on write)."""
-    for source, target in tables.copies:
-        pool[target].copy_(pool[source])
-
-
-def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:
-    """Return the event with `kv_heads` KV heads of `head_dim` elements, the layout of all layers' pages.
-
-    Heads are padded with zeros, which do not change scores, and add zeros to the output. KV heads are repeated.
-    """
-    q, k, v = (
-        x if x.shape[-1] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
-        for x in (event.q, event.k, event.v)
-    )
-    if (copies := kv_heads // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    return event._replace(q=q, k=k, v=v)

@@ -1,6 +1,9 @@
-"""Page pools per tier: memory, page ids of every sequence, layout of pages, and copies between pools, host staging and
-device buffers."""
+"""Memory that each sequence has while it lives: KV pages, and records of fixed size (docs/architecture.md 7).
 
+Pages have pools on every tier, and are copied between pools, host staging and device buffers.
+"""
+
+from abc import ABC, abstractmethod
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -8,21 +11,93 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
+from flexengine.errors import OutOfMemory
 from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import Layout
+from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.frame import num_buffers
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache.states import Pages, SequenceState
-from flexengine.worker.cache.tables import Runs, Tables
-from flexengine.worker.mover import Mover, Transfer
-from flexengine.worker.regions import Regions
-from flexengine.worker.rows import PageShape, store_rows
+from flexengine.worker.cache.tables import PageShape, Runs, Tables, store_rows
+from flexengine.worker.regions import Mover, Regions, Transfer
 
-Spans = list[tuple[int, int, int]]  # (byte in the pool, byte in the buffer, bytes)
+# Kinds of state beside KV pages (`pools.Pools`), by their name in the account of a layout's device, which books their
+# bytes: a class as module:name, which is imported for jobs that have the state. `Cache` makes it of model, layout,
+# machine and regions.
+STATES = {MEAN_KEYS: "flexengine.worker.cache.smoothing:Smoothing"}
+
+
+class SequenceState(ABC):
+    """One kind of state, of all sequences. A sweep may be repeated: claims of what is held already change nothing."""
+
+    @abstractmethod
+    def claim(self, sequence: Sequence, tokens: int) -> None:
+        """Take memory for the sequence until it can hold `tokens` tokens. It shares the state of its source."""
+
+    @abstractmethod
+    def release(self, sequence: Sequence) -> None:
+        """Give the sequence's memory back, also if it has none."""
+
+
+class Pages:
+    """Ids 0 .. count-1 of one pool. The page freed last is handed out first, so that warm memory is reused. Sequences
+    may share a page; the page is free when the last of them has given it back."""
+
+    def __init__(self, tier: str, count: int) -> None:
+        self.tier, self.count = tier, count
+        self._free = list(range(count - 1, -1, -1))
+        self._more: dict[int, int] = {}  # by page that several sequences hold: how many beside the first
+
+    @property
+    def used(self) -> int:
+        """Number of pages that some sequence holds."""
+        return self.count - len(self._free)
+
+    def take(self, n: int) -> list[int]:
+        """Return n free pages, now held once. Raise OutOfMemory if there are fewer: admission by forecast makes that a
+        fault of the schedule."""
+        if n > len(self._free):
+            raise OutOfMemory(self.tier, f"{n} KV pages (counted in pages)", n, self.used, self.count)
+        return [self._free.pop() for _ in range(n)]
+
+    def share(self, pages: list[int]) -> list[int]:
+        """Return the same pages, each held once more."""
+        for page in pages:
+            self._more[page] = self._more.get(page, 0) + 1
+        return list(pages)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether several sequences hold a page."""
+        return page in self._more
+
+    def give(self, pages: list[int]) -> None:
+        """Give pages back, each held once less. Those that no sequence holds any more are free."""
+        for page in reversed(pages):
+            if more := self._more.pop(page, 0):
+                if more > 1:
+                    self._more[page] = more - 1
+            else:
+                self._free.append(page)
+
+
+class SequenceRecords(SequenceState):
+    """A record of fixed size for each sequence: a page that never fills. A sequence has the record of its source."""
+
+    def __init__(self, tier: str, count: int) -> None:
+        self._free = Pages(tier, count)
+        self.number: dict[int, int] = {}  # by sequence id: number of its record
+
+    def claim(self, sequence: Sequence, tokens: int) -> None:
+        if sequence.id not in self.number:
+            source = sequence.source
+            (number,) = self._free.share([self.number[source.id]]) if source else self._free.take(1)
+            self.number[sequence.id] = number
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.id in self.number:
+            self._free.give([self.number.pop(sequence.id)])
 
 
 class Shared(NamedTuple):
@@ -46,9 +121,9 @@ class Pools(SequenceState):
         self, model: ModelFacts, layout: Layout, machine: Machine, regions: Regions, dtype: torch.dtype, bits: int
     ) -> None:
         self.model, self.layout, self.machine, self.dtype, self.bits = model, layout, machine, dtype, bits
-        numbered = enumerate(layout.groups)
-        self._places = {layer: (g, i) for g, group in numbered for i, layer in enumerate(group.layers)}
-        self.group = {layer: g for layer, (g, _) in self._places.items()}  # by layer, the number of its group
+        # By layer, the number of its group, and its number in the group.
+        self.group = {layer: g for g, group in enumerate(layout.groups) for layer in group.layers}
+        self._number = {layer: i for group in layout.groups for i, layer in enumerate(group.layers)}
         self.ids = {tier: [Pages(tier, pool.pages) for pool in pools] for tier, pools in layout.pools.items()}
         self.held: dict[int, list[list[int]]] = {}  # by sequence id, the page ids in each pool of the sequence's tier
         self.shared: dict[int, Shared] = {}
@@ -62,14 +137,19 @@ class Pools(SequenceState):
             if len(members := layout.policy.team(tier, layout.places)) > 1:
                 from flexengine.worker.cache.teams import Group, Team  # not without attention workers
 
-                parts = zip(self._starts[tier], layout.page_bytes[tier], pools, strict=False)
-                groups = [Group(start, page, pool.page_tokens) for start, page, pool in parts]
+                starts = zip(self._starts[tier], pools, strict=False)
+                groups = [Group(start, pool.page_tokens) for start, pool in starts]
                 team = Team(machine, members, layout.policy.partition, groups, model.kv_heads, model.head_dim, bits)
                 self.teams[tier] = team
                 self._by_tier[tier] = team.take(regions, sum(sizes), "KV cache", dtype)
             else:
                 self._by_tier[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
-        self._on_device = {layer: self._tensor(layer, "device") for layer in self.group if "device" in self.ids}
+        # By tier and group, the format of pages; None if pages are not encoded.
+        self._forms = {
+            tier: [CacheFormat(bits, model.kv_heads, p.page_tokens, model.head_dim) if bits else None for p in pools]
+            for tier, pools in layout.pools.items()
+        }
+        self._views: dict[tuple[int, str], Tensor] = {}  # by layer and tier
         size, self._mover = layout.cache_buffer, Mover(machine, self.teams)
         count = num_buffers(layout.policy.slots) if size else 0
         self._buffers = [regions.take("device", size, "cache buffers", dtype) for _ in range(count)]
@@ -111,26 +191,25 @@ class Pools(SequenceState):
 
     def region(self, layer: int, tier: str) -> Region:
         """Return the region of a layer's pages."""
-        group, number = self._places[layer]
-        nbytes = self.layout.pools[tier][group].pages * self.layout.page_bytes[tier][group]
-        return self._by_tier[tier].part(self._starts[tier][group] + number * nbytes, nbytes)
+        group = self.group[layer]
+        nbytes = self.layout.pools[tier][group].pages * self.page_bytes(layer, tier)
+        return self._by_tier[tier].part(self._starts[tier][group] + self._number[layer] * nbytes, nbytes)
 
     def form(self, layer: int, tier: str) -> CacheFormat | None:
         """Return the format of a layer's pages on a tier; None if pages are not encoded."""
-        return self._form(self.group[layer], tier)
+        return self._forms[tier][self.group[layer]]
 
     def page_shape(self, group: int, tier: str) -> PageShape:
         """Return the layout of a group's pages on a tier."""
         model, tokens = self.model, self.layout.pools[tier][group].page_tokens
-        return PageShape.of(self._form(group, tier), model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
+        return PageShape.of(self._forms[tier][group], model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
 
-    def on_device(self, layer: int) -> Tensor:
-        """Return the pages of a layer on the device."""
-        return self._on_device[layer]
-
-    def on_host(self, layer: int) -> Tensor:
-        """Return the pages of a layer in host RAM, as a view."""
-        return self._tensor(layer, "host")
+    def view(self, layer: int, tier: str) -> Tensor:
+        """Return the pages of a layer on the device or in host RAM."""
+        if (layer, tier) not in self._views:
+            flat = self.machine.tier(tier).view(self.region(layer, tier))
+            self._views[layer, tier] = flat.view(-1, *self._page(layer, tier))
+        return self._views[layer, tier]
 
     def room(self, layer: int, home: str, buffer: int) -> Region:
         """Return the part of a buffer that holds whole pages of the layer."""
@@ -139,60 +218,41 @@ class Pools(SequenceState):
 
     def in_buffer(self, layer: int, home: str, buffer: int) -> Tensor:
         """Return the pages of a layer in a buffer."""
-        room, group = self.room(layer, home, buffer), self.group[layer]
-        shape = self._shape(group, home, room.nbytes // self.page_bytes(layer, home))
-        return self.machine.device.view(room).view(shape)
+        return self.machine.device.view(self.room(layer, home, buffer)).view(-1, *self._page(layer, home))
+
+    def _page(self, layer: int, tier: str) -> tuple[int, ...]:
+        """Return the shape of a page."""
+        if self.bits:
+            return (self.page_bytes(layer, tier),)
+        return 2, self.model.kv_heads, self.layout.pools[tier][self.group[layer]].page_tokens, self.model.head_dim
 
     def load(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
         """Copy the cached pages of one layer one leg toward the device buffer; see `Mover.load`."""
-        spans = self._spans(layer, home, tables.load, tables.keys)
-        self._mover.load(home, hop, self._parts(layer, home, spans, buffer))
+        self._mover.load(home, hop, self._parts(layer, home, buffer, tables.load, tables.keys))
 
     def store(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
         """Copy new pages one leg from the device buffer; see `Mover.store`. Rows have one leg."""
-        spans = self._spans(layer, home, tables.store)
-        self._mover.store(home, hop, self._parts(layer, home, spans, buffer))
+        self._mover.store(home, hop, self._parts(layer, home, buffer, tables.store))
         for rows in tables.rows:
             store_rows(self.machine, rows, self.room(layer, home, buffer), self.region(layer, home), home)
 
-    def _spans(self, layer: int, home: str, whole: Runs, keys: Runs | tuple[()] = ()) -> Spans:
-        """Return the bytes of pages in a layer's pool and in a buffer. whole: whole pages. keys: pages without values,
-        whose keys are the first half."""
-        page = self.page_bytes(layer, home)
-        spans = [(source * page, target * page, count * page) for source, target, count in whole]
-        halves = [(source + i, target + i) for source, target, count in keys for i in range(count)]
-        return spans + [(source * page, target * page, page // 2) for source, target in halves]
-
-    def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Transfer]:
-        """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
-        pool, device = self.region(layer, home), self._buffers[buffer]
+    def _parts(self, layer: int, home: str, buffer: int, whole: Runs, keys: Runs | tuple[()] = ()) -> list[Transfer]:
+        """Return what is copied between a layer's pool and a buffer. whole: whole pages. keys: pages without values,
+        whose keys are the first half. A page has the same offset in the buffer and in its staging."""
+        page, pool, device = self.page_bytes(layer, home), self.region(layer, home), self._buffers[buffer]
         stage = self._stages[buffer] if place_of(home).staged and self._stages else None
+        spans = [(source * page, target * page, count * page) for source, target, count in whole]
+        for source, target, count in keys:
+            spans += [((source + i) * page, (target + i) * page, page // 2) for i in range(count)]
         return [
-            Transfer([pool.part(first, nbytes)], self._part(stage, start, nbytes) if stage else None,
-                 self._part(device, start, nbytes))
-            for first, start, nbytes in spans
-        ]  # fmt: skip
+            Transfer([pool.part(first, n)], stage and self._part(stage, start, n), self._part(device, start, n))
+            for first, start, n in spans
+        ]
 
     def _part(self, base: Region, start: int, nbytes: int) -> Region:
         return Region(base.place, base.start + start, nbytes, self.dtype)
 
-    def _form(self, group: int, tier: str) -> CacheFormat | None:
-        if not self.bits:
-            return None
-        tokens = self.layout.pools[tier][group].page_tokens
-        return CacheFormat(self.bits, self.model.kv_heads, tokens, self.model.head_dim)
-
-    def _shape(self, group: int, tier: str, pages: int) -> tuple[int, ...]:
-        if self.bits:
-            return pages, self.layout.page_bytes[tier][group]
-        return pages, 2, self.model.kv_heads, self.layout.pools[tier][group].page_tokens, self.model.head_dim
-
-    def _tensor(self, layer: int, tier: str) -> Tensor:
-        group = self.group[layer]
-        shape = self._shape(group, tier, self.layout.pools[tier][group].pages)
-        return self.machine.tier(tier).view(self.region(layer, tier)).view(shape)
-
     def close(self) -> None:
         """Drop all references to the memory."""
-        for held in (self._on_device, self._by_tier, self._buffers, self._stages):
+        for held in (self._views, self._by_tier, self._buffers, self._stages):
             held.clear()

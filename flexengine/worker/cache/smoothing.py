@@ -14,7 +14,6 @@ same loss, and the newest tokens of every sequence kept in full until a group of
 """
 
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +24,9 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.batches import Piece
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache.states import SequenceRecords
+from flexengine.worker.cache.pools import SequenceRecords
+from flexengine.worker.cache.tables import MeanKeys
 from flexengine.worker.regions import Regions
-
-
-class MeanKeys(NamedTuple):
-    """Numbers of the mean keys of a batch's sequences."""
-
-    # (number, first token, last token + 1) of each sequence that begins; tokens of the packed batch
-    opening: list[tuple[int, int, int]]
-    by_token: Tensor  # int64 [tokens]: number of the mean key of each token's sequence
 
 
 class Smoothing(SequenceRecords):

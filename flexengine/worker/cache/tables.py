@@ -1,22 +1,64 @@
-"""Page tables of a gpu_batch during a sweep. Layers of one group share a table."""
+"""Page tables of a gpu_batch during a sweep. Layers of one group share a table.
+
+A decode step stores the rows of its tokens to pages in RAM, not whole pages. A page has one row per KV head for a
+token's K, and one for its V. An encoded page has, per KV head, a row of codes and one for each scale and minimum
+(codec.cache). Rows of equal width are gathered on the device, cross the link in one copy, and are put into the pool.
+"""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheFormat, PanelPart
 from flexengine.kernels.paged import PagedAttention, PromptPieces
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.pages import Pool
-from flexengine.worker.rows import PageShape, TokenRows, rows_of
-
-if TYPE_CHECKING:
-    from flexengine.worker.cache.smoothing import MeanKeys
+from flexengine.tier.base import Region
+from flexengine.tier.machine import Machine
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 Pairs = list[tuple[int, int]]  # (page in the pool, page in the buffer)
 Shared = tuple[int, list[int]]  # tokens cached before the sweep, and the page ids that hold them (copy on write)
+
+
+# Dtypes to copy rows of bytes in, the first that fits: index_copy_ of uint8 is four times as slow as of int64.
+WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class PageShape(NamedTuple):
+    """Layout of a page. A page has a panel of K for each KV head, then a panel of V for each."""
+
+    kv_heads: int  # number of KV heads
+    page_tokens: int  # tokens of a page
+    size: int  # bytes of a panel
+    parts: tuple[PanelPart, ...]  # rows of a panel, by width
+
+    @staticmethod
+    def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
+        """Return the layout of pages. row: bytes of one head's key in pages that are not encoded."""
+        if form is None:
+            return PageShape(kv_heads, page_tokens, page_tokens * row, (PanelPart(row, (0,)),))
+        return PageShape(kv_heads, page_tokens, form.panel_bytes, form.parts)
+
+    def rows(self, part: PanelPart, panels: Tensor, offsets: Tensor) -> Tensor:
+        """Return numbers of rows of `part.width` bytes in a pool: int64 [starts * tokens].
+
+        Args:
+            panels, offsets: int64 of one shape, or of shapes that can be broadcast: panel and offset of each token.
+        """
+        first = panels * (self.size // part.width) + offsets
+        return torch.cat([(first + start // part.width).flatten() for start in part.starts])
+
+
+class TokenRows(NamedTuple):
+    """Numbers of a batch's rows of one width, in a layer's pool and in a buffer."""
+
+    width: int  # bytes of a row
+    pool_rows: Tensor  # int64 [rows], in RAM: row numbers in the pool
+    buffer_rows: Tensor  # int64 [rows], on the device: row numbers in the buffer
 
 
 class Closed(NamedTuple):
@@ -55,13 +97,21 @@ class Tables:
     paged: PagedAttention | None = None  # what the last layer got from `Kernels.paged`; None before the first one
 
 
+class MeanKeys(NamedTuple):
+    """Numbers of the mean keys of a batch's sequences."""
+
+    # (number, first token, last token + 1) of each sequence that begins; tokens of the packed batch
+    opening: list[tuple[int, int, int]]
+    by_token: Tensor  # int64 [tokens]: number of the mean key of each token's sequence
+
+
 @dataclass
 class View:
     """Page tables of one gpu_batch during a sweep."""
 
     decode: int  # number of pieces with one token, which are first in the packed batch
     groups: tuple[Tables, ...]  # by group of layers
-    means: "MeanKeys | None" = None  # numbers of mean keys; None unless keys are stored without their means
+    means: MeanKeys | None = None  # numbers of mean keys; None unless keys are stored without their means
 
 
 def packed(batch: Batch) -> list[Piece]:
@@ -72,21 +122,19 @@ def packed(batch: Batch) -> list[Piece]:
 class _Moved:
     """Pages of a gpu_batch that pass through a device buffer.
 
-    Attributes:
-        pool: pool of the pages.
+    A page that several pieces share is loaded once, as long as none of them writes to it.
+
+    Args:
         keys_only: whether pieces with one token load pages without values.
         rows: whether decode steps store rows in place of pages.
-        load, keys, store: as in `Tables`.
-        tokens: (page in the pool, page in the buffer, offset in the page) of each token that is stored as rows.
-
-    A page that several pieces share is loaded once, as long as none of them writes to it.
     """
 
     def __init__(self, pool: Pool, keys_only: bool, rows: bool) -> None:
         self.pool, self.keys_only, self.rows = pool, keys_only, rows
-        self.load, self.keys, self.store = Runs(), Runs(), Runs()
+        self.load, self.keys, self.store = Runs(), Runs(), Runs()  # as in `Tables`
+        # (page in the pool, page in the buffer, offset in the page) of each token that is stored as rows
         self.tokens: list[tuple[int, int, int]] = []
-        self._used = 0  # pages of the buffer
+        self._buffer_pages = count()
         self._loaded: dict[int, int] = {}  # by page in the pool that is only read, the page in the buffer
 
     def add(self, piece: Piece, ids: list[int], shared: Shared | None) -> list[int]:
@@ -109,7 +157,7 @@ class _Moved:
         full = [] if keys_only else pool.entries(range(read.start, filling))
         unchanged = {*full} - {*pool.entries(pool.written(piece.start, end))}
         loaded = {i: self._loaded[sources[i]] for i in unchanged if sources[i] in self._loaded}
-        buffer_pages = [loaded[i] if i in loaded else self._next() for i in range(pool.held(end))]
+        buffer_pages = [loaded[i] if i in loaded else next(self._buffer_pages) for i in range(pool.held(end))]
         self._loaded |= {sources[i]: buffer_pages[i] for i in unchanged}
 
         def pairs(numbers: range, ids: list[int] = ids) -> Pairs:
@@ -125,10 +173,6 @@ class _Moved:
         else:
             self.store += _runs(pairs(pool.written(piece.start, end)))
         return buffer_pages
-
-    def _next(self) -> int:
-        self._used += 1
-        return self._used - 1
 
 
 def tables_of(
@@ -149,7 +193,10 @@ def tables_of(
     if batch.cache_home != "device" and not batch.delegated:
         page_ids = [moved.add(piece, owned[i], shared.get(i)) for i, piece in enumerate(pieces)]
     else:
-        copies = _copies(pool, pieces, owned, shared)
+        for i, (tokens, ids) in shared.items():  # first new tokens that go to a page that is partly filled
+            entry = pool.entry(tokens // pool.page_tokens)
+            if pieces[i].start == tokens and tokens % pool.page_tokens:
+                copies.append((ids[entry], owned[i][entry]))
     ends = [p.start + p.count for p in pieces]
     tables = [pool.table(ids, end) for ids, end in zip(page_ids, ends, strict=True)]
     if page_ids is owned:
@@ -161,51 +208,24 @@ def tables_of(
         starts = torch.tensor([p.start // pool.page_tokens * pool.page_tokens for p in pieces[:decode]])
         closed = Closed(*(x.to(device) for x in (_padded(in_pool), _padded(tables[:decode]), starts)))
     where = torch.device("cpu") if batch.delegated else device
-    size, spans = pool.page_tokens, [_kept(pool, p) for p in pieces[decode:]]
+    size, prompts = pool.page_tokens, pieces[decode:]
+    # Positions of the tokens that are written to pages, which end with the piece.
+    bounds = [(p.start, p.start + p.count) for p in prompts]
+    spans = [range(max(low, pool.first_written(low, high) * size), high) for low, high in bounds]
+    kept = None
+    if any(len(span) < piece.count for piece, span in zip(prompts, spans, strict=True)):
+        firsts = accumulate((p.count for p in prompts), initial=decode)
+        inside = zip(firsts, prompts, spans, strict=False)
+        kept = torch.tensor([first + s - p.start for first, p, span in inside for s in span]).long().to(where)
     pages = [table[-1] for table in tables[:decode]]
     pages += [table[s // size] for table, span in zip(tables[decode:], spans, strict=True) for s in span]
     offsets = [p.start % size for p in pieces[:decode]] + [s % size for span in spans for s in span]
     return Tables(
         _padded(tables[:decode]).int().to(where),
-        _int32(ends[:decode], where),
-        _int32(pages, where), _int32(offsets, where), _indices(pieces[decode:], spans, decode, where),
-        _prompts(pieces[decode:], tables[decode:], decode, where), moved.load, moved.keys, moved.store, closed,
+        _int32(ends[:decode], where), _int32(pages, where), _int32(offsets, where), kept,
+        _prompts(prompts, tables[decode:], decode, where), moved.load, moved.keys, moved.store, closed,
         tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
-
-
-def _copies(
-    pool: Pool, pieces: list[Piece], owned: list[list[int]], shared: dict[int, Shared]
-) -> list[tuple[int, int]]:
-    """Return the (shared, own) pages of sequences whose first new token goes to a page that is partly filled."""
-    copies = list[tuple[int, int]]()
-    for i, (tokens, ids) in shared.items():
-        entry = pool.entry(tokens // pool.page_tokens)
-        if pieces[i].start == tokens and tokens % pool.page_tokens:
-            copies.append((ids[entry], owned[i][entry]))
-    return copies
-
-
-def _kept(pool: Pool, piece: Piece) -> range:
-    """Return the positions of the piece's tokens that are written to pages."""
-    end = piece.start + piece.count
-    return range(max(piece.start, pool.first_written(piece.start, end) * pool.page_tokens), end)
-
-
-def _indices(pieces: list[Piece], spans: list[range], first: int, device: torch.device) -> Tensor | None:
-    """Return the indices in the packed batch of tokens at some positions of each piece; None for all tokens.
-
-    Args:
-        spans: by piece, the positions; they end with the piece.
-        first: index of the first piece's first token.
-    """
-    if all(len(span) == piece.count for piece, span in zip(pieces, spans, strict=True)):
-        return None
-    indices: list[int] = []
-    for piece, span in zip(pieces, spans, strict=True):
-        first += piece.count
-        indices += range(first - len(span), first)
-    return torch.tensor(indices, dtype=torch.int64).to(device)
 
 
 def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -242,3 +262,35 @@ def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: t
             groups.append(PromptPieces(first, 1, piece.count, 0, None))
         first += piece.count
     return groups
+
+
+def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[TokenRows]:
+    """Return the rows of tokens, grouped by width.
+
+    Args:
+        tokens: (page in the pool, page in the buffer, offset in the page) of every token.
+    """
+    if not tokens:
+        return []
+    *pages, offsets = torch.tensor(tokens).unbind(1)
+    at = offsets[:, None]
+    panels = torch.arange(2 * shape.kv_heads)
+    in_pool, in_buffer = (page[:, None] * len(panels) + panels for page in pages)
+    return [
+        TokenRows(part.width, shape.rows(part, in_pool, at), shape.rows(part, in_buffer, at).to(device))
+        for part in shape.parts
+    ]
+
+
+def store_rows(machine: Machine, rows: TokenRows, buffer: Region, pool: Region, tier: str) -> None:
+    """Copy rows from a device buffer to a pool in RAM."""
+    wide = next(dtype for dtype in WIDE if rows.width % dtype.itemsize == 0)
+    whole = Region(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)
+    source = machine.device.view(whole).view(-1, rows.width // wide.itemsize)
+    machine.tier(tier).put(source.index_select(0, rows.buffer_rows), pool, rows.pool_rows)
+
+
+def copy_pages(pool: Tensor, tables: Tables) -> None:
+    """Copy the shared pages of a layer that the sweep writes to (copy on write)."""
+    for source, target in tables.copies:
+        pool[target].copy_(pool[source])

@@ -21,7 +21,6 @@ class Group(NamedTuple):
     """Pages of a group of layers."""
 
     start: int  # bytes of whole pages before the group
-    page_bytes: int  # bytes of a whole page
     page_tokens: int  # tokens of a whole page
 
 
@@ -66,19 +65,18 @@ class Team(Tier):
 
     def store(self, source: Tensor, region: Region) -> None:
         for tier, part, whole in zip(self._tiers, self.slices(region), self._cut(source, region), strict=True):
-            piece = self._empty(part, region)
-            for target, view in zip(piece.views, whole, strict=True):
+            flat, views = self._empty(part, region)
+            for target, view in zip(views, whole, strict=True):
                 target.copy_(view)
-            tier.store(piece.flat, part)
+            tier.store(flat, part)
 
     def load_all(self, pairs: Sequence[tuple[Region, Tensor]]) -> None:
         for number, tier in enumerate(self._tiers):
-            pieces = [self._empty(self.slices(region)[number], region) for region, _ in pairs]
-            tier.load_all(
-                [(self.slices(region)[number], piece.flat) for (region, _), piece in zip(pairs, pieces, strict=True)]
-            )
-            for (region, target), piece in zip(pairs, pieces, strict=True):
-                for view, source in zip(list(self._cut(target, region))[number], piece.views, strict=True):
+            parts = [self.slices(region)[number] for region, _ in pairs]
+            pieces = [self._empty(part, region) for part, (region, _) in zip(parts, pairs, strict=True)]
+            tier.load_all([(part, flat) for part, (flat, _) in zip(parts, pieces, strict=True)])
+            for (region, target), (_, views) in zip(pairs, pieces, strict=True):
+                for view, source in zip(list(self._cut(target, region))[number], views, strict=True):
                     view.copy_(source)
 
     def _group(self, region: Region) -> int:
@@ -95,9 +93,10 @@ class Team(Tier):
             else:
                 yield [view.narrow(2, number * heads, heads) for view, _ in whole]
 
-    def _empty(self, part: Region, region: Region) -> "_Slice":
+    def _empty(self, part: Region, region: Region) -> tuple[Tensor, list[Tensor]]:
+        """Return memory for a worker's slice of some pages, and views of it."""
         flat = torch.empty(part.nbytes // part.dtype.itemsize, dtype=part.dtype)
-        return _Slice(flat, [view for view, _ in self._views(flat, *self.slice_form(self._group(region)))])
+        return flat, [view for view, _ in self._views(flat, *self.slice_form(self._group(region)))]
 
     def _views(self, flat: Tensor, heads: int, tokens: int) -> list[tuple[Tensor, int]]:
         """Return views of pages, [pages, K or V, heads, ...], each with its axis of tokens."""
@@ -112,10 +111,3 @@ class Team(Tier):
 
     def free(self, region: Region, what: str) -> None:
         raise TypeError("pages of a team are freed with their `Regions`")
-
-
-class _Slice(NamedTuple):
-    """A worker's slice of some pages: its memory, and views of it."""
-
-    flat: Tensor
-    views: list[Tensor]

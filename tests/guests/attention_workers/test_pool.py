@@ -21,7 +21,7 @@ from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.workers import RemoteWorker, WorkerTier, connecting
 from flexengine.guests.wire.link import Connection, pack
 from flexengine.plan.workload import Workload
-from flexengine.runtime.shortage import Shortage
+from flexengine.runtime.execute import Shortage
 from tests.helpers.attention_workers import listening
 from tests.helpers.families import NEW
 
