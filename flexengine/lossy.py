@@ -81,36 +81,25 @@ class Lossy:
 
     def __post_init__(self) -> None:
         check(self)
-        self._check_budget()
-        self._check_calibrate()
+        if self.weights != MIXED and self.budget is not None:
+            raise InvalidInput(f"budget is {shown(self.budget)}, but it is for {MIXED} weights, and weights is"
+                               f" {weights_text(self.weights)}; set weights to {MIXED}, or leave the budget"
+                               " out")  # fmt: skip
+        if self.weights == MIXED:
+            if self.budget is None:
+                raise InvalidInput(f"weights is {MIXED!r}, but there is no budget; set the budget to the bytes that all"
+                                   " weights may take, such as 6G")  # fmt: skip
+            object.__setattr__(self, "budget", parse_size(self.budget, "budget"))
+            object.__setattr__(self, "calibrate", self.calibrate or BUNDLED)
+        if self.calibrate is not None and self.decided and not self.fitted and self.sparsify is None:
+            coded = self.coded
+            why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
+            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and for"
+                               f" sparsify, and {why}; set weights to one of {', '.join(FITTED)}, set sparsify, or"
+                               " leave calibrate out")  # fmt: skip
         if self.flash is not None and self.weights not in (None, *RECORDED):
             raise InvalidInput(f"flash is {self.flash!r} with weights {weights_text(self.weights)}; neurons are read in"
                                f" {' or '.join(RECORDED)}: choose one of these, or leave weights out")  # fmt: skip
-
-    def _check_budget(self) -> None:
-        if self.weights != MIXED:
-            if self.budget is not None:
-                raise InvalidInput(f"budget is {shown(self.budget)}, but it is for {MIXED} weights, and weights is"
-                                   f" {weights_text(self.weights)}; set weights to {MIXED}, or leave the budget"
-                                   " out")  # fmt: skip
-            return
-        if self.budget is None:
-            raise InvalidInput(f"weights is {MIXED!r}, but there is no budget; set the budget to the bytes that all"
-                               " weights may take, such as 6G")  # fmt: skip
-        object.__setattr__(self, "budget", parse_size(self.budget, "budget"))
-        if self.calibrate is None:
-            object.__setattr__(self, "calibrate", BUNDLED)
-
-    def _check_calibrate(self) -> None:
-        text = self.calibrate
-        if text is None:
-            return
-        if self.decided and not self.fitted and self.sparsify is None:
-            coded = self.coded
-            why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
-            raise InvalidInput(f"calibrate is {text!r}, but it is for weights that are fitted, and for sparsify, and"
-                               f" {why}; set weights to one of {', '.join(FITTED)}, set sparsify, or leave calibrate"
-                               " out")  # fmt: skip
 
     def __bool__(self) -> bool:
         return bool(self.enabled)

@@ -197,16 +197,14 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""
-        return {k: _readable(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        fields = asdict(self)
+        for name, split in fields.items():
+            if isinstance(split, tuple):  # by name if some are on attention workers, whose place follows many disks
+                named = {place: share for place, share in shares(split).items() if share}
+                fields[name] = named if len(split) == len(PLACES) else list(split)
+        return fields
 
     @staticmethod
     def load(path: str | Path) -> "Policy":
         """Read a policy file. Raise InvalidInput, with the file's name and the fault, if the file has no policy."""
         return load(Policy, path, "policy file")
-
-
-def _readable(split: Split) -> list[float] | dict[str, float]:
-    """Return the fractions of a split: by name if some are on attention workers, whose place follows many disks."""
-    if len(split) < len(PLACES):
-        return list(split)
-    return {place: share for place, share in shares(split).items() if share}

@@ -98,7 +98,8 @@ def checked(rule: Allowed, name: str, value: Any) -> Any:
         if isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool)) and not no_file:
             return value
     elif kind is int or kind is float:
-        if isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high:
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
+        if is_number and (isinstance(value, kind) or abs(value) <= _LARGEST):  # a larger one is no float
             return value if type(value) is kind else kind(value)  # numbers of numpy become Python's
     elif kind is tuple and rule.item is not None:
         items = (value,) if isinstance(value, str) and rule.item.kinds == (str,) else value

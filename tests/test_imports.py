@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1] / "flexengine"
-PURE = ("errors", "records", "config", "policy", "strategy", "schedule", "plan")
+PURE = ("errors", "records", "config", "policy", "schedule", "plan")
 # What each part may import besides itself.
 ALLOWED = {
     "errors": {"places"},
@@ -22,9 +22,8 @@ ALLOWED = {
     "lossy": {"errors", "records", "config"},
     "places": set[str](),
     "policy": {"errors", "records", "places"},
-    "strategy": {"errors", "records", "policy"},
     "schedule": {"errors", "config", "places", "policy"},
-    "plan": {"errors", "records", "activity", "config", "places", "policy", "strategy", "schedule"},
+    "plan": {"errors", "records", "activity", "config", "places", "policy", "schedule"},
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "records", "activity", "read_retries", "places", "kernels"},
@@ -35,18 +34,18 @@ ALLOWED = {
     "job": {"errors", "records", "activity", "config"},
     "measure": {"errors", "activity", "config", "places", "policy", "plan", "schedule", "codec", "kernels", "tier",
                 "lossy", "model", "runtime", "worker", "__version__"},
-    "engine": {"errors", "records", "activity", "config", "lossy", "places", "policy", "strategy", "schedule", "plan",
+    "engine": {"errors", "records", "activity", "config", "lossy", "places", "policy", "schedule", "plan",
                "codec", "kernels", "tier", "model", "runtime", "worker", "job", "measure", "__version__"},
-    "guests": {"errors", "records", "activity", "read_retries", "config", "lossy", "places", "policy", "strategy",
+    "guests": {"errors", "records", "activity", "read_retries", "config", "lossy", "places", "policy",
                "schedule", "plan", "codec", "kernels", "tier", "model", "runtime", "worker", "measure", "engine",
                "texts", "__version__"},
     "apps": {"errors", "records", "activity", "config", "lossy", "policy", "plan", "job", "engine", "guests", "shipped",
              "__version__"},
     "explain": {"errors", "activity", "places", "policy", "schedule", "plan"},
-    "report": {"errors", "config", "plan", "explain", "schedule", "doctor", "job", "engine", "__version__"},
+    "report": {"errors", "config", "places", "plan", "explain", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
-    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier",
+    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "plan", "tier",
                  "explain", "kernels", "model", "guests", "worker", "measure", "job", "engine", "report", "apps",
                  "shipped", "texts", "__version__"},
     "run": {"commands"},
@@ -57,8 +56,8 @@ ALLOWED = {
     "texts": {"errors"},
     "__init__": {"errors", "activity", "config", "lossy", "policy", "plan", "tier", "engine"},
 }  # fmt: skip
-# A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
-EXCEPTIONS = {("tier.machine", "plan"), ("tier.machine", "schedule")}
+# A machine is a set of tiers and how they are joined: it answers with plan's Capacity.
+EXCEPTIONS = {("tier.machine", "plan")}
 CUDA = {"tier.cuda", "tier.limits", "runtime.lane", "kernels.cuda"}
 
 

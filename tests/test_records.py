@@ -1,5 +1,6 @@
 """The check of records: types, ranges, names, lists, objects and nested records, each refused with name and limit."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     assert [type(number) for number in (*made.pair, made.inner.share)] == [float] * 3
     with pytest.raises(InvalidInput, match=r"size is np.int64\(3\); it must be a whole number"):
         Outer(size=np.int64(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_whole_numbers_that_no_float_holds(number: int) -> None:
+    with pytest.raises(InvalidInput, match=r"rate is -?10{70,} \.\.\.; it must be any rate"):
+        check_argument("rate", number, Annotated[float, Limit(-math.inf, math.inf), "any rate"])
 
 
 @pytest.mark.parametrize(("given", "shown"), [(None, "null"), ([], "[]"), (3, "3"), ("text", "'text'")])

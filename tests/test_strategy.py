@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.stages import StagePlan, Strategy
 from flexengine.policy import Policy
-from flexengine.strategy import StagePlan, Strategy
+from flexengine.records import read
 
 FILE: dict[str, Any] = {
     "model": "opt, 5 layers of 64", "num_layers": 5, "prefill_batch": 2, "decode_batch": 4, "cohorts": 3,
@@ -31,13 +32,12 @@ def test_a_file_holds_what_was_made(tmp_path: Path) -> None:
     made = Strategy("opt, 5 layers of 64", 5,
                     (StagePlan("a", (0, 3), (None, "int8", "int8"), Policy(gpu_batch_size=4)),
                      StagePlan("b", (3, 5), ("int4", "int3"))), 2, 4, 3)  # fmt: skip
-    assert Strategy.from_json(FILE, "file") == made
+    assert read(Strategy, FILE, "file") == made
     (tmp_path / "s.json").write_text(made.text())
     assert Strategy.load(tmp_path / "s.json") == made
     assert json.loads(made.text())["stages"][0]["policy"]["gpu_batch_size"] == 4
-    assert made.devices == ("a", "b")
+    assert [stage.device for stage in made.stages] == ["a", "b"]
     assert made.weights == (None, "int8", "int8", "int4", "int3")
-    assert made.stages[0].runs == [(None, 1), ("int8", 2)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_file_holds_what_was_made(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_refusals(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        Strategy.from_json(values, "strategy file s.json")
+        read(Strategy, values, "strategy file s.json")
     assert message in str(error.value)
     assert str(error.value).startswith("strategy file s.json")
 
@@ -81,12 +81,11 @@ def test_refusals(values: dict[str, Any], message: str) -> None:
         ("opt, 5 layers of 64", 6, 2, "a model of 5 layers, but this one has 6; make a strategy with flexengine plan"),
         ("llama, 5 layers of 64", 5, 2, "made for the model opt, 5 layers of 64, but this one is llama"),
         ("opt, 5 layers of 64", 5, 1, "has 2 stages, but there are 1 devices"),
-        ("opt, 5 layers of 64", 5, ["a", "c"], "names device b, but the devices are a, c"),
     ],
 )
-def test_a_strategy_is_for_one_model_and_its_devices(model: str, layers: int, devices: Any, message: str) -> None:
-    strategy = Strategy.from_json(FILE, "file")
-    strategy.check(FILE["model"], 5, ["a", "b", "c"])
+def test_a_strategy_is_for_one_model_and_its_devices(model: str, layers: int, devices: int, message: str) -> None:
+    strategy = read(Strategy, FILE, "file")
+    strategy.check(FILE["model"], 5, 3)
     strategy.check(FILE["model"], 5, 2)
     with pytest.raises(InvalidInput) as error:
         strategy.check(model, layers, devices)

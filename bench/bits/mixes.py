@@ -68,7 +68,7 @@ def choices(bits: Any, harms: Mapping[str, Harms], averages: Sequence[float], se
         seeds: number of random choices.
     """
     from flexengine.lossy import BUNDLED, Lossy
-    from flexengine.plan.bits import Option, adabits
+    from flexengine.plan.lp import Option, adabits
 
     rand = {f"random {seed}": random_harms(harms[OURS], seed) for seed in range(seeds)}
     for average in averages:

@@ -39,7 +39,7 @@ from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search
 from flexengine.plan.cluster.transfer import transfer
-from flexengine.strategy import FORMATS
+from flexengine.plan.stages import FORMATS
 
 BLOOM = "bloom-176b"  # flexengine computes BLOOM in fp32 only, so it ships no 16-bit shape of it
 SECONDS = 600.0  # most seconds of a search; other processes may take most of the processor

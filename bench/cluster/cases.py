@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
 from flexengine.plan.cluster.job import ClusterJob, Format, Model
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.stages import BITS
 from flexengine.plan.workload import Workload
-from flexengine.strategy import BITS
 
 GROUP = 64  # elements of a matrix that share a scale and a minimum of 16 bits each
 

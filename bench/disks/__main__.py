@@ -36,7 +36,7 @@ class Case:
 def rates_of(engine: Any, rates: list[float]) -> Any:
     """Return the hardware to plan with: assumed rates of a simulated accelerator, with the disks' throttles."""
     from flexengine.places import disks_of
-    from flexengine.plan.assumed import assumed
+    from flexengine.plan.rates import assumed
 
     known = assumed("sim", engine.core.machine.capacity)
     names = disks_of(known.places)

@@ -38,11 +38,11 @@ def generate(model: Path, sequences: int, share: float) -> tuple[list[list[int]]
     """Return the tokens of a job and what its decode sweeps took. share: of experts, up to which they are loaded on
     demand."""
     from flexengine import Engine, Policy, SamplingParams
-    from flexengine.plan import experts
+    from flexengine.plan import neurons
 
     policy = Policy(sequences, 1, weights=(0.0, 0.0, 1.0), schedule="zigzag", slots=2)
     rows = [{"prompt_token_ids": [(97 * i + 31 * s + 5) % 8000 + 3 for i in range(PROMPT)]} for s in range(sequences)]
-    with patch.object(experts, "SHARE", share), Engine(model, policy=policy, device="cpu") as engine:
+    with patch.object(neurons, "MAX_CHOSEN_SHARE", share), Engine(model, policy=policy, device="cpu") as engine:
         results = engine.generate(rows, SamplingParams(NEW, ignore_eos=True))
         made = engine.summary
         found = {"disk_read": made.bytes["disk_read"], "decode_seconds": made.decode_seconds / (NEW - 1)}
@@ -53,10 +53,10 @@ def generate(model: Path, sequences: int, share: float) -> tuple[list[list[int]]
 
 def measure(model: Path, case: Case, turns: int) -> Record:
     """Return both ways' medians, and the bytes of experts that a decode sweep reads."""
-    from flexengine.plan import experts
+    from flexengine.plan import neurons
 
     shape, runs, tokens = SHAPES[case.shape], dict[str, list[Record]](), []
-    expected = float(experts.share(shape.active, shape.experts, case.sequences))
+    expected = float(neurons.experts_share(shape.active, shape.experts, case.sequences))
     for _ in range(turns):
         for way, share in {"whole": 0.0, "on demand": expected}.items():  # so sweeps of more tokens load whole layers
             answer, found = generate(model, case.sequences, share)
@@ -69,7 +69,7 @@ def measure(model: Path, case: Case, turns: int) -> Record:
         "tokens_equal": all(answer == tokens[0] for answer in tokens),
         "expert_bytes": {"whole": every, "on demand": every - saved / (NEW - 1)},
         "read_share": 1 - saved / (NEW - 1) / every,
-        "expected_share": expected, "by_rule": "on demand" if expected <= experts.MAX_CHOSEN_SHARE else "whole",
+        "expected_share": expected, "by_rule": "on demand" if expected <= neurons.MAX_CHOSEN_SHARE else "whole",
         "decode_sweep_seconds": seconds, "speedup": seconds["whole"] / seconds["on demand"],
     }  # fmt: skip
 

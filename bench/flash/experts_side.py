@@ -74,11 +74,11 @@ def main() -> None:
     from bench.flash.counted import CountedBlock
     from flexengine.guests.flash import expert_blocks
     from flexengine.guests.flash.expert_blocks import ExpertBlock, ExpertBlocks, Router
-    from flexengine.plan import experts
+    from flexengine.plan import neurons
     from flexengine.worker.worker import Worker
 
     ExpertBlocks.guessing = job.options.get("guessing", True)
-    experts.MAX_CHOSEN_SHARE = job.options.get("most_share", experts.MAX_CHOSEN_SHARE)
+    neurons.MAX_CHOSEN_SHARE = job.options.get("most_share", neurons.MAX_CHOSEN_SHARE)
     begin, close, compute = Worker.begin, ExpertBlocks.close, ExpertBlock.__call__
     choices = Choices(len(job.requests))
     sweeps, blocks = list[tuple[float, int]](), list[Any]()  # time and bytes read when each sweep begins

@@ -65,7 +65,7 @@ def engine_of(asked: Asked) -> Any:
 def rates(asked: Asked) -> Record:
     """Return the hardware with which all runs plan. It is marked as not measured, so that no run corrects stored
     rates."""
-    from flexengine.plan.assumed import assumed
+    from flexengine.plan.rates import assumed
 
     with engine_of(asked) as engine:
         began = time.perf_counter()

@@ -22,9 +22,9 @@ from bench.models import LlamaShape, make
 from bench.simulate import simulate
 from bench.workers import slowed
 from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.places import Routes
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Op, Task
 
 LAYERS, HEADS, VOCABULARY = 4, 16, 2000

@@ -21,7 +21,7 @@ from typing import Any
 from flexengine import Engine, Links, Policy, SamplingParams
 from flexengine.guests.attention_workers.workers import LocalWorker, WorkerTier
 from flexengine.lossy import Lossy
-from flexengine.plan.attended import split_of
+from flexengine.plan.refinement import split_of
 from flexengine.plan.workload import Workload
 
 

@@ -104,7 +104,7 @@ class Job:
 
     def _say_plan(self, workload: Workload, layout: Layout) -> None:
         if listener() is not None:
-            from flexengine.plan.brief import plan_line  # its text is for listeners alone
+            from flexengine.plan.search import plan_line
 
             cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
             message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)

@@ -22,7 +22,7 @@ from flexengine.tier.base import Tier
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
 
 if TYPE_CHECKING:
-    from flexengine.strategy import Strategy
+    from flexengine.plan.stages import Strategy
 
 P = ParamSpec("P")
 # Imported for attention workers.
@@ -205,7 +205,7 @@ class EngineOptions(MachineOptions):
         named_dtype(self.dtype)
 
     def _check_strategy(self) -> None:
-        from flexengine.strategy import Strategy  # not without stages
+        from flexengine.plan.stages import Strategy  # not without stages
 
         check_argument(
             "strategy", self.strategy, Annotated[Strategy, "a Strategy, such as Strategy.load(FILE), or None"]

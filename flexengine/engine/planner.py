@@ -11,14 +11,12 @@ from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy, choices
 from flexengine.places import place_of
 from flexengine.plan.candidates import Options
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import SweepMonitor
-from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import fitting, lay_out_given, planned
-from flexengine.plan.prediction import Prediction
-from flexengine.plan.search import Search, search
+from flexengine.plan.search import Search, search, unused_workers
 from flexengine.plan.search import check as check_least
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -136,7 +134,7 @@ class Planner:
         return Plan(layout, workload.up_to(largest), largest, refusal)
 
     def _say_unused(self, searched: Search) -> None:
-        message(guest("attended").unused(searched.tried, searched.best))
+        message(unused_workers(searched.tried, searched.best))
 
     def check(self, workload: Workload) -> None:
         """Raise OutOfMemory if `plan` would, without a search for a policy."""

@@ -13,9 +13,9 @@ from flexengine.engine.options import MachineOptions
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory, WorkerLost
 from flexengine.measure import store
 from flexengine.model.config import named_dtype
-from flexengine.plan.assumed import assumed
 from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.rates import assumed
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 

@@ -28,7 +28,7 @@ from flexengine.model.importance import ImportanceRecorder, Importances, load
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
 from flexengine.model.tokenizer import opening, spread, token_ids
-from flexengine.plan.bits import Format, Layer, Option, adabits
+from flexengine.plan.lp import Format, Layer, Option, adabits
 from flexengine.worker.open_model import OpenModel
 
 VERSION = 2  # part of the cache's key: raise it when the computed importances change
@@ -169,7 +169,7 @@ class Bits:
         harm = mean(d^2) / 2        nats per token
 
     This estimates the divergence from the exact model's probabilities, and has less noise than mean(d). Harms of other
-    formats follow from the squared steps of their codes. plan/bits.py chooses. Harms are stored in the cache.
+    formats follow from the squared steps of their codes. plan/lp.py chooses. Harms are stored in the cache.
 
     Attributes:
         budget: most bytes of all weights on the device.

@@ -20,7 +20,7 @@ from flexengine.kernels.paged import Room
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
 # Limit in bytes of a kernel's scratch memory, without arguments, result and 8-bit codes of x. A kernel takes more only
-# if one row, or one sequence, needs more. plan.gpu reserves the same amount.
+# if one row, or one sequence, needs more. plan.sizes reserves the same amount.
 BUFFER = 2**26
 GATHERED = 32  # bytes of scratch per element of K and V that is gathered: six fp32 copies and 8 bytes of codes
 ENCODED = 48  # bytes of scratch per element that is encoded: the copies that a fit makes

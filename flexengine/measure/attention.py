@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ from flexengine.kernels.base import AttentionOptions
 from flexengine.lossy import Lossy
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.forward import Attend
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.hardware import Table
+from flexengine.plan.hardware import Capacity, Table
 from flexengine.plan.layout import lay_out
-from flexengine.plan.pages import page_tokens
+from flexengine.plan.sizes import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.batches import Batch, Piece
@@ -49,6 +47,7 @@ MIN_CALL_SECONDS = 1e-7  # seconds; minimum of a call's time without its fixed c
 
 Tables = dict[str, Table]
 Call = Callable[[int], object]
+Timed = AbstractContextManager[Call]
 
 
 @dataclass(frozen=True)
@@ -132,58 +131,49 @@ def measure_attention(opened: OpenModel, machine: Machine) -> dict[str, Tables]:
     return tables
 
 
-class AttentionFigure(NamedTuple):
-    """A call to time, for position x, in tokens, of table `what`. work: bytes or FLOP, for a table of rates; 0 for
-    seconds."""
-
-    what: str
-    x: int
-    work: float
-    call: AbstractContextManager[Call]
-
-
 def _measured(trial: AttentionTrial, window: int | None, most: int) -> Tables:
     """Return all tables of one shape, for contexts of at most `most` tokens; {} if the first figure does not fit."""
-    figures, calls = list[AttentionFigure](), list[Call]()
+    figures, calls = list[tuple[str, int, float]](), list[Call]()
     with ExitStack() as stack:
-        for figure in _figures(trial, window, most):
+        for what, x, work, call in _figures(trial, window, most):
             tick()
             with suppress(OutOfMemory):
-                calls.append(stack.enter_context(figure.call))
-                figures.append(figure)
-        if not figures or figures[0].what != "call":
+                calls.append(stack.enter_context(call))
+                figures.append((what, x, work))
+        if not figures or figures[0][0] != "call":
             return {}
         on, dtype = trial.machine.compute, trial.dtype
-        x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
+        rows, weight = (fill(torch.empty(n, WIDTH, dtype=dtype, device=on)) for n in (SEQUENCES, WIDTH))
 
         def product() -> object:  # like a layer's; evicts attention's data from the CPU's caches
-            return functional.linear(x, weight)
+            return functional.linear(rows, weight)
 
         turns = [[seconds_per_call(call, SECONDS / TURNS, trial.machine, product) for call in calls]
                  for _ in range(TURNS)]  # fmt: skip
     took = [median(seconds) for seconds in zip(*turns, strict=True)]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
     fixed = took[0]
-    for figure, whole in zip(figures, took, strict=True):
-        rest = whole if figure.what == "host" else max(MIN_CALL_SECONDS, whole - fixed)
-        tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else whole))
+    for (what, x, work), whole in zip(figures, took, strict=True):
+        rest = whole if what == "host" else max(MIN_CALL_SECONDS, whole - fixed)
+        tables[what].append((float(x), work / rest if work else whole))
     return {what: tuple(points) for what, points in tables.items()}
 
 
-def _figures(trial: AttentionTrial, window: int | None, most: int) -> Iterator[AttentionFigure]:
-    """Yield the figures to time. The first one reads almost no data, and so gives the fixed cost of a call."""
+def _figures(trial: AttentionTrial, window: int | None, most: int) -> Iterator[tuple[str, int, float, Timed]]:
+    """Yield (name of a table, x in tokens, work, call to time). work: bytes or FLOP for rates, 0 for seconds. The first
+    call reads almost no data, and so gives the fixed cost of a call."""
     facts = trial.facts
-    yield AttentionFigure("call", 1, 0.0, trial.call(1, 15, 1, window))
+    yield "call", 1, 0.0, trial.call(1, 15, 1, window)
     apart = not trial.machine.capacity.shared and facts.topk is None
     for home in ("device", "host") if apart else ("device",):
         for length in (n for n in LENGTHS if n <= most and trial.layers(SEQUENCES, n, home)):
             seen = SEQUENCES * min(length, window or length) * facts.kv_token
             what = "decode" if home == "device" else home
-            yield AttentionFigure(what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home))
+            yield what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home)
     for tokens in (n for n in PROMPTS if n <= most):
-        yield AttentionFigure("prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window))
+        yield "prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window)
     for past in (n for n in PASTS if n + PIECE <= most):
-        yield AttentionFigure("continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window))
+        yield "continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window)
 
 
 def _flop(facts: ModelFacts, past: int, count: int, window: int | None) -> float:

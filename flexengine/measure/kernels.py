@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ from flexengine.activity import tick
 from flexengine.kernels import Kernels
 from flexengine.kernels.base import AttentionOptions
 from flexengine.measure.links import WHAT, copies, readable, stretches
-from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
-from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import beside, fill, room, seconds_per_call, timed, unnoticed
 from flexengine.model.linear import Product
 from flexengine.places import HOST, disks_of, lane_of
-from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.pages import PAGE_TOKENS
+from flexengine.plan.rates import assumed
+from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
@@ -46,6 +45,9 @@ ATTENDED = 0.4  # rate at which attention reads the KV cache, by that of such co
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
 
+Calls = Callable[[int], object]  # does piece `number` of a lane's work, or computes product `number`
+
+
 @torch.no_grad()
 def measure_kernels(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of `Hardware` about kernels, for activations of `dtype`.
@@ -60,24 +62,26 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> dict[str, Any]:
     kernels = available.load_for(machine.compute)
     with unnoticed(machine):
         decode = _decode(machine, "device", kernels, dtype, LENGTHS)
-        vector = _vector_flops(_decode(machine, "device", kernels, dtype, LENGTHS[1:2], GROUP), dtype)
+        # A query takes 2 FLOP per element of KV. If memory was the limit, the true value is higher.
+        flops = 2 * GROUP / dtype.itemsize
+        vector = flops * _decode(machine, "device", kernels, dtype, LENGTHS[1:2], GROUP)[0][1]
         host = host_flops = 0.0
         if not machine.capacity.shared:
             host = _decode(machine, "host", native, dtype, LENGTHS[1:2])[0][1]
-            host_flops = _vector_flops(_decode(machine, "host", native, dtype, LENGTHS[1:2], GROUP), dtype)
-        sweep, sequence = sweep_seconds(machine, dtype)
+            host_flops = flops * _decode(machine, "host", native, dtype, LENGTHS[1:2], GROUP)[0][1]
+        x, y = (fill(torch.empty(512, WIDTH, dtype=dtype, device=machine.compute), 1.0) for _ in range(2))
+
+        def elementwise(_: int) -> object:  # a layer norm (1 in, 1 out), a residual (2, 1) and a GELU (1, 1)
+            return functional.gelu(functional.layer_norm(x, (WIDTH,)) + y)
+
         return dict(
             products=_products(machine, dtype),
             prompt_attention=_prompts(machine, kernels, dtype),
             decode_attention=decode,
-            elementwise=_elementwise(machine, dtype),
+            elementwise=7.0 * x.nbytes / seconds_per_call(elementwise, SECONDS, machine),
             host_attention=host,
             vector_flops=vector,
             host_flops=host_flops,
-            cell_seconds=cell_seconds(machine, dtype),
-            task_seconds=task_seconds(machine),
-            sweep_seconds=sweep,
-            sequence_seconds=sequence,
         )
 
 
@@ -89,24 +93,16 @@ def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
         with products(machine, dtype, held) as product:
             table = []
             for rows in (*ROWS, 2048) if machine.gpu else ROWS:
-                work = product(rows)
-                seconds = seconds_per_call(work.call, SECONDS, machine)
-                table.append((float(rows), work.flop / seconds))
+                call, flop = product(rows)
+                table.append((float(rows), flop / seconds_per_call(call, SECONDS, machine)))
             tables[str(held).removeprefix("torch.")] = tuple(table)
     return tables
 
 
-class ProductWork(NamedTuple):
-    """Products to time: call(i) computes product number i, of `flop` FLOPs."""
-
-    call: Callable[[int], object]
-    flop: float
-
-
 @contextmanager
-def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], ProductWork]]:
-    """Yield a function that makes products for a number of rows, of activations of `dtype`; they cycle through
-    matrices, of dtype `held`, that exceed the caches."""
+def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], tuple[Calls, float]]]:
+    """Yield a function that returns products for a number of rows of activations, of `dtype`, and the FLOP of one;
+    they cycle through matrices, of dtype `held`, that exceed the caches."""
     width, working = LARGE if machine.gpu else SMALL
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
     size = width * width * held.itemsize
@@ -116,9 +112,9 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
         home = regions.take("device", count * size, WHAT, held)
         weights = fill(machine.device.view(home)).view(count, width, width)
 
-        def work(rows: int) -> ProductWork:
+        def work(rows: int) -> tuple[Calls, float]:
             x = fill(torch.empty(rows, width, dtype=dtype, device=machine.compute), 1.0)
-            return ProductWork(lambda i: product(x, weights[i % count]), 2.0 * rows * width * width)
+            return lambda i: product(x, weights[i % count]), 2.0 * rows * width * width
 
         yield work
 
@@ -137,14 +133,6 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
         flop = 4.0 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
         points.append((float(tokens), flop / seconds_per_call(call, SECONDS, machine)))
     return tuple(points)
-
-
-def _vector_flops(decode: Table, dtype: torch.dtype) -> float:
-    """Return `Hardware.vector_flops` from the bytes of KV per second with GROUP queries per KV head.
-
-    A query takes 2 FLOP per element. If memory was the limit, the true value is higher.
-    """
-    return decode[0][1] / dtype.itemsize * 2 * GROUP
 
 
 def _decode(
@@ -175,16 +163,6 @@ def _decode(
         return tuple(points)
 
 
-def _elementwise(machine: Machine, dtype: torch.dtype) -> float:
-    """Return bytes read and written per second by a layer norm (1 in, 1 out), a residual (2, 1) and a GELU (1, 1)."""
-    x, y = (fill(torch.empty(512, WIDTH, dtype=dtype, device=machine.compute), 1.0) for _ in range(2))
-
-    def call(_: int) -> object:
-        return functional.gelu(functional.layer_norm(x, (WIDTH,)) + y)
-
-    return 7.0 * x.nbytes / seconds_per_call(call, SECONDS, machine)
-
-
 @torch.no_grad()
 def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, dict[str, float]]:
     """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time, and between
@@ -207,20 +185,17 @@ def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict
     return crosstalk
 
 
-Calls = Callable[[int], object]  # does piece `number` of a lane's work
-
-
 def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, float]:
     """Return the factors by which two lanes slow down if both work at the same time. Turns alone and together
     alternate."""
 
     def rate() -> float:
-        began, number = time.perf_counter(), 0
-        while not number or time.perf_counter() - began < WINDOW:
+        def call(number: int) -> None:
             first(number)
             machine.synchronize()
-            number += 1
-        return number / (time.perf_counter() - began)
+
+        seconds, count = timed(call, WINDOW, machine)
+        return count / seconds
 
     turns = list[tuple[float, ...]]()
     for _ in range(TURNS):
@@ -236,7 +211,7 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
     if lane == "device":
         dtype = torch.bfloat16 if machine.gpu else torch.float32
         with products(machine, dtype, torch.bfloat16) as product:
-            yield product(BESIDE).call
+            yield product(BESIDE)[0]
         return
     disk = lane_of(lane).place
     staged, place = disk is not None and not machine.capacity.shared, disk or HOST
@@ -273,20 +248,16 @@ def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
     known, name = assumed(machine.kind, machine.capacity, machine.same_device), str(dtype).removeprefix("torch.")
     with unnoticed(machine):
         links = copies(machine, QUICK_SECONDS)
-        with _halves(machine) as (source, target):
-            copied = 2 * source.nbytes / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
+        with Regions(machine) as regions:
+            size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
+            source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
+            copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
         with products(machine, dtype, dtype) as product:
             works = [(rows, product(rows)) for rows in QUICK_ROWS]
-            table = tuple((float(rows), w.flop / seconds_per_call(w.call, QUICK_SECONDS, machine)) for rows, w in works)
+            table = tuple(
+                (float(rows), flop / seconds_per_call(call, QUICK_SECONDS, machine)) for rows, (call, flop) in works
+            )
     return replace(
         known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
         products={name: table}, decode_attention=((1.0, ATTENDED * copied),),
     )  # fmt: skip
-
-
-@contextmanager
-def _halves(machine: Machine) -> Iterator[tuple[Tensor, Tensor]]:
-    size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
-    with Regions(machine) as regions:
-        first, second = (machine.device.view(regions.take("device", size, WHAT)) for _ in range(2))
-        yield fill(first), fill(second)

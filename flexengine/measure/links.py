@@ -14,12 +14,11 @@ import torch
 from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
-from flexengine.measure.timing import beside, fill, room, unnoticed
+from flexengine.measure.timing import beside, fill, room, timed, unnoticed
 from flexengine.places import DISK, disks_of, place_of
-from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
-from flexengine.tier.base import ALIGN, Region, Throttled
-from flexengine.tier.disk import DiskTier
+from flexengine.plan.rates import assumed
+from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 from flexengine.tier.memory import HUGE, aligned_buffer
@@ -83,27 +82,16 @@ def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], objec
         if size * each > PATIENCE:
             chosen = chosen[: chosen.index(size)]
             break
-        seconds, count = _turn(partial(call, size), budget / TURNS, 0, machine)
+        seconds, count = timed(partial(call, size), budget / TURNS, machine)
         each = seconds / count / size
         if seconds > budget:  # a slow transfer needs no warm-up
             spent[size], calls[size] = seconds, count
     for size in chosen * TURNS:
         if spent.get(size, 0.0) < budget:
             first = calls.get(size, 0)
-            seconds, count = _turn(partial(call, size), budget / TURNS, first, machine)
+            seconds, count = timed(partial(call, size), budget / TURNS, machine, first)
             spent[size], calls[size] = spent.get(size, 0.0) + seconds, first + count
     return tuple((float(size), size * calls[size] / spent[size]) for size in chosen)
-
-
-def _turn(call: Callable[[int], object], budget: float, first: int, machine: Machine) -> tuple[float, int]:
-    began, count = time.perf_counter(), 0
-    while not count or time.perf_counter() - began < budget:
-        call(first + count)
-        count += 1
-    machine.synchronize()
-    seconds = time.perf_counter() - began
-    tick()
-    return seconds, count
 
 
 def _touch(most: int) -> tuple[float, float]:
@@ -250,10 +238,3 @@ def _write(file: int, most: int) -> int:
         os.fdatasync(file)
         tick()
     return done // ALIGN * ALIGN or done
-
-
-def disk_of(machine: Machine) -> DiskTier:
-    """Return the disk tier without its throttle."""
-    disk = machine.disk.inner if isinstance(machine.disk, Throttled) else machine.disk
-    assert isinstance(disk, DiskTier)
-    return disk

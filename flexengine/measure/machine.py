@@ -1,5 +1,7 @@
-"""Measurement of the rates that `store.obtain` lacks: of a machine, and of a model on it."""
+"""Measurement of the rates that `store.obtain` lacks: of a machine, of the engine's own overhead, and of a model."""
 
+import json
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,18 +9,40 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from scipy.optimize import nnls
 
+from flexengine import kernels as available
+from flexengine.config import SamplingParams
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
-from flexengine.measure.model import measure_model
+from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
-from flexengine.measure.timing import measuring, noticing
-from flexengine.plan.hardware import Hardware
+from flexengine.measure.timing import MAX_CALLS, measuring, noticing, room, seconds_per_call, unnoticed
+from flexengine.model.build import build
+from flexengine.model.stop import Stops
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.hardware import Capacity, Hardware
+from flexengine.plan.layout import lay_out
+from flexengine.plan.sizes import PAGE_TOKENS
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+from flexengine.runtime.execute import Executor
+from flexengine.schedule.batches import Batch, Piece
+from flexengine.schedule.pages import pages_for
+from flexengine.schedule.program import Program
+from flexengine.schedule.sweeps import Sequence as LiveSequence
+from flexengine.schedule.sweeps import Sweeps
 from flexengine.tier.machine import Machine
+from flexengine.worker.cache import Cache, packed
 from flexengine.worker.open_model import OpenModel
 
+SECONDS = 0.15  # for each figure
+LAYERS, BATCHES = 16, 4  # of an empty program
+SEQUENCES, PROMPT = 64, 200  # sequences of a sweep; tokens of each
+TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)  # fmt: skip
 PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
 RECORDS = "flexengine.guests.flash.model:measure_blocks"  # imported for models whose neurons are read on demand
 
@@ -31,6 +55,9 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
             links = measure_links(machine, checkpoint)
         with measuring("the rates of products and attention", "machine", "10 s"):
             rates = measure_kernels(machine, dtype)
+            with torch.no_grad(), unnoticed(machine):
+                rates |= dict(cell_seconds=cell_seconds(machine, dtype), task_seconds=task_seconds(machine))
+                rates["sweep_seconds"], rates["sequence_seconds"] = sweep_seconds(machine, dtype)
         if time.perf_counter() - began < PATIENCE * len(machine.disks):
             with measuring("how much computing and transfers slow each other", "machine", "5 s"):
                 crosstalk = measure_crosstalk(machine, checkpoint)
@@ -60,3 +87,79 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
         if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
             found["delegation"] = {name: lost}
     return {**found}
+
+
+def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
+    """Return the overhead of one layer, in seconds: calling modules, pausing and resuming.
+
+    It is measured on a model so small that its computation takes almost no time. 0 means that even this model did not
+    fit in memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        skeleton = build(Path(folder), dtype)
+    names = ["layer"] * len(skeleton.layers)
+    held = {name: dtype for group in (*skeleton.layers, skeleton.others) for name in group}
+    with random_weights(skeleton, names, held, machine) as bound:
+        return time_layers(skeleton, names, machine, (1,), SECONDS)[1]["layer"] if bound else 0.0
+
+
+def task_seconds(machine: Machine) -> float:
+    """Return the seconds of an empty task in a program that streams weights, where each cell waits for another lane."""
+    program = Program([("host",)] * LAYERS, LAYERS, 2, machine.routes)
+    batches = [Batch((Piece(k, 0, 1, True),), "device", "device") for k in range(BATCHES)]
+    counts: list[int] = []
+
+    def sweep(number: int) -> None:
+        tasks = list(program.sweep(number, batches, True))
+        counts.append(len(tasks))
+        executor.run(tasks)
+
+    with Executor(lambda _: None, machine.lanes) as executor:
+        seconds = seconds_per_call(sweep, SECONDS)
+    return seconds / counts[-1]
+
+
+def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the overhead in seconds of a sweep, and of each sequence in it.
+
+    It includes forming batches, page tables, inputs and recording sampled tokens. Both are fitted by least squares of
+    relative errors over several numbers of sequences. 0 means that two sequences did not fit in memory.
+    """
+    pages = pages_for(PROMPT + MAX_CALLS + 1, PAGE_TOKENS)
+    count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
+    if count < 2:
+        return 0.0, 0.0
+    counts = sorted({1, count // 2, count})
+    seconds = [_sweep(machine, dtype, n) for n in counts]
+    (fixed, each), _ = nnls([[1.0 / s, n / s] for n, s in zip(counts, seconds, strict=True)], [1.0] * len(counts))
+    return max(1e-9, float(fixed)), max(1e-9, float(each))
+
+
+def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
+    tensor = TensorFact("w", 1, 1, 1)
+    facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
+    policy, workload = Policy(count, 1), Workload({(PROMPT, MAX_CALLS + 2): count})
+    endless = Capacity(None, None, None, machine.capacity.shared, machine.capacity.staged)
+    layout = lay_out(facts, policy, workload, endless)
+    cache = Cache(facts, layout, machine, available.load(), dtype)
+    try:
+        sweeps = Sweeps(policy, layout.pools)
+        for i in range(count):
+            sweeps.add(LiveSequence(i, PROMPT, MAX_CALLS + 2))
+        stops, generated = Stops(None, SamplingParams(), {-1}), list(range(PROMPT))
+
+        def sweep(_: int) -> None:
+            batches = sweeps.begin(cache.claim)
+            for batch in batches:
+                cache.view(batch)
+                pieces = packed(batch)
+                for numbers in ([p.start for p in pieces], [p.count for p in pieces], [p.sequence for p in pieces]):
+                    torch.tensor([numbers]).to(machine.compute)
+            for _ in sweeps.live:
+                stops.reason(generated)
+            sweeps.advance(batches, set())
+
+        return seconds_per_call(sweep, SECONDS, machine)
+    finally:
+        cache.close()

@@ -51,23 +51,17 @@ def measure_model(
     parameters. held: dtype of each parameter on the device. most_tokens: of a gpu_batch."""
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
-        layers, start = _layers(skeleton, names, held, machine, [n for n in TOKENS if n <= most_tokens])
+        with random_weights(skeleton, names, held, machine) as bound:
+            tokens = [n for n in TOKENS if n <= most_tokens]
+            times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
+        layers: dict[str, Table] = {}
+        for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
+            points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
+            numbers, seconds = zip(*points, strict=True)
+            layers[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
+        start = times.get(1, {}).get(START, 0.0)  # of a one-token pass, before its first layer
         heads = {facts.head_signature: _head(skeleton, held, machine, start)} if facts.output is not None else {}
         return layers, heads
-
-
-def _layers(
-    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, tokens: Sequence[int]
-) -> tuple[dict[str, Table], float]:
-    """Return seconds by signature and tokens, and the seconds of a one-token pass before its first layer."""
-    with random_weights(skeleton, names, held, machine) as bound:
-        times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
-    tables: dict[str, Table] = {}
-    for name in dict.fromkeys(name for by in times.values() for name in by if name != START):
-        points = [(float(n), times[n][name]) for n in sorted(times) if name in times[n]]
-        numbers, seconds = zip(*points, strict=True)
-        tables[name] = tuple(zip(numbers, without_falls(seconds), strict=True))
-    return tables, times.get(1, {}).get(START, 0.0)
 
 
 def time_layers(
@@ -207,54 +201,42 @@ def random_weights(
 def _give(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
 ) -> int:
-    left = room(machine, "device")
-    sizes = {name: _size(skeleton, skeleton.layers[names.index(name)], held) for name in names}
-    if _size(skeleton, skeleton.others, held) + sum(sizes.values()) > left:
+    def shape(name: str, slot: ParamRef) -> tuple[int, ...]:
+        """Return the shape of a parameter's tensor, which holds bytes if the parameter is encoded."""
+        return skeleton.forms[name].shape if name in skeleton.forms else slot.shape
+
+    def size(slots: Mapping[str, ParamRef]) -> int:
+        return sum(aligned(prod(shape(n, slot)) * held[n].itemsize) for n, slot in slots.items()) or 1
+
+    def random(slots: Mapping[str, ParamRef]) -> list[Tensor]:
+        tensors = []
+        for name, slot in slots.items():
+            region = regions.take("device", prod(shape(name, slot)) * held[name].itemsize, WHAT, held[name])
+            tensors.append(fill(machine.device.view(region)).view(shape(name, slot)))
+        return tensors
+
+    def bind(slots: Mapping[str, ParamRef], tensors: Sequence[Tensor]) -> None:
+        for slot, tensor in zip(slots.values(), tensors, strict=True):
+            slot.bind(torch.nn.Parameter(tensor, requires_grad=False))
+
+    sizes = {name: size(skeleton.layers[names.index(name)]) for name in names}
+    left = room(machine, "device") - size(skeleton.others)
+    if sum(sizes.values()) > left:
         return 0
-    left -= _size(skeleton, skeleton.others, held)
     copies = {name: min(names.count(name), -(-UNCACHED // sizes[name])) for name in sizes}
-    _bind(skeleton.others, _random(skeleton, skeleton.others, held, machine, regions))
+    bind(skeleton.others, random(skeleton.others))
     sets: dict[str, list[list[Tensor]]] = defaultdict(list)
     met: dict[str, int] = defaultdict(int)
     for j, name in enumerate(names):
         needed = sum(sizes[other] for other in sizes if not sets[other] and other != name)
         if len(sets[name]) < copies[name] and (not sets[name] or sizes[name] + needed <= left):
-            sets[name].append(_random(skeleton, skeleton.layers[j], held, machine, regions))
+            sets[name].append(random(skeleton.layers[j]))
             left -= sizes[name]
-        _bind(skeleton.layers[j], sets[name][met[name] % len(sets[name])])
+        bind(skeleton.layers[j], sets[name][met[name] % len(sets[name])])
         met[name] += 1
         if all(met[other] >= copies[other] for other in sizes):
             return j + 1
     return len(names)
-
-
-def _size(skeleton: Skeleton, slots: Mapping[str, ParamRef], held: Mapping[str, torch.dtype]) -> int:
-    return sum(aligned(prod(_shape(skeleton, n, slots[n])) * held[n].itemsize) for n in slots) or 1
-
-
-def _shape(skeleton: Skeleton, name: str, slot: ParamRef) -> tuple[int, ...]:
-    """Return the shape of a parameter's tensor, which holds bytes if the parameter is encoded."""
-    return skeleton.forms[name].shape if name in skeleton.forms else slot.shape
-
-
-def _random(
-    skeleton: Skeleton,
-    slots: Mapping[str, ParamRef],
-    held: Mapping[str, torch.dtype],
-    machine: Machine,
-    regions: Regions,
-) -> list[Tensor]:
-    tensors = []
-    for name, slot in slots.items():
-        shape = _shape(skeleton, name, slot)
-        region = regions.take("device", prod(shape) * held[name].itemsize, WHAT, held[name])
-        tensors.append(fill(machine.device.view(region)).view(shape))
-    return tensors
-
-
-def _bind(slots: Mapping[str, ParamRef], tensors: Sequence[Tensor]) -> None:
-    for slot, tensor in zip(slots.values(), tensors, strict=True):
-        slot.bind(torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:

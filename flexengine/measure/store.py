@@ -32,11 +32,6 @@ from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 
-# What measures rates, as module:name, which is imported on first use.
-MEASUREMENTS = {
-    "machine": "flexengine.measure.machine:measure_machine",
-    "model": "flexengine.measure.machine:measure_opened",
-}
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 
 
@@ -65,30 +60,26 @@ def obtain(
     if hardware is None and not measure:
         return None
     if hardware is None:
-        hardware = resolve_name(MEASUREMENTS["machine"])(machine, held, files)
+        hardware = resolve_name("flexengine.measure.machine:measure_machine")(machine, held, files)
         assert hardware is not None
         if fault := save_rates(key, hardware):
             message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set"
                     " FLEXENGINE_CACHE to a directory that can be written", logging.WARNING)  # fmt: skip
+    measured: dict[str, Any] = {}  # missing rates of the model
     if measure and opened is not None:
-        hardware = _with_model(key, hardware, machine, opened)
+        measured = resolve_name("flexengine.measure.machine:measure_opened")(hardware, machine, opened)
+    if any(measured.values()):
+        known = cached(key) or hardware  # other jobs may have saved rates of other models
+        save_rates(key, _joined(known, measured))
+        hardware = _joined(hardware, measured)
     return hardware.with_capacity(machine.capacity)
 
 
-def _with_model(key: str, hardware: Hardware, machine: Machine, opened: OpenModel) -> Hardware:
-    """Return `hardware` with the model's own rates, and save them. Only missing ones are measured."""
-    measured: dict[str, Any] = resolve_name(MEASUREMENTS["model"])(hardware, machine, opened)
-    if not any(measured.values()):
-        return hardware
+def _joined(known: Hardware, measured: Mapping[str, Any]) -> Hardware:
     again = {name for field in ("layers", "heads", "blocks") for name in measured[field]}
-
-    def joined(known: Hardware) -> Hardware:
-        before = {name: by for name, by in known.corrected.items() if name not in again}
-        tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
-        return replace(known, corrected=before, **tables)
-
-    save_rates(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
-    return joined(hardware)
+    before = {name: by for name, by in known.corrected.items() if name not in again}
+    tables: dict[str, Any] = {field: {**getattr(known, field), **new} for field, new in measured.items()}
+    return replace(known, corrected=before, **tables)
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:

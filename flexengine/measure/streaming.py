@@ -16,17 +16,19 @@ from flexengine import kernels
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.kernels.base import AttentionOptions
-from flexengine.measure.links import WHAT, disk_of
+from flexengine.measure.links import WHAT
 from flexengine.measure.model import PassTrial, random_weights
 from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
-from flexengine.plan.pages import PAGE_TOKENS
+from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor, causes_raised
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
+from flexengine.tier.base import Throttled
+from flexengine.tier.disk import DiskTier
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
@@ -95,7 +97,9 @@ def measure_streaming(opened: OpenModel, machine: Machine, layer: Table) -> dict
             weights = Weights(opened, layout, machine)
         except OutOfMemory:
             return {}
-        way = disk_of(machine).way
+        disk = machine.disk.inner if isinstance(machine.disk, Throttled) else machine.disk
+        assert isinstance(disk, DiskTier)
+        way = disk.way
         way.direct = way.held = True
         try:
             weights.load_all_resident()

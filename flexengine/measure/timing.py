@@ -60,6 +60,18 @@ def seconds_per_call(
     return median(times)
 
 
+def timed(call: Callable[[int], object], budget: float, machine: Machine, first: int = 0) -> tuple[float, int]:
+    """Make calls with rising numbers from `first` on, for about `budget` seconds. Return the seconds, and how many."""
+    began, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - began < budget:
+        call(first + count)
+        count += 1
+    machine.synchronize()
+    seconds = time.perf_counter() - began
+    tick()
+    return seconds, count
+
+
 def beside(call: Callable[[int], object], name: str, work: Callable[[], T]) -> tuple[float, T]:
     """Make calls in a lane of that name while this thread runs `work`. Return calls per second and work's result."""
     over, done, rates = Done(), Done(), list[float]()
@@ -138,7 +150,6 @@ def noticing() -> Iterator[None]:
 
 
 def _others_seconds() -> float:
-    """Return the CPU seconds that other programs have used so far."""
     machine, own = psutil.cpu_times(), os.times()
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     return float(sum(machine) - getattr(machine, "guest", 0.0) - idle - own.user - own.system)

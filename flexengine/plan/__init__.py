@@ -1,0 +1,17 @@
+"""The planner. Modules of features that a plain job lacks are guests, imported when a job first has the feature.
+
+`delegation`: attention at another place, and chosen values. `neurons`: neurons read on demand, and mixtures of experts.
+Where the layout or the cost model reaches a guest, it calls a function by name, such as `book` or `terms`.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+GUESTS = ("delegation", "neurons")
+
+
+@cache
+def guest(name: str) -> Any:
+    """Return a guest, imported on first use."""
+    return import_module(f"flexengine.plan.{name}")

@@ -7,13 +7,12 @@ from operator import attrgetter
 from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.places import TIERS, WORKERS
-from flexengine.plan.capacity import Capacity
-from flexengine.plan.cost import Cost
+from flexengine.plan import guest
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.guests import guest
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, lay_out, lay_out_weights, left_bytes
 from flexengine.plan.min_memory import capacity_for, smallest
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.sizes import delegated
 from flexengine.policy import REQUESTS, Policy, Split, shares
 from flexengine.schedule.place import reaches_workers
@@ -48,11 +47,25 @@ class Options:
 
 
 @dataclass
-class Shapes:
-    """Shapes to try for the job and the machine of `cost`, within `options`."""
+class Candidates:
+    """Policies of one search, for the job and the machine of `cost`, within `options`.
+
+    Raises:
+        TooLittle: not even the smallest policies fit.
+    """
 
     cost: Cost
     options: Options
+    capacity: Capacity = field(init=False)  # to plan for
+    # predictions of the policies that fit, in the order of the search
+    predictions: dict[Policy, Prediction] = field(default_factory=dict)
+    refused: dict[Policy, OutOfMemory] = field(default_factory=dict)  # errors of the policies that do not fit
+    _weights: dict[tuple[Split, int, float], Layout] = field(default_factory=dict)
+    _best: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        cost = self.cost
+        self.capacity = capacity_for(cost.model, self.smallest(), cost.workload, cost.hardware.capacity)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -87,8 +100,7 @@ class Shapes:
             block: block size.
             batch: most sequences of a gpu_batch.
         """
-        batches = -(-block // batch)
-        return Policy(-(-block // batches), batches, prefill_tokens=self.tokens[0])
+        return divided(Policy(block, 1, prefill_tokens=self.tokens[0]), -(-block // batch))
 
     def even(self, block: int) -> Policy:
         """Return a policy whose block has one gpu_batch per sweep of a mean sequence's life.
@@ -102,8 +114,7 @@ class Shapes:
         """Yield the policy with its block in gpu_batches of other sizes."""
         for batch in GPU_BATCHES:
             if batch < 2 * policy.block_size:
-                batches = -(-policy.block_size // batch)
-                yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
+                yield divided(policy, -(-policy.block_size // batch))
 
     def steps(self, policy: Policy) -> Iterator[Policy]:
         """Yield the policy with one gpu_batch less and more, or with one sequence less and more in a single one. A
@@ -120,7 +131,7 @@ class Shapes:
         for batch in (*SMALL_GPU_BATCHES, *GPU_BATCHES):
             batches = -(-policy.block_size // batch)
             if batch < policy.block_size and batches <= MAX_NUM_GPU_BATCHES:
-                yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
+                yield divided(policy, batches)
                 if batches > 1:  # a slightly smaller block, in case a memory is just too small
                     yield replace(policy, gpu_batch_size=batch, num_gpu_batches=batches - 1)
         yield replace(policy, slots=1)
@@ -128,42 +139,6 @@ class Shapes:
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
             yield replace(self.of(block), prefill_tokens=policy.prefill_tokens, schedule=policy.schedule)
             yield replace(self.even(block), prefill_tokens=policy.prefill_tokens, schedule="diagonal")
-
-
-def placed_like(shape: Policy, placed: Policy) -> Policy:
-    """Return `shape` with the splits, slots, schedule, delegation and partition of `placed`."""
-    size = {name: getattr(shape, name) for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "neurons")}
-    return sensible(replace(placed, **size))
-
-
-def sensible(policy: Policy) -> Policy:
-    """Return the policy, without delegation if no sequence of its block has its cache on the host, and with the KV
-    cache of attention workers on the device if that is no sequence."""
-    if policy.works and not reaches_workers(policy.block_size, policy.cache):
-        split = shares(policy.cache)
-        split["device"] += split.pop(WORKERS)
-        policy = replace(policy, cache=tuple(split.values()), partition=REQUESTS, queries_first=False)
-    return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)
-
-
-@dataclass
-class Candidates(Shapes):
-    """Policies of one search.
-
-    Raises:
-        TooLittle: not even the smallest policies fit.
-    """
-
-    capacity: Capacity = field(init=False)  # to plan for
-    # predictions of the policies that fit, in the order of the search
-    predictions: dict[Policy, Prediction] = field(default_factory=dict)
-    refused: dict[Policy, OutOfMemory] = field(default_factory=dict)  # errors of the policies that do not fit
-    _weights: dict[tuple[Split, int, float], Layout] = field(default_factory=dict)
-    _best: Prediction | None = None
-
-    def __post_init__(self) -> None:
-        cost = self.cost
-        self.capacity = capacity_for(cost.model, self.smallest(), cost.workload, cost.hardware.capacity)
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lay a policy out and price it. Return None if it does not fit."""
@@ -210,6 +185,27 @@ class Candidates(Shapes):
     def leader(self) -> Prediction:
         """Return the best policy so far; if none keeps the latency limit, the one with the least latency."""
         return self._best or min(self.predictions.values(), key=attrgetter("latency"))
+
+
+def divided(policy: Policy, batches: int) -> Policy:
+    """Return the policy with its block, or hardly more sequences, in this many gpu_batches."""
+    return replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
+
+
+def placed_like(shape: Policy, placed: Policy) -> Policy:
+    """Return `shape` with the splits, slots, schedule, delegation and partition of `placed`."""
+    size = {name: getattr(shape, name) for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "neurons")}
+    return sensible(replace(placed, **size))
+
+
+def sensible(policy: Policy) -> Policy:
+    """Return the policy, without delegation if no sequence of its block has its cache on the host, and with the KV
+    cache of attention workers on the device if that is no sequence."""
+    if policy.works and not reaches_workers(policy.block_size, policy.cache):
+        split = shares(policy.cache)
+        split["device"] += split.pop(WORKERS)
+        policy = replace(policy, cache=tuple(split.values()), partition=REQUESTS, queries_first=False)
+    return policy if not policy.delegate or delegated(policy, TIERS) else replace(policy, delegate=False)
 
 
 def with_neurons(policy: Policy, model: ModelFacts, capacity: Capacity, laid_out: Callable[[Policy], Layout]) -> Policy:

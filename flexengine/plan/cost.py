@@ -11,22 +11,33 @@ use the same terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from flexengine.errors import OutOfMemory
-from flexengine.places import DEVICE, DISK, HOST, further_disks, place_of, workers_in_memory
-from flexengine.plan.capacity import Capacity
+from flexengine.places import DEVICE, DISK, HOST, further_disks, lane_of, place_of, workers_in_memory
+from flexengine.plan import guest
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.guests import guest
-from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.pages import PAGE_TOKENS, Array, layer_pages
-from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, Prediction, fraction
-from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
+from flexengine.plan.profile import Profile, Unit, Walk, never_waits, summed, unit, walk
 from flexengine.plan.rates import Rates
-from flexengine.plan.terms import Lanes, PromptBatches, Sweeping, Term, by_lane, embedding, parts
+from flexengine.plan.sizes import PAGE_TOKENS, Array, layer_pages
+from flexengine.plan.terms import (
+    CACHE,
+    HIDDEN,
+    WEIGHTS,
+    Lanes,
+    PromptBatches,
+    Sweeping,
+    Term,
+    by_lane,
+    embedding,
+    fraction,
+    parts,
+)
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import cache_homes, count_by_tier
@@ -36,6 +47,53 @@ Talk = Mapping[str, Mapping[str, float]]  # as `Hardware.crosstalk`
 T = TypeVar("T")
 LOAD_BYTES = 8 << 20  # of one read or write of weights
 RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds, tokens and lanes of a job under a policy."""
+
+    policy: Policy
+    layout: Layout
+    seconds: float  # seconds of the whole job without `load_seconds`
+    load_seconds: float  # by which the first sweep is longer because resident weights are read in it
+    latency: float  # mean seconds from a row's entry to its end
+    rows: int  # number of rows of the job
+    tokens: int  # number of generated tokens
+    alive: float  # sequences in a mean sweep
+    counts: dict[str, float]  # number of sweeps by kind ("prefill": sequences enter, "decode": none does)
+    sweep_seconds: dict[str, float]  # seconds of a mean sweep by kind
+    lanes: dict[str, dict[str, float]]  # seconds of work in a mean sweep, by kind and lane
+    busy: dict[str, float]  # seconds of work of the whole job, by lane
+    fractions: dict[str, float] = field(default_factory=dict)  # realised fractions, by names such as "cache@disk"
+
+    def shares(self, kind: str) -> dict[str, float]:
+        """Return the realised fractions of a kind of data by place."""
+        return {place: self.fractions.get(fraction(kind, place), 0.0) for place in self.layout.places}
+
+    @property
+    def tok_s(self) -> float:
+        """Return the generated tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Return the seconds from the start to the last row. The search minimises this number."""
+        return self.seconds + self.load_seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """Return the lane with the most seconds of work. Lanes of one link count together."""
+        return busiest(self.busy)
+
+
+def busiest(lanes: Mapping[str, float]) -> str:
+    """Return the lane with the most seconds of work, of seconds by lane. Lanes of one link count together."""
+    links: dict[str, float] = {}
+    for lane, seconds in lanes.items():
+        link = lane_of(lane).link
+        links[link] = links.get(link, 0.0) + seconds
+    return max(lanes, key=lambda lane: (links[lane_of(lane).link], lanes[lane]))
 
 
 def _once(method: Callable[..., T]) -> Callable[..., T]:
@@ -106,9 +164,8 @@ class Cost:
         self, prefill_tokens: int, share: float, schedule: str, shape: tuple[int, int], room: float
     ) -> Profile:
         each, rows = self._unit(prefill_tokens, share, self._sharing(shape)), max(1, self.workload.count)
-        if never_waits(each, rows, schedule, shape, room):
-            return summed(each, self._walk(schedule, shape), rows)
-        return profile(each, rows, schedule, shape, room)
+        walked = self._walk(schedule, shape) if never_waits(each, rows, schedule, shape, room) else None
+        return summed(each, walked or walk(each, rows, schedule, shape, room), rows)
 
     @_once
     def _walk(self, schedule: str, shape: tuple[int, int]) -> Walk:
@@ -156,7 +213,7 @@ class Cost:
         if policy.delegate or policy.works:
             yield from guest("delegation").terms(data)
         if self.model.topk is not None:
-            yield from guest("chosen").terms(data, self.overlaps(policy))
+            yield from guest("delegation").chosen_terms(data, self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Talk:
         """Return `crosstalk` under a policy."""
@@ -185,7 +242,6 @@ class Cost:
         return seconds, used
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
-        """Return the end of the last lane. used: seconds of work by lane (floats or arrays)."""
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:

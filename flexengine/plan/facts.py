@@ -156,16 +156,6 @@ class ModelFacts:
         return sum(t.stored_bytes for t in self.tensors)
 
     @cached_property
-    def rounds_activations(self) -> bool:
-        """Return whether some products round activations to 8 bits."""
-        return any(t.form.endswith("by int8") for t in self.tensors)
-
-    @cached_property
-    def converts_weights(self) -> bool:
-        """Return whether some weights have another dtype on the device than in the checkpoint."""
-        return any(t.stored != t.held and not t.encoded for t in self.tensors)
-
-    @cached_property
     def expert_width(self) -> int:
         """Return the columns of the widest matrix of one expert that is not encoded; 0 if there is none."""
         plain = (t for t in self.tensors if t.experts and not t.encoded)

@@ -8,9 +8,9 @@ import numpy as np
 
 from flexengine.plan.cost import Cost, reading
 from flexengine.plan.layout import Layout
-from flexengine.plan.pages import Array
-from flexengine.plan.prediction import CACHE, HIDDEN, fraction
 from flexengine.plan.profile import Profile
+from flexengine.plan.sizes import Array
+from flexengine.plan.terms import CACHE, HIDDEN, fraction
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.tasks import LOADING
 

@@ -1,7 +1,5 @@
 """Format numbers and names for messages. Sizes are in decimal units: 1 GB is 10**9 bytes."""
 
-import math
-
 from flexengine.places import Lane, lane_of
 
 BAR_CHARACTERS = 40  # length of a bar in a report
@@ -40,12 +38,6 @@ def digits(x: float) -> str:
 def count(number: int, one: str, many: str) -> str:
     """Return a number with its noun: 1 row, 2,000 rows."""
     return f"{number:,} {one if number == 1 else many}"
-
-
-def upward(x: float) -> str:
-    """Return a positive number rounded up to four significant digits."""
-    unit = 10.0 ** (math.floor(math.log10(x)) - 3)
-    return f"{math.ceil(x / unit - 1e-9) * unit:.4g}"
 
 
 def percent(share: float) -> str:

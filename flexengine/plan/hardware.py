@@ -5,7 +5,7 @@ They are measured (`flexengine.measure`), or written by hand as JSON to plan for
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from flexengine.errors import InvalidInput, shown
 from flexengine.places import (
+    DISK,
     MOST_DISKS,
     MOST_WORKERS,
+    WORKERS,
     Place,
     disks_of,
     further_disks,
@@ -26,7 +28,7 @@ from flexengine.places import (
     worker_names,
     workers_of,
 )
-from flexengine.plan.capacity import Capacity
+from flexengine.policy import Policy
 from flexengine.records import Limit, allowed, check, checked, load, printable, read, refuse
 
 KINDS = ("cpu", "cuda", "sim")
@@ -101,6 +103,57 @@ IfKnown = Annotated[float, _if_known]  # 0: not known
 _Bytes = Annotated[int | None, _bytes]  # None: no limit
 _Points = Annotated[Table, _points]
 _Slowed = Annotated[float, Limit(0, MOST_SLOWED), f"a number from 0 to {MOST_SLOWED:g}"]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Most bytes of each place; None for no limit."""
+
+    device: int | None  # bytes of the device
+    host: int | None  # bytes of host RAM
+    disk: int | None  # bytes of the first offload directory
+    shared: bool  # whether host and device are one memory (a machine without a GPU)
+    staged: bool  # whether data between a disk and the device passes through host staging
+    more_disks: tuple[int | None, ...] = ()  # bytes of each further offload directory, in order
+    workers: tuple[int | None, ...] = ()  # bytes of each attention worker, in order
+    filed: int = 0  # how many of the workers, the last ones, hold pages in a file
+    engines: int = 1  # engines that share the workers; `workers` has the part of one
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Return all places, from near to far."""
+        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
+
+    @cached_property
+    def limits(self) -> dict[str, int | None]:
+        """Return the bytes by place."""
+        sizes = (self.device, self.host, self.disk, *self.more_disks, *self.workers)
+        return dict(zip(self.places, sizes, strict=True))
+
+    def limited(self, limits: Mapping[str, int | None]) -> "Capacity":
+        """Return the capacity with new limits for some places."""
+        merged = {**self.limits, **limits}
+        more = tuple(merged[place] for place in further_disks(self.places))
+        workers = tuple(merged[place] for place in workers_of(self.places))
+        return replace(
+            self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more, workers=workers
+        )
+
+
+def check_places(policy: Policy, capacity: Capacity) -> None:
+    """Raise InvalidInput if the policy names a place that the machine does not have."""
+    if policy.works and not capacity.workers:
+        raise InvalidInput(
+            f"the policy has a share of the KV cache on {WORKERS}, but there are no attention workers;"
+            " start some with flexengine run --attention-workers, or list their memory as workers in"
+            " the hardware file of a plan"
+        )
+    if unknown := [place for place in policy.places if place not in (*capacity.places, WORKERS)]:
+        raise InvalidInput(
+            f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
+            " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"
+            " and its rates to links"
+        )
 
 
 @dataclass(frozen=True)
@@ -246,7 +299,7 @@ class Hardware:
         """Return whether the device computes without the processor."""
         return self.kind == "cuda"
 
-    @property
+    @cached_property
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
                         self.more_disks, self.workers, self.filed)  # fmt: skip
@@ -260,7 +313,7 @@ class Hardware:
     @property
     def places(self) -> tuple[Place, ...]:
         """Return all places, from near to far."""
-        return (*place_names(1 + len(self.more_disks)), *worker_names(len(self.workers), self.filed))
+        return self.capacity.places
 
     @property
     def lanes(self) -> tuple[str, ...]:

@@ -10,18 +10,21 @@ from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.places import DISK, TIERS, disks_of, further_disks, place_of, workers_in_memory
-from flexengine.plan.capacity import Capacity, check_places
+from flexengine.plan import guest
 from flexengine.plan.facts import CacheGroup, ModelFacts, TensorFact
-from flexengine.plan.guests import guest
-from flexengine.plan.pages import empty_pools, shared_out
+from flexengine.plan.hardware import Capacity, check_places
 from flexengine.plan.sizes import (
     ALIGN,
+    CONVERTED,
     aligned,
     batch_tokens,
+    gpu_buffers,
     hidden_tokens,
     open_passes,
+    page_tokens,
     paused,
     read_buffers,
+    shared_out,
     slot_bytes,
     sweep_tokens,
     workspace,
@@ -106,7 +109,7 @@ class Layout:
         """Return which weights a program loads by rows: the embedding and the experts, if they are off the device."""
         table = "" if model.embedding is None else self.homes[model.embedding.name]
         demand = Demand("" if table == "device" else table)
-        return guest("experts").with_experts(demand, model, self.homes) if model.experts else demand
+        return guest("neurons").with_experts(demand, model, self.homes) if model.experts else demand
 
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
         """Return (first row, last row + 1) of each head chunk; [] without a head."""
@@ -134,11 +137,11 @@ def lay_out(
     )
     _hidden(layout, model, workload, capacity)
     _edges(layout, model, workload, capacity)
-    buffers = guest("gpu").buffers(model, batch_tokens(policy, workload), workload.longest) if model.gpu else 0
+    buffers = gpu_buffers(model, batch_tokens(policy, workload), workload.longest) if model.gpu else 0
     layout.book("device", "workspace", workspace(model, policy, workload) + aligned(buffers))
     layout.book("device", "paused forwards", paused(model, policy, workload))
     if model.experts:
-        guest("experts").book(layout, model, sweep_tokens(policy, workload))
+        guest("neurons").book_experts(layout, model, sweep_tokens(policy, workload))
     if policy.delegate or policy.works:
         guest("delegation").book(layout, model, capacity)
     for tier in layout.places:
@@ -185,13 +188,12 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
         layout.copying = COPIED
         layout.book("host", COPYING, layout.copying)
     if model.gpu:
-        layout.passing = guest("gpu").CONVERTED
+        layout.passing = CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
 
 
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
-    """Book tensors, `times` times each."""
     for t, home in placed:
         layout.stored_bytes[home] += times * t.stored_bytes
         if home != DISK:  # weights on the first disk stay in the checkpoint
@@ -260,7 +262,12 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     layout.groups = groups = model.cache_groups(longest)
     for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
         slices = max(1, len(policy.team(tier, layout.places))) if policy.partition == TOKENS else 1
-        layout.pools[tier] = empty_pools(model, groups, tier, workload, min(policy.gpu_batch_size, count), slices)
+        sizes = [page_tokens(model, tier, longest, group.window, slices) for group in groups]
+        pools = [Pool(0, size, None, group.window) for size, group in zip(sizes, groups, strict=True)]
+        if tier != "device":
+            batch = min(policy.gpu_batch_size, count)
+            pools = [replace(pool, batch_pages=workload.pages(batch, pool)) for pool in pools]
+        layout.pools[tier] = tuple(pools)
         layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in layout.pools[tier])
         buffers = zip(layout.pools[tier], layout.page_bytes[tier], strict=True)
         layout.cache_buffer = max(layout.cache_buffer, *((pool.batch_pages or 0) * page for pool, page in buffers))
@@ -284,9 +291,9 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     held = {tier for tier, pools in layout.pools.items() if any(pool.pages for pool in pools)}
     # Without its sequences a worker has no use, so that the policy would not be the one that was given.
     if missing := [tier for tier in homes if tier not in held and (not held or tier in workers_in_memory(homes))]:
-        tier = missing[0]
-        what, used_bytes = f"{ONE_SEQUENCE} of {longest:,} tokens", _used(layout, tier, capacity)
-        raise OutOfMemory(tier, what, needed[tier], used_bytes, _limit(tier, capacity) or 0, _remedy(tier))
+        tier, what = missing[0], f"{ONE_SEQUENCE} of {longest:,} tokens"
+        limit, used_bytes = _limit_and_used(layout, tier, capacity)
+        raise OutOfMemory(tier, what, needed[tier], used_bytes, limit or 0, _remedy(tier))
 
 
 def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:
@@ -312,26 +319,24 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
     return sum(n * size for n, size in zip(least, sizes, strict=True))
 
 
-def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
-    return layout.total("device") + layout.total("host") if _in_ram(tier, capacity) else layout.total(tier)
-
-
 def _in_ram(tier: str, capacity: Capacity) -> bool:
     return capacity.shared and not place_of(tier).staged
 
 
-def _limit(tier: str, capacity: Capacity) -> int | None:
-    return capacity.device if _in_ram(tier, capacity) else capacity.limits[tier]
+def _limit_and_used(layout: Layout, tier: str, capacity: Capacity) -> tuple[int | None, int]:
+    if _in_ram(tier, capacity):
+        return capacity.device, layout.total("device") + layout.total("host")
+    return capacity.limits[tier], layout.total(tier)
 
 
 def left_bytes(layout: Layout, tier: str, capacity: Capacity) -> int | None:
     """Return the bytes of a tier that are not booked; None without a limit."""
-    limit = _limit(tier, capacity)
-    return None if limit is None else limit - _used(layout, tier, capacity)
+    limit, used = _limit_and_used(layout, tier, capacity)
+    return None if limit is None else limit - used
 
 
 def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
-    limit, used = _limit(tier, capacity), _used(layout, tier, capacity)
+    limit, used = _limit_and_used(layout, tier, capacity)
     if limit is not None and used > limit:
         last = list(layout.account[tier].values())[-1:] or [0]
         booked = f"booked so far: {booked_parts(layout, tier, capacity, used)}"

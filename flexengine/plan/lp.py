@@ -11,26 +11,37 @@ FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), with coeffi
 
 busy and used are linear in the fractions. PuLP represents the program, HiGHS solves it. The name of every variable and
 row ends in its unit. Units are chosen so that numbers are near 1, as HiGHS compares with absolute tolerances.
+
+Another program chooses bits per layer: the formats of least harm whose bytes fit a budget. It is LLM-PQ's adabits
+(arXiv 2403.01136, section 4.3), for one place that holds all layers:
+
+    minimise    sum over layers i, formats b of harm[i, b] * z[i, b]
+    subject to  sum over i, b of bytes[i, b] * z[i, b] <= budget
+                sum over b of z[i, b] = 1                           one row per layer
+                z[i, b] in {0, 1}
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import pulp
 
 from flexengine.errors import FlexError
-from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
 from flexengine.plan.problem import Affine, Problem
+from flexengine.plan.terms import CACHE, HIDDEN, KINDS, WEIGHTS, fractions, kind_of
 
 Terms = list[tuple[pulp.LpVariable, float]]
+Format = str | None  # None: the checkpoint's own numbers
 # Extra cost of a kind of data per place away from the device. It decides between placements of equal seconds.
 _TIES = {WEIGHTS: 1.0, CACHE: 1.1, HIDDEN: 1.23}
 _TIE = 1e-9  # unit of _TIES, relative to the job's seconds
 _COST = 1e4  # smallest job cost, in its unit; ties are then larger than the solver's tolerance of 1e-7
 _SPREAD = 1e-4  # smallest capacity to choose a memory's unit by, relative to the largest coefficient
+_HARM = 1e3  # largest harm in the program of bits; harms of 8 bits are a thousandth of those of 3 bits
 _NOISE = 1e-9  # smaller fractions count as 0
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]")
 _SECONDS = {"ks": 1e3, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -66,7 +77,10 @@ def solve(problem: Problem) -> Solution | None:
     values = optimum(program(problem))
     if values is None:
         return None
-    shares = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
+    solved = {name: values.get(share_name(name), 0.0) for name in fractions(problem.places)}
+    clean = {name: value if value > _NOISE else 0.0 for name, value in solved.items()}
+    totals = {kind: sum(value for name, value in clean.items() if kind_of(name) == kind) for kind in KINDS}
+    shares = {name: value / totals[kind_of(name)] for name, value in clean.items()}
     seconds = [max((0.0, *(bound.value(shares) for _, bound in bounds))) for bounds in problem.bounds]
     return Solution(shares, *problem.over(seconds))
 
@@ -116,7 +130,14 @@ def program(problem: Problem) -> pulp.LpProblem:
         _add(lp, f"latency of a row {unit}", lives, problem.latency_limit / scale)
     seconds = [(time, phase.times * s) for (time, s), phase in zip(times, problem.phases, strict=True)]
     ranks = [(share, places.index(name.partition("@")[2]) * _TIES[kind_of(name)]) for name, share in shares.items()]
-    _minimise(lp, seconds, ranks)
+    total = sum(k for _, k in seconds)
+    unit, scale = _unit(_SECONDS, total / _COST)
+    for time, k in seconds:
+        _check_finite(k / scale, f"cost of {time.name}")
+    tie = _TIE * (total / scale or _COST)
+    ties = [(share, tie * rank) for share, rank in ranks if rank]
+    lp.setObjective(pulp.LpAffineExpression([*((time, k / scale) for time, k in seconds), *ties]))
+    lp.objective.name = _named(f"job {unit}")
     return lp
 
 
@@ -128,23 +149,6 @@ def _add(lp: pulp.LpProblem, label: str, terms: Terms, limit: float, equal: bool
     _check_finite(limit, f"limit of row {name}")
     sense = pulp.LpConstraintEQ if equal else pulp.LpConstraintLE
     lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
-
-
-def _minimise(lp: pulp.LpProblem, seconds: Terms, ranks: Terms) -> None:
-    """Set the cost.
-
-    Args:
-        seconds: the job's seconds.
-        ranks: by fraction, its cost in units of _TIE; 0 on the device.
-    """
-    total = sum(k for _, k in seconds)
-    unit, scale = _unit(_SECONDS, total / _COST)
-    cost = [(time, k / scale) for time, k in seconds]
-    for time, k in cost:
-        _check_finite(k, f"cost of {time.name}")
-    tie = _TIE * (total / scale or _COST)
-    lp.setObjective(pulp.LpAffineExpression([*cost, *((share, tie * rank) for share, rank in ranks if rank)]))
-    lp.objective.name = _named(f"job {unit}")
 
 
 def optimum(lp: pulp.LpProblem, presolve: bool = False) -> dict[str, float] | None:
@@ -186,8 +190,61 @@ def _check_finite(value: float, what: str) -> None:
         raise SolverFailed(f"the {what} is {value:g} in its unit; the numbers of a linear program must be finite")
 
 
-def _normalised(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the fractions without rounding errors: none below 0, and each kind sums to 1."""
-    clean = {name: value if value > _NOISE else 0.0 for name, value in values.items()}
-    totals = {kind: sum(value for name, value in clean.items() if kind_of(name) == kind) for kind in KINDS}
-    return {name: value / totals[kind_of(name)] for name, value in clean.items()}
+class Option(NamedTuple):
+    """One format of one layer."""
+
+    nbytes: int  # bytes of the layer's weights in this format
+    harm: float  # damage of this format to the model's results, in a unit that all layers share; at least 0
+
+
+Layer = Mapping[Format, Option]
+
+
+def adabits(layers: Sequence[Layer], budget: int) -> tuple[Format, ...] | None:
+    """Return the format of each layer: the least sum of harms within the budget. None if no choice fits.
+
+    Args:
+        layers: the formats that each layer may have, at least one.
+        budget: most bytes of all layers.
+
+    Raises:
+        NoSolver, SolverFailed: as `optimum`.
+    """
+    smallest = tuple(min(layer, key=lambda b: (layer[b].nbytes, layer[b].harm)) for layer in layers)
+    least, limit, step = total(layers, smallest).nbytes, budget, 0
+    if least > budget:
+        return None
+    while limit > least and (values := optimum(bits_program(layers, limit), presolve=True)) is not None:
+        chosen = tuple(max(layer, key=lambda b: values[_variable(i, b)]) for i, layer in enumerate(layers))
+        if (over := total(layers, chosen).nbytes - budget) <= 0:
+            return chosen
+        step = max(over, 2 * step)  # the solver keeps a limit with a relative tolerance only
+        limit -= step
+    return smallest
+
+
+def bits_program(layers: Sequence[Layer], budget: int) -> pulp.LpProblem:
+    """Return the program. Harms are in units of the largest by _HARM, and bytes by the budget: the solver's tolerances
+    are absolute."""
+    made = pulp.LpProblem("bits_per_layer")
+    most = max((option.harm for layer in layers for option in layer.values()), default=0.0) or 1.0
+    harms, sizes = [], []
+    for i, layer in enumerate(layers):
+        chosen = {b: made.add_variable(_variable(i, b), 0, 1, pulp.LpInteger) for b in layer}
+        one = pulp.LpAffineExpression([(z, 1.0) for z in chosen.values()])
+        made.addConstraint(pulp.LpConstraint(one, pulp.LpConstraintEQ, f"layer_{i}", 1))
+        harms += [(chosen[b], _HARM * option.harm / most) for b, option in layer.items()]
+        sizes += [(chosen[b], option.nbytes / max(1, budget)) for b, option in layer.items()]
+    made.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(sizes), pulp.LpConstraintLE, "budget", 1.0))
+    made.setObjective(pulp.LpAffineExpression(harms))
+    return made
+
+
+def _variable(layer: int, format: Format) -> str:
+    return f"layer_{layer}_{format or 'exact'}"
+
+
+def total(layers: Sequence[Layer], formats: Sequence[Format]) -> Option:
+    """Return the bytes and the harm of all layers in these formats."""
+    chosen = [layer[b] for layer, b in zip(layers, formats, strict=True)]
+    return Option(sum(option.nbytes for option in chosen), sum(option.harm for option in chosen))

@@ -9,9 +9,9 @@ from itertools import product
 from typing import TypeVar
 
 from flexengine.errors import ONE_SEQUENCE, OutOfMemory, TooLittle
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, booked_parts, lay_out
 from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
@@ -61,18 +61,12 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
     Raise TooLittle if no policy fits into `capacity`.
     """
     roomy = planned(capacity)
-    if any(_laid_out(model, policy, workload, roomy) for policy in policies):
+    if any(laid_out(model, policy, workload, roomy) for policy in policies):
         return roomy
     least = _least(model, policies, workload, capacity, "device")
     if capacity.shared and least is not None and least <= (capacity.device or 0):
         return replace(capacity, device=least)
     raise _too_little(model, policies, workload, capacity)
-
-
-def smallest_layout(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of the first policy that fits. Raise TooLittle as `capacity_for`."""
-    room = capacity_for(model, policies, workload, capacity)
-    return next(filter(None, (_laid_out(model, policy, workload, room) for policy in policies)))
 
 
 def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
@@ -106,27 +100,22 @@ def _too_little(model: ModelFacts, policies: Sequence[Policy], workload: Workloa
                 needs[tier] = least
             room = room.limited({tier: needs.get(tier, given[tier])})
     enough = capacity.limited(needs)
-    layout = next(filter(None, (_laid_out(model, policy, workload, enough) for policy in policies)))
-    parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
-    return TooLittle(
-        _reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts, capacity.engines
-    )
+    layout = next(filter(None, (laid_out(model, policy, workload, enough) for policy in policies)))
+    parts, first = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}, next(iter(needs))
+    if len(policies) > 1 and any(laid_out(model, policy, SHORTEST, capacity) for policy in policies):
+        what = f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
+    else:
+        errors = []
+        for policy in policies:
+            try:
+                lay_out(model, policy, workload, capacity)
+            except OutOfMemory as error:
+                errors.append(error)
+        what = min((e for e in errors if e.tier == first), key=lambda e: e.needed + e.used, default=errors[0]).what
+    return TooLittle(what, needs, given, parts, capacity.engines)
 
 
-def _reason(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str) -> str:
-    """Return the purpose of the bytes that do not fit. It begins with ONE_SEQUENCE if short sequences fit."""
-    if len(policies) > 1 and any(_laid_out(model, policy, SHORTEST, capacity) for policy in policies):
-        return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
-    errors = []
-    for policy in policies:
-        try:
-            lay_out(model, policy, workload, capacity)
-        except OutOfMemory as error:
-            errors.append(error)
-    return min((e for e in errors if e.tier == tier), key=lambda e: e.needed + e.used, default=errors[0]).what
-
-
-def _laid_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout | None:
+def laid_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout | None:
     """Return the layout; None if the policy does not fit."""
     with suppress(OutOfMemory):
         return lay_out(model, policy, workload, capacity)
@@ -139,12 +128,12 @@ def _least(
     """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does."""
     fewest: int | None = None
     for policy in policies:
-        layout = _laid_out(model, policy, workload, capacity.limited({tier: None}))
+        layout = laid_out(model, policy, workload, capacity.limited({tier: None}))
         if layout is None:
             continue
 
         def fits(nbytes: int, policy: Policy = policy) -> bool:
-            return _laid_out(model, policy, workload, capacity.limited({tier: nbytes})) is not None
+            return laid_out(model, policy, workload, capacity.limited({tier: nbytes})) is not None
 
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
         most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free

@@ -9,27 +9,38 @@ systems 4.4). The memory's room decides k. Tokens of different sequences in a gp
 All layers have room for the same k, as far as the policy's share of all neurons allows: layers whose tokens use many
 neurons get more memory than others.
 
-The experts of a mixture are counted in the same way. Experts of the next layer that are read early are counted as if
-they were read when they are needed, so such a job may be faster than predicted.
+The experts of a mixture that are kept in memory are counted in the same way. Experts of the next layer that are read
+early are counted as if they were read when they are needed, so such a job may be faster than predicted.
+
+Other mixtures load their experts into the slot of the layer, in sweeps of few tokens only those that tokens chose. A
+token uses `active` of E experts. If tokens choose independently and evenly, t tokens choose this share of a layer's:
+
+    share(t) = 1 - (1 - active / E)^t
+
+Real routers choose fewer, because tokens are alike. Whole layers are prefetched while other layers are computed. Chosen
+experts cannot be prefetched, because the router runs after the layer's attention. So experts are loaded on demand only
+if the share is at most MAX_CHOSEN_SHARE: loading them then takes at most half as long as loading all.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.facts import ModelFacts, NeuronFacts
+from flexengine.places import off_device
+from flexengine.plan.facts import ModelFacts, NeuronFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.layout import Layout
-from flexengine.plan.pages import Array
 from flexengine.plan.profile import Profile
-from flexengine.plan.sizes import ALIGN, SHORT_READ, aligned
+from flexengine.plan.sizes import ALIGN, SHORT_READ, Array, aligned
 from flexengine.plan.terms import Sweeping, Term
 from flexengine.policy import Policy
+from flexengine.schedule.frame import Demand
 
 ASSUMED_ACTIVE = 0.1  # share of the neurons that a token uses, if nothing was measured
 ASSUMED_REUSE = 0.6  # exponent: k successive tokens use k^this times as many neurons as one
@@ -42,6 +53,8 @@ RECORDS = "records on their way"
 STREAMED = 4 << 20  # bytes of records that are read together for tokens that use all neurons; two such buffers
 EXPERT_STAGES = 3  # experts that are on their way to a GPU at once
 EXPERT_SPARES = 2  # experts that are read early at once without a GPU
+MAX_CHOSEN_SHARE = 0.5  # share of a layer's experts expected in a sweep, up to which they are loaded on demand
+_HELD_VECTORS = 4  # hidden-size vectors per token held while experts are loaded: residual, its norm and their casts
 RECORD_READ = 128 << 10  # bytes of a read of records; as in flash.reader
 
 
@@ -224,7 +237,6 @@ def reads(model: ModelFacts, policy: Policy, rows: float) -> float:
 
 @lru_cache(maxsize=64)
 def _grouped(blocks: tuple[NeuronFacts | None, ...]) -> Counter[NeuronFacts]:
-    """Return the number of layers of each different block."""
     return Counter(block for block in blocks if block is not None)
 
 
@@ -300,3 +312,53 @@ def expert_rows(model: ModelFacts, held: Sequence[int]) -> dict[int, int]:
             rows[block.record] = rows.get(block.record, 0) + room
             spare = EXPERT_SPARES if room < block.neurons and not model.gpu else spare
     return {record: count + spare for record, count in rows.items()}
+
+
+def experts_share(active: int, experts: int, tokens: float | Array) -> Array:
+    """Return the expected share of a layer's experts that `tokens` tokens choose."""
+    return np.asarray(1 - (1 - min(1.0, active / experts)) ** tokens)
+
+
+def most_tokens(model: ModelFacts) -> int:
+    """Return the most tokens of a sweep that loads experts on demand; 0 if no sweep does."""
+    experts = _fewest_experts(model)
+    if not 0 < model.active < experts:
+        return 0
+    return int(math.log(1 - MAX_CHOSEN_SHARE) / math.log(1 - model.active / experts) + 1e-9)
+
+
+def with_experts(demand: Demand, model: ModelFacts, homes: Mapping[str, str]) -> Demand:
+    """Return the weights that a program loads by rows, with the experts that are off the device.
+
+    Args:
+        demand: the same without experts.
+        homes: tier of every tensor by name.
+    """
+
+    def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
+        return off_device({homes[t.name] for t in layer if bool(t.experts) == experts})
+
+    experts, others = (tuple(of(layer, only) for layer in model.layers) for only in (True, False))
+    return replace(demand, experts=experts, others=others, most_tokens=most_tokens(model))
+
+
+def book_experts(layout: Layout, model: ModelFacts, tokens: int) -> None:
+    """Book the device bytes that forward passes hold while their experts are loaded: of each token its hidden states,
+    and scores, shares and ids of its experts. tokens: most of a sweep."""
+    if all(layout.homes[t.name] == "device" for t in model.experts):
+        return
+    experts = max(t.experts for t in model.experts)
+    token = _HELD_VECTORS * model.hidden * model.itemsize + 3 * 4 * experts + 2 * 8 * model.active
+    layout.book("device", "paused forwards", aligned(min(tokens, most_tokens(model)) * token))
+
+
+def unused_experts(model: ModelFacts, tokens: Array) -> Array:
+    """Return, by tokens of a sweep, the expected bytes of experts that it does not load, if all are off the device."""
+    total = sum(t.stored_bytes for t in model.experts)
+    unchosen = 1 - experts_share(model.active, _fewest_experts(model), tokens)
+    return np.where(tokens <= most_tokens(model), total * unchosen, 0.0)
+
+
+def _fewest_experts(model: ModelFacts) -> int:
+    """Return the number of experts of the layer that has the fewest; 0 if none has any."""
+    return min((t.experts for t in model.experts), default=0)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from flexengine.errors import OutOfMemory
 from flexengine.places import workers_of
 from flexengine.plan.candidates import Candidates, Options, sensible
 from flexengine.plan.cost import Cost
@@ -12,8 +11,8 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import SolverFailed, solve
-from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.problem import MemoryLimit, Problem, memories, phases
+from flexengine.plan.terms import CACHE, HIDDEN, WEIGHTS, fraction, fractions, kind_of
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, Policy, Split, thousandths
 from flexengine.schedule.place import cache_homes, reaches_workers
@@ -114,7 +113,13 @@ class Placement:
             policy = sensible(_rounded(shape, solved.fractions, choice))
             if self.tried.attempt(policy) is not None:
                 return True
-            problem = _with_less(problem, self.tried.refused[policy], margin)
+            error = self.tried.refused[policy]  # of the memory that was too small
+            less = max(error.needed + error.used - error.capacity, 0)
+            rows = tuple(
+                replace(row, capacity=row.capacity - less - row.capacity * margin) if row.label == error.tier else row
+                for row in problem.memories
+            )
+            problem = replace(problem, memories=rows)
         return False
 
     def problem(self, shape: Policy, choice: Choice) -> Problem:
@@ -204,16 +209,6 @@ def _rounded(shape: Policy, fractions: dict[str, float], choice: Choice) -> Poli
     return replace(
         shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN), delegate=choice.delegate and cache[1] > 0
     )
-
-
-def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
-    """Return the problem with less capacity of the memory that was too small: the missing bytes and a margin."""
-    missing = max(error.needed + error.used - error.capacity, 0)
-    less = (
-        replace(row, capacity=row.capacity - missing - row.capacity * margin) if row.label == error.tier else row
-        for row in problem.memories
-    )
-    return replace(problem, memories=tuple(less))
 
 
 def placement_problem(

@@ -18,14 +18,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from flexengine.places import TIERS, further_disks
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import LOAD_BYTES, RESIDENT, Cost, write_seconds
-from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.hardware import Capacity, Hardware, at
 from flexengine.plan.layout import Layout
-from flexengine.plan.pages import Array
-from flexengine.plan.prediction import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, kind_of
 from flexengine.plan.profile import Profile
-from flexengine.plan.sizes import DELEGATION
+from flexengine.plan.sizes import DELEGATION, Array
+from flexengine.plan.terms import CACHE, HIDDEN, KINDS, WEIGHTS, fraction, kind_of
 from flexengine.policy import Policy
 
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
@@ -36,7 +34,6 @@ PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps
 
 @lru_cache(maxsize=256)
 def _by_kind(names: frozenset[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of fractions of each kind of data."""
     return tuple(tuple(name for name in names if kind_of(name) == kind) for kind in KINDS)
 
 
@@ -200,11 +197,8 @@ def phases(cost: Cost, policy: Policy, sweeps: Profile, split: Mapping[str, floa
 
 
 def _groups(compute: Array, sweeps: Profile) -> tuple[list[str], Array]:
-    """Return the labels of the groups, and how often each sweep occurs in each group: [sweeps, groups].
-
-    Args:
-        compute: seconds of the device by sweep.
-    """
+    """Return the labels of the groups, and how often each sweep occurs in each group: [sweeps, groups]. compute:
+    seconds of the device by sweep."""
     entering, times = sweeps.prompt > 1e-9, sweeps.times.copy()
     first = int(np.argmax(entering))
     labels, columns = ["first"], [np.zeros_like(times)]

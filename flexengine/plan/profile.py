@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.pages import Array, LayerPages, moved_pages
+from flexengine.plan.sizes import Array, LayerPages, moved_pages
 from flexengine.plan.workload import Workload
-from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
+from flexengine.schedule.sweeps import entrants
 
 Indices = NDArray[np.intp]
 
@@ -181,18 +181,6 @@ def _pairs(tokens: Array, window: int | None) -> Array:
     return np.asarray(short * (short + 1) / 2 + (tokens - short) * (window or 0))
 
 
-def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Profile:
-    """Return the sweeps of a job of `rows` sequences.
-
-    Args:
-        each: mean sequence of the job.
-        schedule: as in `Policy`.
-        shape: (gpu_batch_size, num_gpu_batches).
-        room: page tokens that fit.
-    """
-    return summed(each, walk(each, rows, schedule, shape, room), rows)
-
-
 @dataclass(frozen=True)
 class Walk:
     """Entries of sequences. Arrays by step of `Unit.stride` sweeps."""
@@ -216,10 +204,17 @@ def _block(rows: int, schedule: str, shape: tuple[int, int]) -> int:
 
 
 def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Walk:
-    """Return the entries of a job's sequences. Arguments as in `profile`.
+    """Return the entries of a job's sequences.
 
     Without a limit on pages, the result depends on the workload, `schedule` and `shape` alone. At least one mean
     sequence fits, even if `room` is less: smaller parts of a sequence would take endlessly many sweeps.
+
+    Args:
+        each: mean sequence of the job.
+        rows: number of sequences.
+        schedule: as in `Policy`.
+        shape: (gpu_batch_size, num_gpu_batches).
+        room: page tokens that fit.
     """
     block, each_peak = _block(rows, schedule, shape), float(each.held.max())
     if room < block * each_peak and not each.alike:

@@ -1,4 +1,4 @@
-"""Seconds of one layer of a gpu_batch, of its attention, and of its head.
+"""Seconds of one layer of a gpu_batch, of its attention, and of its head; and rates assumed for unmeasured machines.
 
 Seconds measured for this model are used if there are any (`Hardware.layers`, `Hardware.heads`, `Hardware.attention`).
 Else they are computed from the sizes of the model's tensors and the rates of the machine's kernels.
@@ -15,7 +15,7 @@ call        0 s: `cell_seconds` includes the call.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -23,12 +23,17 @@ from itertools import permutations
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.places import WORKERS, lane_of, place_of, workers_in_memory
+from flexengine.places import WORKERS, disks_of, lane_of, place_of, workers_in_memory
+from flexengine.plan import guest
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.guests import guest
-from flexengine.plan.hardware import Hardware, Table, at, values_at
-from flexengine.plan.pages import EXTENT, Array
+from flexengine.plan.hardware import Capacity, Hardware, Table, at, values_at
+from flexengine.plan.sizes import EXTENT, Array
 
+# Matrix products: (rows, FLOP per second).
+_CPU: Table = ((1, 1.5e10), (8, 4e10), (64, 1.2e11), (512, 1.5e11))
+_GPU: Table = ((1, 5e11), (64, 2e13), (1024, 6e13))
+_GPU32: Table = ((1, 2.5e11), (64, 8e12), (1024, 1e13))  # twice the bytes, and no tensor cores
+_LOST = 0.3  # seconds that computing and a disk's reads lose per second of the other: 0.2 to 0.5 were measured
 DEQUANTIZE_FLOP = 4.0  # per encoded element: unpack, scale, add the minimum
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points at which a layer's seconds are computed
 _DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # names by bytes per element
@@ -97,12 +102,8 @@ class Attention:
         return self.measured.get(place) or self._derived(((1.0, plain),), flops)
 
     def _derived(self, plain: Table, flops: float) -> Table:
-        """Return (cached tokens of a sequence, bytes of KV per second) by the rule for decode above.
-
-        Args:
-            plain: the same table as memory limits it.
-            flops: FLOP per second as computing limits it, 0 if not known.
-        """
+        """Return (cached tokens of a sequence, bytes of KV per second) by the rule for decode above. plain: the same
+        table as memory limits it. flops: FLOP per second as computing limits it, 0 if not known."""
         if not flops:
             return plain
         model = self.model
@@ -227,7 +228,7 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
     table = _products(hardware, t)
     if not t.experts:
         return 2.0 * tokens * t.elements / at(table, tokens)
-    chosen = t.experts * float(guest("experts").share(active, t.experts, tokens))
+    chosen = t.experts * float(guest("neurons").experts_share(active, t.experts, tokens))
     rows = tokens * active / chosen
     return chosen * 2.0 * rows * t.elements / t.experts / at(table, rows)
 
@@ -281,3 +282,37 @@ def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
         product = _product(hardware, head, rows, 0)
         points.append((float(rows), product + 3 * 4 * rows * model.vocabulary / hardware.elementwise))
     return tuple(points)
+
+
+def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]] = ()) -> Hardware:
+    """Return hardware with assumed rates: round numbers of a small machine of its kind.
+
+    They serve jobs so short that measuring would take longer than a better policy could save.
+
+    Args:
+        kind: "cpu", "sim" or "cuda".
+        capacity: bytes of each place.
+        same_device: pairs of disks that share a device, and so its rate.
+    """
+    gpu = kind == "cuda"
+    products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CPU, "float32": _CPU}
+    memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)  # bytes per second
+    lanes = [disk.lanes for disk in disks_of(capacity.places)]
+    reads: list[str] = [read for read, _ in lanes]
+    rates = [(lane, rate) for both in lanes for lane, rate in zip(both, (1.5e9, 7e8), strict=True)]
+    disks: dict[str, Table] = {lane: ((1.0, rate),) for lane, rate in rates}
+    talk: dict[str, dict[str, float]] = {}
+    if not gpu:
+        talk = {"device": dict.fromkeys(reads, _LOST), **{lane: {"device": _LOST} for lane in reads}}
+    for a, b in (*same_device, *((b, a) for a, b in same_device)):
+        for lane, other in zip(place_of(a).lanes, place_of(b).lanes, strict=True):
+            talk.setdefault(lane, {})[other] = 1.0
+    return Hardware(
+        name=f"{kind}, assumed", kind=kind,
+        device_bytes=capacity.device, host_bytes=capacity.host, disk_bytes=capacity.disk,
+        more_disks=capacity.more_disks, links={"h2d": ((1.0, link),), "d2h": ((1.0, link),), **disks},
+        checkpoint_read=((1.0, 1.5e9),), products=products,
+        prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
+        host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,
+        crosstalk=talk,
+    )  # fmt: skip

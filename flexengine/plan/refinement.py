@@ -1,4 +1,9 @@
-"""Refine the best policies: try similar block shapes, and move their weights between tiers in small steps."""
+"""Try policies with data off the device, and refine the best: similar block shapes, and weights moved in small steps.
+
+A worker computes attention of one gpu_batch while the device computes others, so with attention workers a block has
+several gpu_batches. Under partition `requests` a gpu_batch belongs to one worker, so each worker gets one or two.
+Partition `tokens` is left out: merged parts may differ in the last bits, and results must not depend on the plan.
+"""
 
 import logging
 from dataclasses import replace
@@ -6,12 +11,11 @@ from itertools import product
 from operator import attrgetter
 
 from flexengine.activity import message
-from flexengine.places import TIERS, workers_in_memory
+from flexengine.places import TIERS, WORKERS, workers_in_memory
 from flexengine.plan.candidates import FALLBACK_GPU_BATCHES, FIRST_GPU_BATCH, Candidates
-from flexengine.plan.guests import guest
+from flexengine.plan.cost import Prediction
 from flexengine.plan.placement import Choice, Placement
-from flexengine.plan.prediction import Prediction
-from flexengine.policy import Policy, thousandths
+from flexengine.policy import HEADS, PLACES, REQUESTS, Policy, Split, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
@@ -21,6 +25,9 @@ FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved
 MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
 HOST = TIERS.index("host")
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
+SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
+# gpu_batches of a block under partition `heads`, and of each pair of workers under `requests`
+WORKER_GPU_BATCHES = (2, 4)
 
 
 def place_off_device(tried: Candidates, streams: bool) -> None:
@@ -34,7 +41,7 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
     if streams:
         _stream(placement)
     if tried.cost.hardware.workers:
-        guest("attended").try_workers(placement)
+        _try_workers(placement)
     refine(placement)
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
@@ -71,7 +78,11 @@ def refine(placement: Placement) -> None:
             break
     for policy in tried.batches(tried.leader().policy):
         tried.attempt(policy)
-    _step_blocks(placement)
+    leader = None
+    while tried.leader() is not leader:  # block sizes one step below and above, while the job gets faster
+        leader = tried.leader()
+        for shape, tokens in product(tried.steps(leader.policy), tried.tokens):
+            placement.solve_placement(replace(shape, prefill_tokens=tokens), Choice.of(leader.policy))
     leader = tried.leader()
     second = [p for p in _best(tried)[:2] if p.total_seconds <= MAX_FINE_RATIO * leader.total_seconds]
     policies = dict.fromkeys(p.policy for p in (leader, *second))
@@ -89,7 +100,6 @@ def _moves(placement: Placement) -> tuple[tuple[int, int], ...]:
 
 
 def _best(tried: Candidates) -> list[Prediction]:
-    """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
     kinds: dict[tuple[str, int], Prediction] = {}
     limit = tried.options.latency_limit
 
@@ -109,21 +119,12 @@ def _try_neighbours(placement: Placement, prediction: Prediction) -> None:
         placement.solve_placement(other, allowed)
     if policy.works:
         workers = len(workers_in_memory(cost.hardware.places))
-        for partition in guest("attended").partitions(cost.model.kv_heads, workers):
+        for partition in partitions(cost.model.kv_heads, workers):
             tried.attempt(replace(policy, partition=partition))
     elif policy.cache[1] and not choice.hidden and placement.delegates:
         tried.attempt(replace(policy, delegate=not policy.delegate))
     same = [tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in tried.tokens]
     _move_weights(placement, min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
-
-
-def _step_blocks(placement: Placement) -> None:
-    """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
-    tried, before = placement.tried, None
-    while tried.leader() is not before:
-        before = tried.leader()
-        for shape, tokens in product(tried.steps(before.policy), tried.tokens):
-            placement.solve_placement(replace(shape, prefill_tokens=tokens), Choice.of(before.policy))
 
 
 def _move_weights(placement: Placement, best: Prediction) -> None:
@@ -145,3 +146,35 @@ def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | No
     step = min(step, weights[source])
     weights[source], weights[target] = weights[source] - step, weights[target] + step
     return replace(policy, weights=thousandths(weights))
+
+
+def partitions(kv_heads: int, workers: int) -> tuple[str, ...]:
+    """Return the partitions to try.
+
+    Args:
+        kv_heads: KV heads of the model.
+        workers: number of attention workers.
+    """
+    return (REQUESTS, HEADS) if workers > 1 and kv_heads % workers == 0 else (REQUESTS,)
+
+
+def split_of(share: float) -> Split:
+    """Return a split with this share on attention workers, and the rest on the device."""
+    split = dict.fromkeys(PLACES, 0.0) | {"device": 1.0 - share, WORKERS: share}
+    return tuple(split[place] for place in PLACES)
+
+
+def _try_workers(placement: Placement) -> None:
+    """Solve the placement of every block size with attention workers, if the machine has any."""
+    tried = placement.tried
+    workers = len(workers_in_memory(tried.cost.hardware.places))
+    if not workers:
+        return
+    ways = partitions(tried.cost.model.kv_heads, workers)
+    for block, share, partition in product(tried.blocks(), SHARES, ways):
+        choice = Choice(False, False, attended=split_of(share), partition=partition)
+        factor = max(1, workers / 2) if partition == REQUESTS else 1
+        sizes = dict.fromkeys(max(1, round(block / (factor * count))) for count in WORKER_GPU_BATCHES)
+        in_batches = dict.fromkeys(tried.of(block, size) for size in sizes)
+        for shape, schedule in product(in_batches, ("continuous", "diagonal")):
+            placement.solve_placement(replace(shape, schedule=schedule), choice, wide=True)

@@ -1,17 +1,25 @@
-"""Numbers of tokens that a policy computes at once, and bytes of buffers.
+"""Numbers of tokens that a policy computes at once, bytes of buffers, and KV pages: their sizes and numbers.
 
 All sizes are in bytes unless a name has another unit.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flexengine.places import place_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
-from flexengine.schedule.admission import entrants
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import cache_homes
+from flexengine.schedule.sweeps import entrants
 
+PAGE_TOKENS = 16  # tokens of a KV page on the device
+EXTENT = 256 << 10  # least bytes of a KV page off the device, so that transfers are long
 ALIGN = 4096  # bytes
 TENSOR_ALIGN = 64  # bytes, for tensors within a slot
 TORCH_ALIGN = 8  # bytes; the address of a tensor is a multiple of this, which is enough for every dtype
@@ -22,6 +30,16 @@ DELEGATION, DESKS = "delegation buffers", "buffers of attention workers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 HUGE = 2 << 20  # bytes of a huge page
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
+# Memory that kernels and libraries take on a GPU beside activations.
+SCRATCH = 64 << 20  # bytes of a kernel's scratch memory, as in kernels/cuda.py
+GATHERED = 32  # bytes of scratch per element of K and V in plain torch attention, as in kernels/cuda.py
+MAX_FUSED_HEAD_DIM = 256  # most elements of a head in fused attention, as in kernels/triton_attention.py
+SPAN_TOKENS = 512  # tokens of one partial result of fused attention, as in kernels/triton_attention.py
+MIN_GROUP_COLUMNS = 32  # fewest columns of x that share a scale if x is rounded to 8 bits
+CONVERTED = 16 << 20  # bytes of host elements that are converted on the GPU at once, as in tier/cuda.py
+BLOCK_QUERIES = 1024  # queries per call of attention within a window, as in kernels/reference.py
+CUBLAS = 64 << 20  # bytes of workspaces: at most 32 MiB for each of two streams that multiply
+Array = NDArray[np.float64]
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
@@ -120,6 +138,36 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
 
 
+def gpu_buffers(model: ModelFacts, tokens: int, longest: int) -> int:
+    """Return the bytes that kernels and libraries hold at once on a GPU, beside activations and logits.
+
+    Args:
+        tokens: most tokens of a gpu_batch.
+        longest: most cached tokens of a sequence.
+    """
+    partial = 4 * model.heads * -(-longest // SPAN_TOKENS) * (model.head_dim + 1)  # one sequence is never divided
+    fused = model.topk is None and model.head_dim <= MAX_FUSED_HEAD_DIM
+    gathered = 0 if fused else GATHERED * 2 * model.kv_heads * model.head_dim * longest
+    wide = max(model.width, model.hidden)
+    groups = -(-wide // MIN_GROUP_COLUMNS)  # each has a scale and a sum
+    rounded = any(t.form.endswith("by int8") for t in model.tensors)  # whether products round activations to 8 bits
+    codes = tokens * (wide + MIN_GROUP_COLUMNS + 8 * groups) if rounded else 0
+    # All experts are computed in one call: of each token and chosen expert there are four copies (before, after,
+    # weighted, reordered), and input and output of the gate, with copies.
+    copied = 4 * model.hidden + 2 * model.expert_width if model.expert_width else 0
+    experts = tokens * model.active * copied * model.itemsize
+    converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in model.tensors) else 0
+    copies = 2 * model.heads * model.head_dim * model.itemsize * tokens if model.heads > model.kv_heads else 0
+    windowed = 0
+    for window in {w for w in model.windows if w is not None and w < longest}:
+        # K and V of all prompts longer than the window are copied for every query head, and there are two masks.
+        keys, prompts = min(window + BLOCK_QUERIES, longest), max(1, tokens // (window + 1))
+        key = 2 * model.heads * model.head_dim * model.itemsize * prompts + BLOCK_QUERIES * (1 + model.itemsize)
+        windowed = max(windowed, keys * key)
+    attention = max(SCRATCH, partial, gathered, copies, windowed)
+    return attention + codes + experts + converted + CUBLAS
+
+
 def delegated(policy: Policy, places: Iterable[str]) -> dict[str, int]:
     """Return the most sequences with delegated decode attention, by place that computes it. places: places of the
     machine."""
@@ -139,3 +187,81 @@ def read_buffers(longest: int, disks: int) -> int:
     """
     long = READ_BUFFERS * min(READ, aligned(longest, HUGE)) if longest >= SHORT_READ else 0
     return disks * (aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN))
+
+
+def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None = None, slices: int = 1) -> int:
+    """Return the tokens of one KV page.
+
+    Pages of attention workers do not move to the device, so they are as small as there. Elsewhere off the device, a
+    page has at least EXTENT bytes, or holds the longest sequence, and is a multiple of ALIGN bytes. A window has at
+    least two pages, because attention reads only a part of its oldest page.
+
+    Args:
+        longest: tokens of the longest sequence.
+        window: tokens that the layers' queries see, None for all.
+        slices: number of attention workers among which the tokens of a page are divided.
+    """
+    if tier == "device" or place_of(tier).worker:
+        return slices * PAGE_TOKENS
+    wanted = min(-(-EXTENT // model.kv_token), longest if window is None else min(longest, -(-window // 2)))
+    tokens = aligned(wanted, PAGE_TOKENS)
+    while tokens * model.kv_token % ALIGN:
+        tokens += PAGE_TOKENS
+    return tokens
+
+
+def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:
+    """Return the number of pages of each pool.
+
+    If not all needed pages fit, each pool gets its least, and an equal share of its other needed pages. If even the
+    least does not fit, all pools get 0 pages.
+
+    Args:
+        needed: most pages that are used, by pool.
+        least: pages of the longest sequence, by pool.
+        sizes: bytes of one page in all layers, by pool.
+        room: bytes for all pools, None for no limit.
+    """
+    if room is None or sum(n * size for n, size in zip(needed, sizes, strict=True)) <= room:
+        return list(needed)
+    left = room - sum(n * size for n, size in zip(least, sizes, strict=True))
+    if left < 0:
+        return [0] * len(needed)
+    more = sum((n - low) * size for n, low, size in zip(needed, least, sizes, strict=True))
+    pages = [low + (n - low) * left // more for n, low in zip(needed, least, strict=True)]
+    left = room - sum(n * size for n, size in zip(pages, sizes, strict=True))
+    for i, size in enumerate(sizes):  # bytes left by rounding down
+        extra = min(needed[i] - pages[i], left // size)
+        pages[i], left = pages[i] + extra, left - extra * size
+    return pages
+
+
+class LayerPages(NamedTuple):
+    """Pages of the layers that see equally many tokens."""
+
+    layers: float  # share of all layers
+    # device, away: pools on the device and off it; only their page sizes and windows count
+    device: Pool
+    away: Pool
+
+
+def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
+    """Return the pages of a model's layers. longest: tokens of the longest sequence."""
+
+    def pool(tier: str, window: int | None) -> Pool:
+        return Pool(0, page_tokens(model, tier, longest, window), None, window)
+
+    return tuple(
+        LayerPages(len(group.layers) / len(model.layers), pool("device", group.window), pool("host", group.window))
+        for group in model.cache_groups(longest)
+    )
+
+
+def moved_pages(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
+    """Return the numbers of pages that prefill in pieces of `prefill_tokens` loads and stores, in one layer, by prompt.
+    prompts: tokens of each prompt."""
+    before = np.ceil(prompts / prefill_tokens) - 1  # whole pieces before the last
+    starts = np.arange(0, before.max() + 1) * prefill_tokens
+    read, written = pool.num_read(starts), pool.num_written(starts, starts + prefill_tokens)
+    last, index = pool.num_written(before * prefill_tokens, prompts), before.astype(int)
+    return np.cumsum(read)[index], (np.cumsum(written) - written)[index] + last

@@ -3,41 +3,57 @@
 If a term's data may be on several tiers, the term is proportional to one fraction, such as "cache@disk". Rules:
 
 weights        Each layer, and the head, crosses the lanes from its tier once per sweep. Small sweeps leave out the
-               experts that no token chose (`plan.experts`).
+               experts that no token chose (`plan.neurons`).
 KV cache       Whole pages are loaded before a layer computes, and changed pages are stored after. If pages are in host
                RAM, a decode step stores only its token.
 delegated      Queries, keys and values of decoding sequences are copied to the place that computes attention, and the
                output is copied back. Only pages of continued prompts are loaded to the device. If queries go first to
                attention workers, there are two copies, tasks and questions.
 hidden states  Between two layers, hidden states cross the lanes once in each direction.
-chosen values  The device waits for these loads: see `plan.chosen`.
+chosen values  The device waits for these loads: see `plan.delegation`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import DEVICE, lane_of, place_of
+from flexengine.places import DEVICE, TIERS, Routes, lane_of, place_of
+from flexengine.plan import guest
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.guests import guest
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.pages import Array, LayerPages
-from flexengine.plan.prediction import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
-from flexengine.plan.sizes import SCORED_ROWS
+from flexengine.plan.sizes import SCORED_ROWS, Array, LayerPages
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.batches import form_batches, split_prompt
-from flexengine.schedule.routes import Routes
 
 PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
 SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate the mean
 LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
+WEIGHTS, CACHE, HIDDEN = "weights", "cache", "hidden"
+KINDS = {WEIGHTS: "weights", CACHE: "cache", HIDDEN: "hidden states"}  # kinds of data, and their names in messages
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
+
+
+def fraction(kind: str, place: str) -> str:
+    """Return the name of the fraction of a kind of data on a place, such as "weights@disk"."""
+    return f"{kind}@{place}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of data of a fraction."""
+    return name.partition("@")[0]
+
+
+@lru_cache
+def fractions(places: tuple[str, ...] = TIERS) -> tuple[str, ...]:
+    """Return the names of all fractions on a list of places: those of the weights, then of the other kinds."""
+    return tuple(fraction(kind, place) for kind in KINDS for place in places)
 
 
 @dataclass(frozen=True)
@@ -188,7 +204,7 @@ class Sweeping:
         tokens = self.sweeps.prompt + self.sweeps.decoding
         nbytes = np.full(tokens.shape, float(streamed_bytes))
         if self.model.experts:
-            nbytes = nbytes - guest("experts").unused(self.model, tokens)
+            nbytes = nbytes - guest("neurons").unused_experts(self.model, tokens)
         for place, lanes in routes(self.hardware).load.items():
             for lane in lanes:
                 yield self.move(lane, WEIGHTS, place, nbytes, reads.get(place, read))
@@ -207,7 +223,9 @@ class Sweeping:
         """Yield the terms of the KV cache."""
         model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
         token, way = model.kv_token * len(model.layers), routes(self.hardware)
-        coming = sweeps.loaded if model.topk is None else sweeps.prompt_loaded + guest("chosen").Chosen.of(self).ahead
+        coming = sweeps.loaded
+        if model.topk is not None:
+            coming = sweeps.prompt_loaded + guest("delegation").chosen_tokens(self)[0]
         for place in way.load:
             delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming

@@ -1,13 +1,13 @@
 """A job in numbers: the number of sequences of each size."""
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexengine.schedule.pages import Pool
 
@@ -49,11 +49,11 @@ class Workload:
         return sorted(ends, reverse=True)
 
     @cached_property
-    def _prompts(self) -> "_Sums":
-        return _Sums.of(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
+    def _prompts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return _sums(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
 
     @cached_property
-    def _pages(self) -> "dict[tuple[int, int | None], _Sums]":
+    def _pages(self) -> dict[tuple[int, int | None], tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Running totals of pages at the sequences' peaks, by (tokens of a page, window): a search repeats requests."""
         return {}
 
@@ -69,8 +69,8 @@ class Workload:
         key = (pool.page_tokens, pool.window)
         if key not in self._pages:
             held = ((pool.held(n) - pool.num_shared(int(spared)), times) for n, times, spared in self._ends)
-            self._pages[key] = _Sums.of(held)
-        own = self._pages[key].first(count)
+            self._pages[key] = _sums(held)
+        own = round(np.interp(count, *self._pages[key]))
         if not self.stems:
             return own
         prefixes = max(self.nested, math.ceil(min(count, self.count) * self.stems / max(1, self.count)))
@@ -79,27 +79,12 @@ class Workload:
 
     def prompt_tokens(self, count: int) -> int:
         """Return the total tokens of the `count` longest prompts."""
-        return self._prompts.first(count)
+        return round(np.interp(count, *self._prompts))
 
 
-class _Sums(NamedTuple):
-    """Running totals of numbers that occur several times each."""
-
-    numbers: tuple[int, ...]  # in order
-    counts: tuple[int, ...]  # how many numbers come before each one, repetitions included; last, how many there are
-    totals: tuple[int, ...]  # sum of these numbers; last, the sum of all
-
-    @staticmethod
-    def of(numbers: Iterable[tuple[int, int]]) -> "_Sums":
-        """Return the running totals. numbers: (number, how often it occurs)."""
-        pairs = list(numbers)
-        counts = accumulate((times for _, times in pairs), initial=0)
-        totals = accumulate((n * times for n, times in pairs), initial=0)
-        return _Sums(tuple(n for n, _ in pairs), tuple(counts), tuple(totals))
-
-    def first(self, count: int) -> int:
-        """Return the sum of the first `count` numbers, or of all."""
-        if count >= self.counts[-1]:
-            return self.totals[-1]
-        last = bisect_right(self.counts, max(0, count)) - 1
-        return self.totals[last] + (max(0, count) - self.counts[last]) * self.numbers[last]
+def _sums(numbers: Iterable[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many numbers come before each one, and their sum; last, those of all. numbers: (number, how often it
+    occurs), in order."""
+    table = np.array([(0, 0), *((times, number * times) for number, times in numbers)])
+    counts, totals = np.cumsum(table, axis=0).T
+    return counts, totals

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
+from flexengine.places import by_way
 from flexengine.runtime.lane import Mark
-from flexengine.schedule.routes import by_way
 from flexengine.schedule.tasks import LOADING, Compute, Copy, Delegate, Op, Task
 
 PROCESS = "flexengine"  # name of the process in the trace

@@ -40,13 +40,12 @@ class Piece:
 
     def pairs(self, window: int | None) -> int:
         """Return the number of (query, key) pairs in attention; each query sees at most `window` keys (None: all)."""
-        first, last = self.start + 1, self.start + self.count
-        if window is None or last <= window:
-            return (first + last) * self.count // 2
-        if first >= window:
-            return self.count * window
-        inside = window - first + 1
-        return (first + window) * inside // 2 + (last - window) * window
+
+        def begun(tokens: int) -> int:  # pairs of the first tokens of the sequence
+            short = tokens if window is None else min(tokens, window)
+            return short * (short + 1) // 2 + (tokens - short) * (window or 0)
+
+        return begun(self.start + self.count) - begun(self.start)
 
 
 class Batch(NamedTuple):

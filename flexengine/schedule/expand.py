@@ -1,10 +1,19 @@
-"""Tasks of a cell: FlexGen's six operations (algorithm 1). Cells in parts: `delegated`, `rows`."""
+"""Tasks of a cell: FlexGen's six operations (algorithm 1). Cells in parts: `parts`.
+
+In the stages of a pipeline, hidden states enter before the first layer of a stage, and leave after the last. A port is
+the object through which they pass from one stage to the next (`worker.stage_ports`).
+
+| resource | meaning |
+|---|---|
+| ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
+| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes, one per weight slot |
+"""
 
 from collections.abc import Hashable, Iterable, Iterator
 
 from flexengine.places import DEVICE
 from flexengine.schedule.batches import Batch, continues
-from flexengine.schedule.frame import ProgramFrame, Ring
+from flexengine.schedule.frame import AFTER, BEFORE, ProgramFrame, Ring
 from flexengine.schedule.order import CellStep
 from flexengine.schedule.prefetch import Prefetch
 from flexengine.schedule.tasks import Compute, Copy, Op, Resources, Task, legs
@@ -62,12 +71,12 @@ class WholeCell:
         for unit in range(cell.layer, cell.layer + step.layers):
             reads += self.prefetch.reads(unit)
         if cell.layer == 0 and op in _BEGIN:
-            reads += tuple(name for added in frame.entering for name in added(cell.batch))
+            reads += frame.entering(cell.batch)
         writes = (("run", cell.batch), *writes)
         writes += () if cache is None else (frame.caches.buffers[cache],)
         writes += () if hidden is None else (frame.hiddens.buffers[hidden],)
         if cell.layer + step.layers == frame.layers and op in _END and not by_rows:
-            writes += tuple(name for added in frame.leaving for name in added(cell.batch))
+            writes += frame.leaving(cell.batch)
         slot = self.prefetch.slot(cell.layer)
         return Compute(op, cell, DEVICE, reads, writes, slot, cache, hidden, by_rows, step.layers)
 
@@ -110,3 +119,13 @@ class WholeCell:
         number = copy.buffer or 0
         lanes = self.frame.routes.store[copy.home]
         return legs(copy, lanes, (ring.buffers[number],), ring.stages[number], (target,))
+
+
+def with_ports(frame: ProgramFrame, step: CellStep, tasks: Iterator[Task]) -> Iterator[Task]:
+    """Yield the tasks of a step in a stage. ENTER precedes a gpu_batch's first cell, LEAVE follows its last one."""
+    cell, k = step.cell, step.cell.batch
+    if BEFORE in frame.ports and cell.layer == 0 and step.part.begins:
+        yield Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (("inbuf", k % frame.slots),))
+    yield from tasks
+    if AFTER in frame.ports and cell.layer + step.layers == frame.layers and step.part.ends:
+        yield Task(Op.LEAVE, cell, "leave", frame.leaving(k), ((AFTER, k),))

@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+from flexengine.places import Routes
 from flexengine.schedule.batches import Batch
-from flexengine.schedule.routes import Routes
 from flexengine.schedule.tasks import Resources
+
+BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,21 @@ class ProgramFrame:
     # Ascending numbers of the units whose resident weights the first sweep reads, once for each of a unit's reads
     arriving: Sequence[int] = ()
     demand: Demand = Demand()  # weights that are loaded by rows
-    ports: Collection[str] = ()  # names of ports (schedule.ports), if the program is a stage of a pipeline
+    # of a stage of a pipeline: BEFORE if hidden states enter from another program, AFTER if they leave to another one
+    ports: Collection[str] = ()
     # Returns the number of layers, from a layer on, that one call of kernels computes for a gpu_batch. Their weights,
     # KV and hidden states are on the device.
     joined: Callable[[int, int], int] = lambda layer, batch: 1
     batches: Sequence[Batch] = field(default=(), init=False)  # gpu_batches of the present sweep
-    # Functions that return resources which the first layer of a gpu_batch also reads: embedding rows, a port's buffer
-    entering: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
-    # Functions that return resources which the last layer of a gpu_batch also writes: a port's buffer
-    leaving: list[Callable[[int], Resources]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.caches, self.hiddens = Ring("c", num_buffers(self.slots)), Ring("h", num_buffers(self.slots))
+
+    def entering(self, batch: int) -> Resources:
+        """Return what the first layer of a gpu_batch also reads: embedding rows, and a port's buffer."""
+        rows: Resources = (("embedded", batch),) if self.demand.embedding else ()
+        return (*rows, ("inbuf", batch % self.slots)) if BEFORE in self.ports else rows
+
+    def leaving(self, batch: int) -> Resources:
+        """Return what the last layer of a gpu_batch also writes: a port's buffer."""
+        return (("outbuf", batch % self.slots),) if AFTER in self.ports else ()

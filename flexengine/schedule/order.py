@@ -9,7 +9,7 @@ are needed once per sweep, however many gpu_batches there are (zig-zag, FlexGen 
     head           7         8         9
 
 All schedules have this order of cells; row, zigzag, diagonal and continuous differ in the admission of sequences
-(`schedule.admission`).
+(`schedule.sweeps`).
 
 A cell that waits in the middle for data from elsewhere is computed in two parts, with other cells between them:
 

@@ -59,8 +59,7 @@ class Pool:
 
         It is the first of their pages that a query at `end` sees, or their last page if the query sees none.
         """
-        last: Count = (end - 1) // self.page_tokens
-        return _larger(start // self.page_tokens, _smaller(self.first(end), last))
+        return _larger(start // self.page_tokens, _smaller(self.first(end), (end - 1) // self.page_tokens))
 
     def num_written(self, start: Count, end: Count) -> Count:
         """Return the number of pages that tokens start .. end - 1 are written to. Pages that no query after the piece
@@ -87,8 +86,7 @@ class Pool:
     def num_shared(self, prompt: Count) -> Count:
         """Return the number of prompt pages that samples share until they end: full pages, or 0 with a window, as later
         tokens then overwrite the pages."""
-        full: Count = prompt // self.page_tokens if self.window is None else prompt * 0
-        return full
+        return prompt // self.page_tokens if self.window is None else prompt * 0
 
     def table(self, ids: list[int], tokens: int) -> list[int]:
         """Return the page table of a sequence of `tokens` tokens: page ids by page number.

@@ -26,8 +26,6 @@ def assign_tiers(sizes: Sequence[int], split: Split) -> list[str]:
 
 
 class _Items(NamedTuple):
-    """Items of one group."""
-
     ends: tuple[int, ...]  # cumulative size before the first item and after each
     middles: tuple[float, ...]  # midpoint of each item in the cumulative size, as a fraction of the total
 
@@ -42,17 +40,14 @@ class _Items(NamedTuple):
     def runs(self, split: Split) -> list[tuple[int, int, int]]:
         """Return runs (index of the place, first item, last item + 1). A place with share 0 gets no items."""
         runs, start, total = list[tuple[int, int, int]](), 0, 0.0
+        nearest = next((k for k, share in enumerate(split) if share > 0), len(split) - 1)
         for k in range(len(split) - 1, -1, -1):
             total += split[k]
             end = bisect_left(self.middles, total) if k else len(self.middles)
             if end > start:
-                runs.append((k if split[k] > 0 else _nearest(split), start, end))
+                runs.append((k if split[k] > 0 else nearest, start, end))
                 start = end
         return runs
-
-
-def _nearest(split: Split) -> int:
-    return next((k for k, share in enumerate(split) if share > 0), len(split) - 1)
 
 
 @lru_cache(maxsize=1024)

@@ -54,16 +54,13 @@ class Prefetch:
         self._sweep, self._batches, self._waits = sweep, len(batches), bool(self.arriving)
         self._by_rows = self.demand.by_rows(sum(batch.tokens for batch in batches))
         self._number = {unit: self.passed + i for i, unit in enumerate(self.cycle)}
-        self._horizon = self.passed + len(self.cycle) + (self._ahead if more else 0)
-        self._ended.clear()
-
-    @property
-    def _ahead(self) -> int:
-        """Number of units of the next sweep that may be loaded in this one. It is 1 if embedding rows, which all
-        batches wait for, are read in the same lane: they are emitted after these loads."""
+        # If embedding rows, for which all batches wait, are read in the lane of weights, one unit of the next sweep is
+        # loaded in this one: the rows are emitted after these loads.
         home, load = self.demand.embedding, self.load
         one_lane = home and any(load[home][0] in load[other] for unit in self.streamed for other in unit)
-        return min(1 if one_lane else self.slots, len(self.cycle))
+        ahead = min(1 if one_lane else self.slots, len(self.cycle)) if more else 0
+        self._horizon = self.passed + len(self.cycle) + ahead
+        self._ended.clear()
 
     def slot(self, unit: int) -> int | None:
         """Return the slot of a unit's weights in this sweep; None if all of its weights are resident."""

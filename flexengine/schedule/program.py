@@ -7,14 +7,15 @@
 weights ahead of it. The numbers of buffers and of weight slots limit how far ahead data is loaded: `runtime.execute`
 submits all tasks of a sweep at once, and a lane waits for the edges of each task (`schedule.edges`).
 
-Parts that a plain job does not need have modules of their own, which are imported on first use: `schedule.delegated`
-(attention at another place), `schedule.rows` (experts and embedding rows on demand), `schedule.ports` (stages).
+What a plain job does not need is imported on first use: `schedule.parts` (attention at another place, experts and
+embedding rows on demand).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
 
 from flexengine.schedule.batches import Batch
+from flexengine.schedule.expand import with_ports
 from flexengine.schedule.frame import ProgramFrame, num_buffers
 from flexengine.schedule.order import CellPart, CellStep, cells
 from flexengine.schedule.prefetch import Prefetch
@@ -25,10 +26,10 @@ Expander = Callable[[CellStep], Iterator[Task]]
 # By part of a cell, the class of its expander. A module is imported when the first cell needs it.
 EXPANDERS = {
     CellPart.WHOLE: "flexengine.schedule.expand:WholeCell",
-    CellPart.TO_ATTENTION: "flexengine.schedule.delegated:DelegatedCell",
-    CellPart.FROM_ATTENTION: "flexengine.schedule.delegated:DelegatedCell",
-    CellPart.TO_EXPERTS: "flexengine.schedule.rows:ExpertCell",
-    CellPart.FROM_EXPERTS: "flexengine.schedule.rows:ExpertCell",
+    CellPart.TO_ATTENTION: "flexengine.schedule.parts:DelegatedCell",
+    CellPart.FROM_ATTENTION: "flexengine.schedule.parts:DelegatedCell",
+    CellPart.TO_EXPERTS: "flexengine.schedule.parts:ExpertCell",
+    CellPart.FROM_EXPERTS: "flexengine.schedule.parts:ExpertCell",
 }
 
 
@@ -38,9 +39,6 @@ class Program(ProgramFrame):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.prefetch = Prefetch(self)
-        self._ports = resolve_name("flexengine.schedule.ports:PortTasks")(self) if self.ports else None
-        if self.demand.embedding:
-            self.entering.append(lambda batch: (("embedded", batch),))
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
         """Yield the tasks of one sweep in program order. more: whether to emit the first loads of the next sweep."""
@@ -51,22 +49,18 @@ class Program(ProgramFrame):
         if not prefetch.cycle:
             yield from prefetch.arrivals(units)
         if self.demand.embedding:
-            yield from resolve_name("flexengine.schedule.rows:embedding_rows")(self, prefetch, number)
+            yield from resolve_name("flexengine.schedule.parts:embedding_rows")(self, prefetch, number)
         yield from prefetch.loads()
         for step in cells(number, units, batches, self._begin, self._closed, num_buffers(self.slots)):
             if prefetch.arriving:
                 yield from prefetch.arrivals(step.cell.layer)
-            yield from self._expanded(step, expanders)
+            name = EXPANDERS[step.part]
+            if name not in expanders:
+                expanders[name] = resolve_name(name)(self, prefetch)
+            tasks = expanders[name](step)
+            yield from with_ports(self, step, tasks) if self.ports else tasks
             prefetch.end(step)
         yield from prefetch.loads()
-
-    def _expanded(self, step: CellStep, expanders: dict[str, Expander]) -> Iterator[Task]:
-        """Return the tasks of a step, by the expander of its part."""
-        name = EXPANDERS[step.part]
-        if name not in expanders:
-            expanders[name] = resolve_name(name)(self, self.prefetch)
-        tasks = expanders[name](step)
-        return tasks if self._ports is None else self._ports.around(step, tasks)  # type: ignore[no-any-return]
 
     def _begin(self, layer: int, batch: int) -> tuple[CellPart, int]:
         """Return the first part of a cell, and the number of layers that it computes."""

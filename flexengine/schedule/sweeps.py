@@ -1,5 +1,8 @@
 """Admission of sequences by forecast, gpu_batches of every sweep, and removal of ended sequences.
 
+A waiting sequence enters the block if the schedule lets it (`entrants`), and if the pages of all live sequences still
+fit when each has grown to its end (`peak_pages`).
+
 The engine calls `Sweeps.begin` before a sweep and `Sweeps.advance` after it, with the sequences that ended.
 
 The block may be cut into cohorts, each with sweeps of its own. While one stage of a pipeline computes a sweep of one
@@ -9,15 +12,64 @@ cohort, another stage computes a sweep of another cohort. A machine without a pi
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from flexengine.places import place_of, workers_of
 from flexengine.policy import Policy
-from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.batches import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, cache_homes
 from flexengine.schedule.prefixes import Stem, Tokens, stems_above
+
+FOREVER = 1 << 32  # sweeps of a common prefix that waiting sequences will share
+
+
+class Growing(NamedTuple):
+    """A sequence, or a common prefix of sequences, in the forecast of KV pages."""
+
+    tokens: int  # tokens cached after the next sweep
+    sweeps: int  # sweeps until the sequence, or the last one with the prefix, ends
+    # prompt tokens on shared pages, which the entry of a common prefix counts; 0 if none. That prefix ends no earlier.
+    shared: int = 0
+    grows: int = 1  # tokens added per sweep: 1, or 0 for a common prefix
+
+
+def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
+    """Return the maximum number of sequences that may enter in the next sweep.
+
+    Args:
+        schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
+            when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
+            (FlexGen appendix A.1). continuous: sequences enter as soon as the block has room.
+    """
+    block = gpu_batch_size * num_gpu_batches
+    if schedule == "row":
+        return 0 if live else gpu_batch_size
+    if schedule == "zigzag":
+        return 0 if live else block
+    if schedule == "diagonal":
+        return min(gpu_batch_size, block - live)
+    return block - live
+
+
+def peak_pages(sequences: list[Growing], pool: Pool, late: int = 0) -> int:
+    """Return the most pages in use if no sequence enters. Shared pages are counted once.
+
+    The number of pages falls only when a sequence or a common prefix ends, so the maximum occurs in the last sweep of
+    one of them, or `late` sweeps later.
+
+    Args:
+        late: sweeps for which an ended sequence keeps its pages.
+    """
+    if not sequences:
+        return 0
+    tokens, sweeps, shared, grows = np.array(sequences).T
+    ends = np.unique([sweeps, sweeps + late])[:, None]
+    held = pool.held(tokens + (np.minimum(ends, sweeps) - 1) * grows) - pool.num_shared(shared)
+    return int(np.where(sweeps + late >= ends, held, 0).sum(axis=1).max())
 
 
 @dataclass(eq=False)
@@ -68,11 +120,6 @@ class Trunk(Sequence):
     @property
     def pending(self) -> int:
         return self.prompt_tokens - self.cached
-
-    def lasting(self, waits: bool) -> Growing:
-        """Return the forecast of the trunk's pages. waits: whether sequences that share it have not entered yet."""
-        sweeps = FOREVER if waits else max((s.max_tokens - s.generated for s in self.users.values()), default=0)
-        return Growing(self.prompt_tokens, sweeps, self.shared, grows=0)
 
 
 class Sweeps:
@@ -148,7 +195,6 @@ class Sweeps:
         return [s for s in self.live.values() if s.cohort == self._current]
 
     def _admit(self) -> None:
-        """Let waiting sequences enter while there is room."""
         policy, members = self.cohorts[self._current], self._members
         room = entrants(policy.schedule, len(members), policy.gpu_batch_size, policy.num_gpu_batches)
         if len(self.cohorts) > 1:  # few sequences are divided evenly
@@ -188,7 +234,6 @@ class Sweeps:
             self._entered[each] = self._entered.get(each, 0) + count
 
     def _waits(self, stem: Stem) -> bool:
-        """Return whether sequences with this stem have not entered yet."""
         return self._entered.get(stem, 0) < stem.sequences
 
     def _free(self, keys: Iterable[tuple[Stem, str]], release: Callable[[Sequence], None]) -> None:
@@ -196,21 +241,28 @@ class Sweeps:
             release(self.trunks.pop(key))
 
     def _forecast(self, tier: str) -> list[Growing]:
-        live = [Growing(s.cached + s.pending, s.max_tokens - s.generated, s.shared)
-                for s in self.live.values() if s.home == tier]  # fmt: skip
-        return live + [trunk.lasting(self._waits(stem)) for (stem, home), trunk in self.trunks.items() if home == tier]
+        forecast = []
+        for s in self.live.values():
+            if s.home == tier:
+                forecast.append(Growing(s.cached + s.pending, s.max_tokens - s.generated, s.shared))
+        for (stem, home), trunk in self.trunks.items():
+            if home == tier:
+                last = max((s.max_tokens - s.generated for s in trunk.users.values()), default=0)
+                sweeps = FOREVER if self._waits(stem) else last
+                forecast.append(Growing(trunk.prompt_tokens, sweeps, trunk.shared, grows=0))
+        return forecast
 
     def _entry(
         self, sequence: Sequence, counts: Mapping[str, int], forecast: Mapping[str, list[Growing]]
     ) -> tuple[str, list[Growing]] | None:
         """Return the first tier with a free place and enough pages at the forecast peak, and the forecast of the
-        sequence and of the trunks that it needs there. Return None if there is no such tier.
-
-        Args:
-            counts: by tier, number of live sequences.
-            forecast: by tier, as `_forecast`.
-        """
-        for tier in self._by_load(forecast):
+        sequence and of the trunks that it needs there. Return None if there is no such tier. counts: by tier, number of
+        live sequences. forecast: by tier, as `_forecast`."""
+        # Among attention workers, those in memory come before those with pages in a file, and then the one with the
+        # fewest cached tokens first.
+        loads = {worker: sum(each.tokens for each in forecast[worker]) for worker in workers_of(self.pools)}
+        workers = iter(sorted(loads, key=lambda worker: (worker.filed, loads[worker])))
+        for tier in [next(workers) if place_of(tier).worker else tier for tier in self.pools]:
             pools = self.pools[tier]
             # A worker with pages in a file takes what is left of the share of all workers.
             taken = sum(counts[worker] for worker in workers_of(self.pools)) if place_of(tier).filed else counts[tier]
@@ -229,13 +281,6 @@ class Sweeps:
             if all(peak_pages([*forecast[tier], *new], pool, late) <= pool.pages for pool in pools):
                 return tier, new
         return None
-
-    def _by_load(self, forecast: Mapping[str, list[Growing]]) -> list[str]:
-        """Return the tiers in the order in which sequences enter. Among attention workers, those in memory come before
-        those with pages in a file, and then the one with the fewest cached tokens first."""
-        loads = {worker: sum(each.tokens for each in forecast[worker]) for worker in workers_of(self.pools)}
-        workers = iter(sorted(loads, key=lambda worker: (worker.filed, loads[worker])))
-        return [next(workers) if place_of(tier).worker else tier for tier in self.pools]
 
     def in_prompt(self, piece: Piece) -> bool:
         """Return whether a piece of the sweep begun last is part of a prompt."""

@@ -14,7 +14,7 @@ loads of weights (`runtime.execute`). So no name orders the KV of two sweeps.
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, on their tier |
 | ("run", k) | the forward pass of batch k |
 
-`schedule.delegated`, `schedule.rows` and `schedule.ports` add names of their own.
+`schedule.parts` and the ports of `schedule.expand` add names of their own.
 """
 
 import enum

@@ -23,10 +23,9 @@ import torch
 
 from flexengine.activity import message
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, disks_of, place_names, place_of
-from flexengine.plan.capacity import Capacity
+from flexengine.places import MOST_DISKS, Routes, disks_of, place_names, place_of
+from flexengine.plan.hardware import Capacity
 from flexengine.records import Limit, check
-from flexengine.schedule.routes import Routes
 from flexengine.tier.base import ALIGN, Ledger, Throttled, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import device_of, has_gpu, in_ram, total_memory, usable_disk, usable_memory

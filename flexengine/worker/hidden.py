@@ -17,8 +17,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
 from flexengine.schedule.batches import Batch
-from flexengine.schedule.frame import num_buffers
-from flexengine.schedule.ports import AFTER, BEFORE
+from flexengine.schedule.frame import AFTER, BEFORE, num_buffers
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Mover, Regions, Transfer

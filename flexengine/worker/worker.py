@@ -19,7 +19,7 @@ from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.batches import Batch
-from flexengine.schedule.ports import AFTER, BEFORE
+from flexengine.schedule.frame import AFTER, BEFORE
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from flexengine.worker.cache import Cache, Tables, View, packed
 from flexengine.worker.hidden import Hidden

@@ -9,7 +9,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import layout as plan_layout
-from flexengine.plan.assumed import assumed
+from flexengine.plan.rates import assumed
 from flexengine.plan.workload import Workload
 from flexengine.tier.machine import make_machine
 from flexengine.worker import resident

@@ -17,11 +17,10 @@ from flexengine.errors import OutOfMemory
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.sample import Draw, sample
 from flexengine.plan.workload import Workload
-from flexengine.schedule.admission import Growing, peak_pages
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.prefixes import MIN_SHARED_TOKENS
-from flexengine.schedule.sweeps import Sweeps
+from flexengine.schedule.sweeps import Growing, Sweeps, peak_pages
 from flexengine.schedule.tasks import Task
 from flexengine.worker.cache.pools import Pages
 from flexengine.worker.worker import Worker

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.lossy import EXACT, Lossy
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
-from flexengine.plan.pages import LayerPages, shared_out
-from flexengine.plan.profile import profile, unit
+from flexengine.plan.profile import unit
+from flexengine.plan.sizes import LayerPages, shared_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.families import prompts_of, reference
+from tests.helpers.plans import sweeps_of
 
 ENDLESS = Capacity(None, None, None, shared=False, staged=True)
 D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
@@ -120,7 +121,7 @@ def test_the_profile_counts_what_sweeps_move(schedule: str) -> None:
                         prefill_tokens=rng.choice([64, 192, 512]))  # fmt: skip
         groups = tuple(LayerPages(0.5, Pool(0, 16, window=pool.window), pool) for pool in pools)
         each = unit(Workload.of(rows), policy.prefill_tokens, groups, 1.0)
-        found = profile(each, len(rows), schedule, (policy.gpu_batch_size, policy.num_gpu_batches))
+        found = sweeps_of(each, len(rows), schedule, (policy.gpu_batch_size, policy.num_gpu_batches))
         walk, read, written, kept = Sweeps(policy, {"host": pools}), 0.0, 0.0, 0.0
         for i, (prompt, most) in enumerate(rows):
             walk.add(Sequence(i, prompt, most))

@@ -224,7 +224,7 @@ class TestPlanner:
 
     def machine(self) -> Any:
         """A device whose links are a thousand times slower than its products."""
-        from flexengine.plan.assumed import assumed
+        from flexengine.plan.rates import assumed
         from flexengine.tier.machine import Machine, make_machine
 
         machine: Machine = make_machine("sim", None, None, [Path("/tmp")], None)

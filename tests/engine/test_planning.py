@@ -18,11 +18,10 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import InputRows
 from flexengine.measure.kernels import quick_rates
 from flexengine.model.tokenizer import load_tokenizer
-from flexengine.plan.assumed import assumed
-from flexengine.plan.capacity import Capacity
-from flexengine.plan.hardware import Hardware
+from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.min_memory import smallest
+from flexengine.plan.rates import assumed
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.run import main

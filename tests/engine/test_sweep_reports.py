@@ -12,8 +12,8 @@ from flexengine.engine import summary as module
 from flexengine.engine.engine import Engine
 from flexengine.engine.summary import GENERATING, JobRows, Progress, Rate, SweepReports, best_read_rate, disk_rate
 from flexengine.errors import InvalidInput
-from flexengine.plan.assumed import assumed
-from flexengine.plan.capacity import Capacity
+from flexengine.plan.hardware import Capacity
+from flexengine.plan.rates import assumed
 from flexengine.schedule.tasks import Op
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW

@@ -12,12 +12,11 @@ import numpy as np
 
 from bench.simulate import Forecast, simulate
 from flexengine.places import lane_of, place_of
-from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
-from flexengine.plan.delegation import Crossing, keys_share, projection_share
-from flexengine.plan.experts import share
+from flexengine.plan.delegation import Crossing, keys_share, projection_share, waiting
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import Layout
+from flexengine.plan.neurons import experts_share
 from flexengine.plan.rates import Curve
 from flexengine.plan.terms import page_transfer, routes
 from flexengine.schedule import sweeps
@@ -176,7 +175,7 @@ class Clock:
             read = max(row, self.cost.hardware.weight_rates(task.lane)[0][0]) if lane_of(task.lane).of_disk else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
-        before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
+        before, now = (float(experts_share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
         return self._read(task, (now - before) * self._experts(layer, _place(task)))
 
     def _read(self, task: Task, nbytes: float) -> float:

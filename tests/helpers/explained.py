@@ -4,11 +4,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flexengine.measure import attention, kernels, links, model, overhead, streaming
+from flexengine.measure import attention, kernels, links, machine, model, streaming
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
 
@@ -20,7 +20,7 @@ def books(machine: Machine) -> list[tuple[int, int, dict[str, int]]]:
 def measure_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a moment for each figure, and little memory."""
     moments = [(links, "COPY_SECONDS"), (links, "SPILL_SECONDS"), (links, "READ_SECONDS"), (kernels, "SECONDS"),
-               (kernels, "WINDOW"), (overhead, "SECONDS"), (model, "HEAD_SECONDS"), (attention, "SECONDS")]  # fmt: skip
+               (kernels, "WINDOW"), (machine, "SECONDS"), (model, "HEAD_SECONDS"), (attention, "SECONDS")]  # fmt: skip
     for module, name in moments:
         monkeypatch.setattr(module, name, 0.005)
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)

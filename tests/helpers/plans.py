@@ -4,11 +4,11 @@ import random
 from dataclasses import replace
 
 from bench.simulate import Forecast
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.prediction import Prediction
+from flexengine.plan.profile import Profile, Unit, summed, walk
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.schedule.tasks import Task
@@ -74,3 +74,8 @@ def random_case(rng: random.Random, slots: int) -> tuple[ModelFacts, Hardware, W
     policy = Policy(rng.choice([4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 6]), rng.choice(SPLITS), rng.choice(SPLITS),
                     hidden, slots, "zigzag", rng.choice([256, 512, 2048]))  # fmt: skip
     return model, machine_of(rng, rng.choice(["sim", "cpu"])), Workload({size: rng.choice([40, 64])}), policy
+
+
+def sweeps_of(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = float("inf")) -> Profile:
+    """The sweeps of a job of `rows` sequences. Arguments as in `walk`."""
+    return summed(each, walk(each, rows, schedule, shape, room), rows)

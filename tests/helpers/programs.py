@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flexengine.plan.lp import Solution, solve
-from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
+from flexengine.plan.terms import fractions
 
 FRACTIONS = fractions()
 ALL = frozenset(FRACTIONS)

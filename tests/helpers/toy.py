@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from flexengine.places import DISK, place_names
+from flexengine.places import DIRECT, DISK, STAGED, Routes, place_names
 from flexengine.policy import Policy, Split, shares
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.frame import num_buffers
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,13 +96,16 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model.PassTrial, "walk", walk)
     monkeypatch.setattr(model, "PASSES", 1)
     monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
+    monkeypatch.setattr(model, "unnoticed", nullcontext)
+    monkeypatch.setattr(model, "_head", lambda *args: args[-1])
+    facts: Any = SimpleNamespace(layers=[0, 0], signature=lambda j: "a", output=1, head_signature="head")
     skeleton: Any = None
     machine: Any = None
     for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 20, 40, 64]), (100.0, sorted(model.TOKENS))):
         monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
-        layers, start = model._layers(skeleton, ["a", "a"], {}, machine, model.TOKENS)
+        layers, heads = model.measure_model(skeleton, facts, {}, machine)
         assert layers["a"] == tuple((float(x), x * 0.01) for x in known)
-        assert start == 0.5
+        assert heads == {"head": 0.5}
     assert asked[:2] == [64, 1]
 
 

@@ -1,4 +1,4 @@
-"""plan.attended: the search uses attention workers where they pay, and nowhere else."""
+"""plan.refinement: the search uses attention workers where they pay, and nowhere else."""
 
 import random
 from contextlib import suppress
@@ -9,13 +9,13 @@ import pytest
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import WORKERS, place_of
-from flexengine.plan.attended import partitions, split_of
 from flexengine.plan.candidates import Options
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import planned
 from flexengine.plan.placement import placement_problem
+from flexengine.plan.refinement import partitions, split_of
 from flexengine.plan.search import Search, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares

@@ -6,13 +6,11 @@ import pytest
 
 from flexengine.errors import InvalidInput
 from flexengine.plan import rates
-from flexengine.plan.assumed import assumed
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.hardware import Hardware
-from flexengine.plan.pages import LayerPages
+from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.profile import unit
-from flexengine.plan.rates import Attention, Rates, derived
+from flexengine.plan.rates import Attention, Rates, assumed, derived
+from flexengine.plan.sizes import LayerPages
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import split_prompt
 from flexengine.schedule.pages import Pool

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.plan.bits import Format, Layer, Option, adabits, total
+from flexengine.plan.lp import Format, Layer, Option, adabits, total
 
 FORMATS: tuple[Format, ...] = (None, "int8", "int4", "int3")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.simulate import simulate
-from flexengine.places import TIERS
+from flexengine.places import STAGED, TIERS
 from flexengine.plan.cost import LOAD_BYTES, Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
@@ -18,7 +18,6 @@ from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers.clock import Clock

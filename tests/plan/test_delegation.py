@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
-from flexengine.plan.hardware import Hardware
+from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload

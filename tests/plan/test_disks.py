@@ -8,16 +8,14 @@ from itertools import product
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.assumed import assumed
-from flexengine.plan.capacity import Capacity
-from flexengine.plan.cost import Cost
-from flexengine.plan.hardware import Hardware
+from flexengine.places import Routes
+from flexengine.plan.cost import Cost, Prediction, busiest
+from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.prediction import Prediction, busiest
+from flexengine.plan.rates import assumed
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, thousandths
-from flexengine.schedule.routes import Routes
 from flexengine.shell.explain.text import hardware_text, report
 from flexengine.shell.explain.whatif import changes, helps
 from tests.helpers.plans import both, opt

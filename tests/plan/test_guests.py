@@ -1,4 +1,4 @@
-"""plan.guests: a plan without guests imports none of their modules, and no solver."""
+"""Guests of the planner: a plan without guests imports none of their modules, and no solver."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from flexengine.plan.guests import GUESTS, guest
+from flexengine.plan import GUESTS, guest
 
 PLAIN = """
 import sys
@@ -32,7 +32,7 @@ def test_a_plain_plan_imports_no_guest() -> None:
     out = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=120, check=True)
     loaded = set(out.stdout.split())
     assert "flexengine.plan.search" in loaded
-    others = ("bits", "cluster", "lp", "placement", "problem", "stages")
+    others = ("cluster", "lp", "placement", "problem", "refinement", "stages")
     assert not loaded & {f"flexengine.plan.{name}" for name in (*GUESTS, *others)}
 
 

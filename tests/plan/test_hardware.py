@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.capacity import Capacity
-from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.hardware import Capacity, Hardware, Table, at
 from flexengine.policy import Policy
 
 SHIPPED = Path(__file__).parents[2] / "policies"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
 from flexengine.places import TIERS
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.sizes import (
     READ,

@@ -12,8 +12,8 @@ import pulp
 import pytest
 
 from flexengine.plan.lp import NoSolver, SolverFailed, optimum, save, share_name, solve
-from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, MemoryLimit, Phase, Problem
+from flexengine.plan.terms import fractions
 from tests.helpers.programs import (
     ALL,
     CC,

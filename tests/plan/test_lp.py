@@ -9,8 +9,8 @@ import pulp
 import pytest
 
 from flexengine.plan.lp import optimum, program, share_name, solve
-from flexengine.plan.prediction import fractions
 from flexengine.plan.problem import Affine, Phase
+from flexengine.plan.terms import fractions
 from tests.helpers.programs import (
     ALL,
     CC,

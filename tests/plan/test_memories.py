@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from flexengine.places import TIERS
-from flexengine.plan.capacity import Capacity
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.problem import MemoryLimit, memories
 from flexengine.plan.sizes import ALIGN, sweep_tokens

@@ -11,7 +11,7 @@ import pytest
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
-from flexengine.plan.capacity import Capacity
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.min_memory import capacity_for, lay_out_given, planned, smallest
 from flexengine.plan.search import check, search

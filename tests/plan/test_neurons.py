@@ -9,11 +9,10 @@ import pytest
 
 from flexengine.guests.flash.neurons import Arena
 from flexengine.plan.cost import Cost
-from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, NeuronFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.neurons import Use, part_of, reads, rooms, share_of, terms, waits
+from flexengine.plan.neurons import Use, experts_share, part_of, reads, rooms, share_of, terms, waits
 from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
@@ -26,7 +25,7 @@ from tests.helpers.explained import model as toy_model
 
 
 def experts(count: int, active: int, record: int = 1000) -> NeuronFacts:
-    reuse = tuple(float(share(active, count, tokens)) for tokens in range(1, 65))
+    reuse = tuple(float(experts_share(active, count, tokens)) for tokens in range(1, 65))
     return NeuronFacts(count, record, "experts", reuse=reuse, stored=record // 2, experts=True)
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.plan import profile as profiles
-from flexengine.plan.pages import LayerPages
-from flexengine.plan.profile import MAX_SIZES, Profile, classes, profile, unit
+from flexengine.plan.profile import MAX_SIZES, Profile, classes, unit
+from flexengine.plan.sizes import LayerPages
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
-from flexengine.schedule.admission import entrants
 from flexengine.schedule.batches import Piece
 from flexengine.schedule.pages import Pool, pages_for
-from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps, entrants
+from tests.helpers.plans import sweeps_of
 from tests.helpers.strategies import RANDOMS
 
 SUMS = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
@@ -56,7 +56,7 @@ def told(case: Case) -> Profile:
     policy, away = case.policy, float(case.home != "device")
     each = unit(Workload.of(case.rows), policy.prefill_tokens, PAGES, away, windows=[WINDOW])
     shape = (policy.gpu_batch_size, policy.num_gpu_batches)
-    return profile(each, len(case.rows), policy.schedule, shape, case.room)
+    return sweeps_of(each, len(case.rows), policy.schedule, shape, case.room)
 
 
 def totals(found: Profile) -> dict[str, float]:
@@ -228,7 +228,7 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
     policy = Policy(16, 4, schedule=schedule)
     case = Case(rows, policy, "device", Pool(600, 16))
     each = unit(Workload.of(rows), policy.prefill_tokens, PAGES, 0.0)
-    many = profile(each, 100_000, schedule, (16, 4), case.room)
+    many = sweeps_of(each, 100_000, schedule, (16, 4), case.room)
     real = walked(case)
     assert float((many.entering * many.times).sum()) == pytest.approx(100_000)
     assert float((many.decoding * many.times).sum()) == pytest.approx(100_000 / 1920 * real["decoding"])
@@ -264,7 +264,7 @@ def test_pools_too_small_end_all_the_same(rng: random.Random, limit_steps: Calla
     room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
     shape = (rng.randint(1, 9), rng.randint(1, 4))
     limit_steps(10 * 60)  # ten of the longest lives
-    found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
+    found = sweeps_of(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
     assert float((found.entering * found.times).sum()) == pytest.approx(found.rows)
     values = [found.cached[None] if name == "cached" else getattr(found, name) for name in SUMS]
     assert np.isfinite(values).all()
@@ -278,11 +278,11 @@ def test_room_for_a_tiny_part_of_a_sequence(schedule: str, room: float, limit_st
     """One sequence at a time: entries by parts of 1e-11 sequences would take 1e20 steps."""
     uniform, mixed = ([(100, 20)], [(100, 20), (100, 30)])
     limit_steps(10 * 30)
-    alike = profile(unit(Workload.of(uniform), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
+    alike = sweeps_of(unit(Workload.of(uniform), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
     assert alike.times.sum() == pytest.approx(20 * 10**9)
     assert alike.live == pytest.approx(np.ones(len(alike.times)))
     limit_steps(10 * 30)
-    found = profile(unit(Workload.of(mixed), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
+    found = sweeps_of(unit(Workload.of(mixed), 512, PAGES, 0.0), 10**9, schedule, (4, 2), room)
     assert float((found.entering * found.times).sum()) == pytest.approx(10**9)
     assert float((found.decoding * found.times).sum()) == pytest.approx((19 + 29) / 2 * 10**9)
 

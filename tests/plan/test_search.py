@@ -12,14 +12,13 @@ import pytest
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import placement
-from flexengine.plan.candidates import Options, Shapes
-from flexengine.plan.cost import Cost
+from flexengine.plan.candidates import Candidates, Options
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.lp import NoSolver, Solution, SolverFailed
 from flexengine.plan.min_memory import planned
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.workload import Workload
@@ -104,7 +103,7 @@ def test_streamed_when_it_does_not(kind: str) -> None:
 
 
 def test_steps_of_a_block_size() -> None:
-    shapes = Shapes(Cost(SMALL, machine_of(random.Random(2), "sim"), WORK), Options())
+    shapes = Candidates(Cost(SMALL, machine_of(random.Random(2), "sim"), WORK), Options())
     assert WORK.count == 16
 
     def steps(gpu_batch_size: int, num_gpu_batches: int) -> list[tuple[int, int]]:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bench.kernels.delegation_rule import rule_of
-from flexengine.plan.capacity import Capacity
-from flexengine.plan.chosen import PICK_SECONDS, chosen_share, waiting
+from flexengine.plan.delegation import PICK_SECONDS, chosen_share, waiting
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
@@ -39,7 +39,7 @@ def test_the_clock_agrees(slots: int) -> None:
 def test_bytes_and_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query head with a kv head of its own: keys and a tenth of the values of full pages, and the page that is
     being filled; the device waits for the former."""
-    monkeypatch.setattr("flexengine.plan.chosen.PICK_SECONDS", 0.0)
+    monkeypatch.setattr("flexengine.plan.delegation.PICK_SECONDS", 0.0)
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
     model, policy = opt(layers, h, 32, vocabulary=8192), Policy(16, 2, DEVICE, HOST, schedule="zigzag")
     whole, told = (predicted(m, Workload({(s, n): b}), policy) for m in (model, replace(model, topk=0.1)))

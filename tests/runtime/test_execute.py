@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.places import DIRECT, STAGED
 from flexengine.runtime import execute
 from flexengine.runtime.execute import Executor, TaskFailed
 from flexengine.runtime.lane import Thread
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, STAGED
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers.patience import PATIENCE, in_time
 from tests.helpers.strategies import SEEDS

@@ -11,12 +11,12 @@ import torch
 
 from bench.simulate import simulate
 from flexengine.errors import InvalidInput
+from flexengine.places import DIRECT, STAGED
 from flexengine.runtime.execute import Executor, TaskFailed
 from flexengine.runtime.lane import Stream
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, STAGED
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers import pretend_gpu
 from tests.helpers.toy import uniform

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.places import Routes
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import Routes
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
     MACHINES,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.schedule.admission import Growing, entrants, peak_pages
 from flexengine.schedule.batches import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.order import CellPart, cells
 from flexengine.schedule.pages import Pool, pages_for
+from flexengine.schedule.sweeps import Growing, entrants, peak_pages
 
 
 def order(batches: list[Batch], units: int, part: CellPart, closed: bool = False, buffers: int = 3) -> str:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexengine.places import DIRECT, STAGED, Routes
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.ports import AFTER, BEFORE
+from flexengine.schedule.frame import AFTER, BEFORE
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.tasks import Op
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
+from flexengine.places import DIRECT, STAGED
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.order import Cell
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, STAGED
 from flexengine.schedule.tasks import Op
 from tests.helpers.toy import MACHINES, TWO_DISKS, Homes, tasks_of, uniform
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.simulate import simulate
+from flexengine.places import DIRECT, Routes
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.frame import Demand
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT, Routes
 from flexengine.schedule.tasks import Compute, Copy, Op, Task
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (

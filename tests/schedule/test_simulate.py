@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.simulate import simulate
-from flexengine.places import TIERS
+from flexengine.places import STAGED, TIERS, Routes
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import STAGED, Routes
 from flexengine.schedule.tasks import Op, Task
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import (

@@ -7,9 +7,9 @@ import pytest
 
 from bench.simulate import simulate
 from bench.stagger.orders import POOL, Stagger, Steady, fixed, interleaved, replica_lane, rotational, steady
+from flexengine.places import DIRECT
 from flexengine.schedule.batches import Batch, Piece
 from flexengine.schedule.program import Program
-from flexengine.schedule.routes import DIRECT
 from flexengine.schedule.tasks import Op, Task
 
 NS = range(2, 9)

@@ -15,13 +15,13 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import load
 from flexengine.model.forward import Attend, Query
-from flexengine.plan import pages
+from flexengine.places import STAGED
+from flexengine.plan import sizes
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.batches import Batch
 from flexengine.schedule.prefixes import Stem
-from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import make_machine
 from flexengine.worker import attend
@@ -197,7 +197,7 @@ def overwrite(*tensors: Tensor | None) -> None:
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pages of 16 tokens, so that sequences have several."""
-    monkeypatch.setattr(pages, "EXTENT", 4096)
+    monkeypatch.setattr(sizes, "EXTENT", 4096)
 
 
 class Conformance:

@@ -12,8 +12,8 @@ from bench.kernels.delegation_rule import Rule, read_share, rule_of
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.delegation import projection_share
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.plan.workload import Workload

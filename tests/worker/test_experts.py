@@ -12,7 +12,7 @@ import transformers
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.lossy import Lossy
-from flexengine.plan import experts as plan_experts
+from flexengine.plan import neurons as neuron_plan
 from tests.helpers.families import reference
 
 HIDDEN, INNER, LAYERS, NEW = 64, 48, 3, 6
@@ -166,7 +166,7 @@ GRID: list[tuple[dict[str, Any], str, bool]] = [
 def test_tokens_are_exact_under_every_policy(
     mixtures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, case: int
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(plan_experts, "MAX_CHOSEN_SHARE", 1 - 1e-15)
+    monkeypatch.setattr(neuron_plan, "MAX_CHOSEN_SHARE", 1 - 1e-15)
     known, prompts = mixtures(name), prompts_of((5, 9, 1, 17, 8))
     fields, device, overlap = GRID[case]
     answers = known.answers(prompts)
@@ -208,7 +208,7 @@ def test_encoded_experts_come_alone_too(
     found: list[tuple[list[list[int]], int]] = []
     counts: list[dict[int, int]] = []
     for limit in (0.0, 0.5):
-        monkeypatch.setattr(plan_experts, "MAX_CHOSEN_SHARE", limit)
+        monkeypatch.setattr(neuron_plan, "MAX_CHOSEN_SHARE", limit)
         with Engine(known.directory, policy=policy, device="cpu", offload_dir=tmp_path, lossy=Lossy(weights)) as engine:
             rows = LoadedRows(engine, monkeypatch)
             results = engine.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(NEW, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""What the kernels for a GPU hold while they compute is no more than plan.gpu books. On a CPU, with smaller buffers."""
+"""What the kernels for a GPU hold while they compute is no more than plan.sizes books. On a CPU, in smaller buffers."""
 
 import gc
 import os
@@ -19,9 +19,9 @@ from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import experts as mixture
-from flexengine.plan import gpu as gpu_plan
-from flexengine.plan.capacity import Capacity
+from flexengine.plan import sizes
 from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from tests.helpers.families import NEW
@@ -126,9 +126,8 @@ def test_encoding_keys_and_values_holds(kernels: str, bits: int) -> None:
 def test_the_plan_books_what_the_kernels_hold() -> None:
     from flexengine.tier import cuda as tier
 
-    gpu = gpu_plan
-    assert (gpu.BUFFER, gpu.GATHERED) == (cuda.BUFFER, cuda.GATHERED)
-    assert gpu.CONVERTED == tier.CONVERTED
+    assert (sizes.SCRATCH, sizes.GATHERED) == (cuda.BUFFER, cuda.GATHERED)
+    assert sizes.CONVERTED == tier.CONVERTED
     tensor = TensorFact("w", 4096 * 4096, 2, 2)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1000, 4096, 11008, 32, 8, 128, 2, gpu=True)
     work = Workload.of([(1000, 24)] * 8)
@@ -137,22 +136,23 @@ def test_the_plan_books_what_the_kernels_hold() -> None:
         return lay_out(facts, Policy(gpu_batch_size=8), work, LARGE).account["device"]["workspace"]
 
     alone = booked(replace(facts, gpu=False))
-    assert booked(facts) - alone == gpu.BUFFER + gpu.CUBLAS
+    assert booked(facts) - alone == sizes.SCRATCH + sizes.CUBLAS
     other = replace(facts, layers=((replace(tensor, stored=4),),))
-    assert booked(other) - alone == gpu.BUFFER + gpu.CUBLAS + gpu.CONVERTED
+    assert booked(other) - alone == sizes.SCRATCH + sizes.CUBLAS + sizes.CONVERTED
     rounded = replace(facts, layers=((replace(tensor, form="int4 by int8"),),))
     tokens = min(Policy().prefill_tokens, 8000)
-    assert booked(rounded) - alone >= gpu.BUFFER + gpu.CUBLAS + tokens * 11008 * (1 + 8 / 32)
+    assert booked(rounded) - alone >= sizes.SCRATCH + sizes.CUBLAS + tokens * 11008 * (1 + 8 / 32)
     gate, down = (TensorFact(n, 16 * size, 2, 2, experts=16) for n, size in (("g", 2 * 512 * 4096), ("d", 512 * 4096)))
     mixed = replace(facts, layers=((tensor, gate, down),), active=4)
     assert booked(mixed) - booked(facts) == tokens * 4 * (4 * 4096 + 2 * 1024) * 2
     near = replace(facts, heads=128, windows=(900,))
     # K and V of each query head, of every prompt beyond the window, and masks of 1,024 queries
     copies = max(1023 * (2 * 128 * 128 * 2 * max(1, tokens // 901) + 1024 * 3), tokens * 2 * 128 * 128 * 2)
-    assert booked(near) - booked(replace(near, gpu=False)) == gpu.CUBLAS + -(-max(gpu.BUFFER, copies) // 4096) * 4096
+    scratch = -(-max(sizes.SCRATCH, copies) // 4096) * 4096
+    assert booked(near) - booked(replace(near, gpu=False)) == sizes.CUBLAS + scratch
     chosen = replace(facts, topk=0.1)
     held = 2 * 8 * 128 * 1023 * cuda.GATHERED  # of the one sequence that is gathered at least
-    assert booked(chosen) - alone >= max(gpu.BUFFER, held) + gpu.CUBLAS
+    assert booked(chosen) - alone >= max(sizes.SCRATCH, held) + sizes.CUBLAS
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -173,7 +173,8 @@ def test_what_passes_through_locked_memory(
     families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, lossy: Lossy
 ) -> None:  # fmt: skip
     """Rows of the embedding and weights that stay, as beside a GPU, on a simulated device."""
-    monkeypatch.setattr(gpu_plan, "CONVERTED", 8192)
+    for module in ("layout", "sizes"):
+        monkeypatch.setattr(f"flexengine.plan.{module}.CONVERTED", 8192)
     known, away = families(family), Policy(gpu_batch_size=2, num_gpu_batches=4, weights=(0, 0.5, 0.5))
     found = []
     for gpu in (False, True):
@@ -221,8 +222,8 @@ def test_grouped_prompts_are_copied_for_every_query_head() -> None:
     """Where the fused kernels take no groups, K and V of a gpu_batch's tokens lie there once per query head."""
     tensor = TensorFact("w", 4096 * 4096, 2, 2)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1000, 4096, 11008, 128, 8, 128, 2, gpu=True)
-    found = gpu_plan.buffers(facts, 4096, 1000) - gpu_plan.buffers(replace(facts, kv_heads=128), 4096, 1000)
-    assert found == 4096 * 2 * 128 * 128 * 2 - gpu_plan.BUFFER
+    found = sizes.gpu_buffers(facts, 4096, 1000) - sizes.gpu_buffers(replace(facts, kv_heads=128), 4096, 1000)
+    assert found == 4096 * 2 * 128 * 128 * 2 - sizes.SCRATCH
 
 
 def test_memory_of_every_stream_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from flexengine.kernels import Kernels, load
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.kernels.reference import ReferenceKernels
 from flexengine.plan import layout as plan_layout
-from flexengine.plan import pages
+from flexengine.plan import sizes
 from flexengine.tier.base import Region
 from flexengine.worker.on_demand import Values
 from tests.helpers.families import FAMILIES, NEW, make_checkpoint, prompts_of
@@ -26,7 +26,7 @@ LONG = (530, 300, 17)  # prompt lengths; pages of encoded keys and values are lo
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest pages that a disk can write, and several bufferfuls of chosen values."""
-    monkeypatch.setattr(pages, "EXTENT", 4096)
+    monkeypatch.setattr(sizes, "EXTENT", 4096)
     monkeypatch.setattr(plan_layout, "CHOSEN", 8192)
 
 

@@ -21,8 +21,7 @@ from flexengine.guests.attention_workers.workers import WorkerTier
 from flexengine.measure.links import WHAT
 from flexengine.model.forward import Attend, Query
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.pages import PAGE_TOKENS
-from flexengine.plan.sizes import DELEGATION, DESKS
+from flexengine.plan.sizes import DELEGATION, DESKS, PAGE_TOKENS
 from flexengine.policy import HEADS, TOKENS
 from flexengine.schedule.batches import Batch
 from flexengine.tier.base import Region, aligned

@@ -31,10 +31,9 @@ from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.checkpoint import Origin
 from flexengine.model.linear import FastLinear
 from flexengine.model.skeleton import ParamRef
-from flexengine.plan.experts import share
 from flexengine.plan.facts import NeuronFacts
 from flexengine.plan.hardware import Table
-from flexengine.plan.neurons import STREAMED, Use
+from flexengine.plan.neurons import STREAMED, Use, experts_share
 from flexengine.tier.machine import Machine
 from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
@@ -238,7 +237,7 @@ def _expert_facts(layer: ExpertLayer, stored: Mapping[str, Origin], held: Mappin
     record = sum(n * held[name].itemsize for name, n in elements.items()) // layer.experts
     on_disk = sum(stored[name].nbytes for name in layer.matrices) // layer.experts
     form = f"{len(elements)} matrices, {layer.active} of {layer.experts} experts"
-    successive = tuple(float(share(layer.active, layer.experts, tokens)) for tokens in range(1, 65))
+    successive = tuple(float(experts_share(layer.active, layer.experts, tokens)) for tokens in range(1, 65))
     return NeuronFacts(layer.experts, record, form, reuse=successive, stored=on_disk, experts=True)
 
 

@@ -41,17 +41,16 @@ from flexengine.guests.wire.link import pack, unpack
 from flexengine.lossy import PREDICTORS, Lossy
 from flexengine.model import identity
 from flexengine.plan.candidates import Options
+from flexengine.plan.cost import Prediction
 from flexengine.plan.layout import Layout
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search
-from flexengine.plan.stages import block_of, for_cohorts, place_weights
+from flexengine.plan.stages import Strategy, block_of, for_cohorts, place_weights
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Shortage
 from flexengine.runtime.trace import PROCESS
 from flexengine.schedule import sweeps
 from flexengine.schedule.pages import Pool
-from flexengine.strategy import Strategy
 from flexengine.worker.hidden import Port, Ports
 from flexengine.worker.row_sequence import RowSequence
 

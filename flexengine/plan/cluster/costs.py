@@ -8,16 +8,15 @@ from itertools import chain, permutations, product
 
 import numpy as np
 
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.cluster.case_costs import Array, CaseCosts, Priced, UnitChoice, price
 from flexengine.plan.cluster.devices import DECODE, PREFILL, Cluster, Device
 from flexengine.plan.cluster.job import ClusterJob, Format, Harm, Model, Shape
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import READING, lay_out
 from flexengine.plan.sizes import ALIGN, READ, READ_BUFFERS, SHORT_READ, SHORT_READERS, aligned
-from flexengine.plan.stages import shape_name
+from flexengine.plan.stages import StagePlan, Strategy, shape_name
 from flexengine.policy import Policy, thousandths
-from flexengine.strategy import StagePlan, Strategy
 
 MOST_READING = aligned(READ_BUFFERS * READ) + SHORT_READERS * aligned(SHORT_READ + 2 * ALIGN)
 STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled

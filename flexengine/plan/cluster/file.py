@@ -12,8 +12,8 @@ from flexengine.errors import InvalidInput, shown
 from flexengine.plan.cluster.devices import PHASES, Cluster, Device, HandRates, Link, MachineRates, Profiled, fit
 from flexengine.plan.cluster.job import Format, Harm
 from flexengine.plan.hardware import KINDS, Hardware, IfKnown, Rate, at, positive
+from flexengine.plan.stages import BITS
 from flexengine.records import Limit, known_fields, printable, read, read_object
-from flexengine.strategy import BITS
 
 MOST_DEVICES = 64
 MOST_COUNT = 10**9  # sequences or tokens of a measured layer

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.pages import PAGE_TOKENS
-from flexengine.plan.sizes import aligned
+from flexengine.plan.sizes import PAGE_TOKENS, aligned
+from flexengine.plan.stages import BITS
 from flexengine.plan.workload import Workload
 from flexengine.schedule.pages import Pool
-from flexengine.strategy import BITS
 
 MAX_BATCH = 4096  # most sequences alive at once
 

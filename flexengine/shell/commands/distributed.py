@@ -13,17 +13,17 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
+from flexengine.plan.stages import Strategy
 from flexengine.policy import shares
 from flexengine.shell.commands.messages import VERBOSE, verbosity
 from flexengine.shell.commands.options import engine_options, load_libraries, open_engine
 from flexengine.shell.commands.parser import check_least, refuse_given
-from flexengine.strategy import Strategy
 
 if TYPE_CHECKING:
     from flexengine.apps.fleet.job import FleetRunner
     from flexengine.guests.stages.group import PipelineGroup
     from flexengine.guests.stages.remote import RemotePlan
-    from flexengine.plan.prediction import Prediction
+    from flexengine.plan.cost import Prediction
 
 LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
 MOST_STAGES = 1000

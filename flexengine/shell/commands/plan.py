@@ -15,13 +15,11 @@ from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import MIXED, Lossy, choices
 from flexengine.plan import lp
 from flexengine.plan.candidates import Options
-from flexengine.plan.capacity import check_places
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.hardware import Hardware
+from flexengine.plan.hardware import Hardware, check_places
 from flexengine.plan.min_memory import fitting, lay_out_given, left_out
 from flexengine.plan.placement import placement_problem
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.search import check as check_memory
 from flexengine.plan.workload import Workload

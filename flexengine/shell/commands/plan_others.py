@@ -19,12 +19,12 @@ from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
 from flexengine.plan.cluster.search import METHODS, Limits, search
+from flexengine.plan.stages import FORMATS
 from flexengine.plan.workload import Workload
 from flexengine.shell.commands.messages import say
 from flexengine.shell.commands.options import OptionTable, check_written, load_libraries, open_bare, write
 from flexengine.shell.commands.parser import GENERAL, check_least, refuse_given
 from flexengine.shell.explain import cluster as explain
-from flexengine.strategy import FORMATS
 
 if TYPE_CHECKING:
     from flexengine.model.slices import Cut, SlicedTensor, Slices

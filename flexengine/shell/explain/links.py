@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flexengine.places import DEVICE, place_of, workers_of
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.delegation import LOG_SUM_BYTES, Crossing
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import digits, duration, size
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.min_memory import planned
-from flexengine.plan.prediction import CACHE, Prediction, fraction
+from flexengine.plan.terms import CACHE, fraction
 from flexengine.plan.workload import Workload
 from flexengine.policy import REQUESTS, TOKENS, Policy
 

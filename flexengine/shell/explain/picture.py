@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
+from flexengine.places import by_way
+from flexengine.plan.cost import Prediction
 from flexengine.plan.formatting import lane_name, size
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.prediction import Prediction
-from flexengine.schedule.routes import by_way
 from flexengine.shell.explain.text import tiers
 
 MOST_PURPOSES = 8  # bytes of further purposes are one part of a bar

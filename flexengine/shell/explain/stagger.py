@@ -17,10 +17,10 @@ from itertools import product
 from typing import Any
 
 from flexengine.places import MOST_WORKERS, workers_of
+from flexengine.plan.cost import Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import count, digits, duration
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS
 from flexengine.shell.explain.links import NEGLIGIBLE, WorkerLinks, span, token_bytes

@@ -9,14 +9,13 @@ import numpy as np
 from flexengine.errors import FlexError, OutOfMemory
 from flexengine.places import DEVICE, DISK, MOST_DISKS, MOST_WORKERS, place_names, worker_names
 from flexengine.plan import neurons
-from flexengine.plan.brief import KINDS, holder, kind_bytes, waits_for
-from flexengine.plan.chosen import chosen_share
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction, busiest
+from flexengine.plan.delegation import chosen_share
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.formatting import BAR_CHARACTERS, clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.prediction import CACHE, WEIGHTS, Prediction, busiest, fraction
-from flexengine.plan.terms import routes
+from flexengine.plan.search import KINDS, holder, kind_bytes, waits_for
+from flexengine.plan.terms import CACHE, WEIGHTS, fraction, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.shell.explain.links import price_words, worker_words

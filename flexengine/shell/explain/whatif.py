@@ -15,12 +15,11 @@ from flexengine.activity import activity
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import MOST_DISKS, lane_of, place_names, place_of
 from flexengine.plan.candidates import Options
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.formatting import size
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.min_memory import planned
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload

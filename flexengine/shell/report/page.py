@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from flexengine.places import by_way
 from flexengine.plan.feedback import LaneSeconds
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, plain, size
-from flexengine.schedule.routes import by_way
 from flexengine.schedule.tasks import LOADING
 from flexengine.shell.explain.picture import draw_memory
 from flexengine.shell.report.record import KINDS, Bucket, LaneSpan, LengthCounts, Planned, ReportRecord, SweepLine

@@ -15,11 +15,11 @@ from typing import Any
 from flexengine import __version__
 from flexengine.engine.summary import JobCounts, Progress
 from flexengine.job.rows import without_place
-from flexengine.plan.brief import kind_bytes
+from flexengine.places import by_way
 from flexengine.plan.feedback import PlanReport, SweepMonitor
 from flexengine.plan.formatting import count, place_name, size
-from flexengine.plan.prediction import HIDDEN
-from flexengine.schedule.routes import by_way
+from flexengine.plan.search import kind_bytes
+from flexengine.plan.terms import HIDDEN
 from flexengine.schedule.tasks import Compute, Op, Task
 from flexengine.shell.doctor.machine import cpu, version_of
 from flexengine.shell.explain import text as explain

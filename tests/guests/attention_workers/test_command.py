@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flexengine.guests.attention_workers import workers
-from flexengine.plan.assumed import assumed
-from flexengine.plan.brief import waits_for
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.formatting import lane_name
+from flexengine.plan.hardware import Capacity
+from flexengine.plan.rates import assumed
+from flexengine.plan.search import waits_for
 from flexengine.shell.commands.main import main
 from tests.helpers.attention_workers import ThreadWorker
 from tests.helpers.measuring import measure_quickly

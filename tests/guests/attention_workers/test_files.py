@@ -12,8 +12,8 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests.attention_workers import pool
 from flexengine.places import worker_names, workers_in_memory
-from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
+from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.pages import Pool

@@ -2,9 +2,8 @@
 
 import pytest
 
-from flexengine.places import worker_names
+from flexengine.places import Routes, by_way, worker_names
 from flexengine.runtime import lane as lanes
-from flexengine.schedule.routes import Routes, by_way
 
 PLACES = ("device", "host", "disk", *worker_names(2))
 

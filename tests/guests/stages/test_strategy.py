@@ -8,7 +8,7 @@ import pytest
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
-from flexengine.strategy import StagePlan, Strategy
+from flexengine.plan.stages import StagePlan, Strategy
 from tests.guests.stages.test_tokens import tokens
 from tests.helpers.families import NEW
 from tests.helpers.threads import in_threads

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from flexengine.plan.stages import Strategy
 from flexengine.shell.commands import plan
-from flexengine.strategy import Strategy
 
 SIZES = ["--rows", "32", "--prompt-tokens", "512", "--max-tokens", "100"]
 
@@ -23,7 +23,7 @@ def test_report_and_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     strategy = Strategy.load(saved)
     assert strategy.num_layers == 48
     assert strategy.model == "opt, 48 layers of 7168, 56 heads of 128, vocabulary 50272"
-    assert set(strategy.devices) <= {"T4-1", "T4-2", "T4-3", "V100"}
+    assert {stage.device for stage in strategy.stages} <= {"T4-1", "T4-2", "T4-3", "V100"}
     assert set(strategy.weights) <= {None, "int8", "int4"}
 
 

@@ -121,7 +121,7 @@ def test_a_strategy_holds_the_plan() -> None:
     plan = chosen("three types")
     strategy = plan.strategy()
     assert strategy.weights == plan.formats
-    assert strategy.devices == tuple(d.name for d in plan.devices)
+    assert [stage.device for stage in strategy.stages] == [d.name for d in plan.devices]
     assert strategy.decode_batch * strategy.cohorts >= plan.shape.batch
     strategy.check("toy", 12, ["a", "b", "c"])
 

@@ -6,7 +6,7 @@ from bench.cluster.cases import decoder, uniform_job
 from flexengine.plan.cluster.costs import ClusterTask
 from flexengine.plan.cluster.devices import Cluster, Device, HandRates, Link
 from flexengine.plan.cluster.job import ClusterJob, Format, Model, assumed_harm
-from flexengine.strategy import BITS
+from flexengine.plan.stages import BITS
 
 MIXED: tuple[Format, ...] = (None, "int8", "int4")
 

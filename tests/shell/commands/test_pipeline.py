@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flexengine.guests.wire import processes
+from flexengine.plan.stages import StagePlan, Strategy
 from flexengine.policy import Policy
 from flexengine.shell.commands.main import main
-from flexengine.strategy import StagePlan, Strategy
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import HEADS, REQUESTS, TOKENS, Policy
 from flexengine.shell.explain import text as explain

@@ -12,9 +12,8 @@ import pytest
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import TIERS
 from flexengine.plan import formatting
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import NeuronFacts
-from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import frontier, search
 from flexengine.policy import Policy

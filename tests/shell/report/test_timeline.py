@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexengine.places import by_way
 from flexengine.schedule.order import Cell
-from flexengine.schedule.routes import by_way
 from flexengine.schedule.tasks import Op, Task
 from flexengine.shell.report import record
 from flexengine.shell.report.record import MOST_KEPT, LaneSpan, SweepSample, line, merged
