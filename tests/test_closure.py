@@ -24,7 +24,6 @@ OUTSIDE = [
     "model.pickled",
     "model.adapters",
     "model.experts",
-    "model.importance",
     "model.layer_range",
     "measure.machine",
     "kernels.cuda",

@@ -19,8 +19,7 @@ from torch.nn.functional import linear
 from bench import harness
 from bench.harness import Record
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.groupwise import Groupwise
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import Groupwise, Packed
 from flexengine.kernels.base import AttentionOptions
 from flexengine.kernels.cuda import CudaKernels
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from math import prod
 from pkgutil import resolve_name
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -89,13 +89,8 @@ class Form(ABC):
         return out
 
 
-class MakeForm(Protocol):
-    """Class of a format, or a function that returns one."""
-
-    def __call__(self, *, rows: int, columns: int) -> Form: ...
-
-
-# "module:object" by name; the module is imported when a weight has the format. The object is a MakeForm.
+# "module:object" by name; the module is imported when a weight has the format. The object is the class of the format,
+# or a function that returns it; its arguments are rows and columns.
 FORMS = {name: f"flexengine.codec.packed:{name}" for name in ("int8", "int4", "int3", "int2")}
 
 
@@ -103,8 +98,8 @@ def make_form(name: str, rows: int, columns: int) -> Form:
     """Return a format of FORMS for a matrix. Raise InvalidInput if there is none of this name."""
     if name not in FORMS:
         raise InvalidInput(f"there is no format {name!r} of weights; known are {', '.join(FORMS)}")
-    maker: MakeForm = resolve_name(FORMS[name])
-    return maker(rows=rows, columns=columns)
+    form: Form = resolve_name(FORMS[name])(rows=rows, columns=columns)
+    return form
 
 
 @dataclass(frozen=True)

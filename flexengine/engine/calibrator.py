@@ -14,7 +14,7 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import PREDICTORS
 
 if TYPE_CHECKING:
-    from flexengine.model.importance import Importances
+    from flexengine.model.encoding import Importances
 
 # As module:name, which is imported on first use.
 CHECK, CALIBRATION = "flexengine.guests.calibration:check", "flexengine.guests.calibration:calibration"

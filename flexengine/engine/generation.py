@@ -17,7 +17,7 @@ from flexengine.engine.stages import JobResources, Sweep
 from flexengine.engine.summary import Progress, SweepReports
 from flexengine.engine.survey import Arranged, Arrangement
 from flexengine.job.rows import Request
-from flexengine.model.stop import Stops
+from flexengine.model.tokenizer import Stops
 from flexengine.runtime.execute import shortage
 from flexengine.runtime.lane import forget_variables
 from flexengine.schedule.batches import Batch

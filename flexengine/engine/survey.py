@@ -17,7 +17,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.rows import Request, Row, chat_fault, encode, row_of
 from flexengine.model.skeleton import Skeleton
-from flexengine.model.stop import check_stops
+from flexengine.model.tokenizer import check_stops
 from flexengine.plan.formatting import count
 from flexengine.plan.workload import Size, Workload
 from flexengine.schedule.prefixes import Stem, order_of, stems_above, stems_of

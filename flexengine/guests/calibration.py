@@ -23,8 +23,7 @@ from flexengine.errors import BadCheckpoint, BudgetTooSmall, InvalidInput
 from flexengine.guests.flash import traces
 from flexengine.guests.flash.traces import Magnitudes
 from flexengine.lossy import BUNDLED, Lossy, weights_text
-from flexengine.model.encoding import encoded, forms
-from flexengine.model.importance import ImportanceRecorder, Importances, load
+from flexengine.model.encoding import ImportanceRecorder, Importances, encoded, forms, load_importances
 from flexengine.model.prepare import prepared
 from flexengine.model.shards import save
 from flexengine.model.tokenizer import opening, spread, token_ids
@@ -61,7 +60,7 @@ class Calibration:
     def importances(self, core: Core, measured: Callable[[], dict[str, Tensor]]) -> Importances:
         """Return the importances of an engine's model, from the cache if they have been measured before. measured:
         measure the importances; its OSErrors become InvalidInput, its other errors are raised unchanged."""
-        return load(self._prepared(core, ("calibration", VERSION), FILE, measured, save))
+        return load_importances(self._prepared(core, ("calibration", VERSION), FILE, measured, save))
 
     def magnitudes(self, core: Core, measured: Callable[[], Magnitudes]) -> Magnitudes:
         """Return the magnitudes of the activations of an engine's model. Arguments and errors as of `importances`."""

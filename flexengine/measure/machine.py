@@ -21,7 +21,7 @@ from flexengine.measure.store import knows_attention, knows_blocks, knows_produc
 from flexengine.measure.streaming import measure_delegation, measure_streaming
 from flexengine.measure.timing import MAX_CALLS, measuring, noticing, room, seconds_per_call, unnoticed
 from flexengine.model.build import build
-from flexengine.model.stop import Stops
+from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out

@@ -13,27 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import UnsupportedModel
+from flexengine.model.checkpoint import Loading
 from flexengine.model.config import coupled_rope, load_config
-from flexengine.model.forward import (
-    ATTENTION,
-    Attend,
-    Forward,
-    Inputs,
-    Layer,
-    Logits,
-    PausingEmbedding,
-    PausingHead,
-    PausingLayer,
-    attend,
-)
-from flexengine.model.linear import FastLinear, Product, use_fast_linear
-from flexengine.model.loading import Loading
-from flexengine.model.logits import LogitStep
-from flexengine.model.native.fused import use_fused
-from flexengine.model.native.recognise import use_native_layers
-from flexengine.model.products import Invariance, use_product
+from flexengine.model.forward import ATTENTION, Attend, Layer, PausingEmbedding, PausingHead, PausingLayer, attend
+from flexengine.model.linear import FastLinear, Invariance, Product, use_product
+from flexengine.model.native.recognise import use_fused, use_native_layers
 from flexengine.model.queries import recorded, separable
-from flexengine.model.skeleton import CacheShape, ParamRef, Skeleton
+from flexengine.model.sample import LogitStep
+from flexengine.model.skeleton import ParamRef, Skeleton
 
 _LARGEST = 1 << 17  # tokens; the mask function is tried on at most about twice as many
 _lock = threading.Lock()  # `marked` patches global state of transformers
@@ -138,7 +125,6 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
             group[full] = ParamRef(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
-    use_fast_linear(model, product)
     use_product(model, product)
     use_fused(model)
     for j, layer in enumerate(modules):
@@ -169,13 +155,10 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
 def _trial(skeleton: Skeleton) -> None:
     """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units: every layer
     must pause once, and once more in its attention."""
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
     seen: list[str] = []
     attends: dict[int, Attend] = {}
     shapes: set[tuple[int, int, int]] = set()
-    answer: Any = None
-    while not isinstance(event := forward.resume(answer), Logits):
+    for event in skeleton.trial():
         if isinstance(event, Layer):
             seen.append(f"layer {event.index}")
             if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
@@ -190,7 +173,6 @@ def _trial(skeleton: Skeleton) -> None:
                     f" {tuple(event.v.shape)} values is not supported"
                 )
             shapes.add((heads, kv_heads, max(head_dim, width)))
-        answer = skeleton.trial_answer(event)
     order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if seen != order:
         pairs = zip_longest(seen, order, fillvalue="the end")
@@ -199,7 +181,7 @@ def _trial(skeleton: Skeleton) -> None:
     use_native_layers(skeleton.model, attends)
     all_heads, all_kv_heads, (*_, dim) = (sorted(set(column)) for column in zip(*shapes, strict=True))
     width = dim if dim % 8 == 0 else -(-dim // 16) * 16  # kernels are fastest with whole vectors
-    skeleton.heads, skeleton.cache = all_heads[-1], CacheShape(all_kv_heads[-1], width)
+    skeleton.heads, skeleton.kv_heads, skeleton.head_dim = all_heads[-1], all_kv_heads[-1], width
     if any(all_kv_heads[-1] % n for n in all_kv_heads) or any(n % all_kv_heads[-1] for n in all_heads):
         cannot = "which cannot share one page size"
         raise UnsupportedModel(f"its layers have {all_kv_heads} KV heads for {all_heads} heads, {cannot}")
@@ -210,13 +192,11 @@ def _restore_buffers(model: Any) -> None:
     if (size := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
         raise UnsupportedModel(f"its buffers take {size:,} bytes, more than {_BUFFERS:,}; its config cannot be right")
     for module in model.modules():
-        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
-        if not any(k in module._non_persistent_buffers_set for k in buffers):
-            continue
-        for name, buffer in buffers.items():
-            if name in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        model._init_weights(module)
+        own = {k: module._buffers.get(k) for k in module._non_persistent_buffers_set}
+        lost = {k: b for k, b in own.items() if b is not None and b.is_meta}
+        module._buffers.update({k: torch.empty_like(b, device="cpu") for k, b in lost.items()})
+        if lost:
+            model._init_weights(module)
 
 
 # Sliding windows of layers. A real forward pass uses no masks: the kernels separate packed sequences and apply

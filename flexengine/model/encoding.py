@@ -1,4 +1,5 @@
-"""Encoded weights: which matrices of a model are encoded, and the files that they are written to, once for a format."""
+"""Encoded weights: which matrices of a model are encoded, the files that they are written to, once for a format, and
+the importances of columns that they may be fitted to."""
 
 import hashlib
 import json
@@ -8,11 +9,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -20,10 +25,9 @@ from flexengine.activity import activity, advance, tick
 from flexengine.codec.forms import FORMS, WeightFormat, make_form
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import Origin, read_header
-from flexengine.model.importance import Importances
 from flexengine.model.prepare import fingerprint, prepared
-from flexengine.model.shards import TensorFiles, TensorPart, check_room
-from flexengine.model.skeleton import Skeleton
+from flexengine.model.shards import TensorFiles, TensorPart, check_finite, check_room
+from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import SUMS, Verifier, digest_of, read_sums
 from flexengine.read_retries import opened
 
@@ -36,6 +40,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 _ENCODING = threading.Lock()  # torch's number of threads belongs to the process
 MOST_ENCODERS = 8  # threads, each with some MB of scratch memory
+COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
+SQUARED = 256  # tokens whose squares are in memory at a time
+PRIOR = 16  # a prior of this many tokens with equal columns limits the weight of a few tokens
 
 
 def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict[str, WeightFormat]:
@@ -55,7 +62,7 @@ def forms(skeleton: Skeleton, codecs: str | Sequence[str | None] | None) -> dict
         codec = codecs if isinstance(codecs, str) else codecs[number]
         if codec is None:
             continue
-        experts = {slot.shape[0] for slot in layer.values() if slot.of_experts}
+        experts = {slot.matrix[0] for slot in layer.values() if slot.matrix is not None}
         for name, slot in layer.items():
             if slot.matrix is not None:
                 count, rows, columns, turned = slot.matrix
@@ -72,7 +79,7 @@ def encoded(
     files: Sequence[Path],
     stored: Mapping[str, Origin],
     chosen: Mapping[str, WeightFormat],
-    importances: Importances | None = None,
+    importances: "Importances | None" = None,
     verifier: Verifier | None = None,
 ) -> dict[str, Origin]:
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
@@ -98,12 +105,30 @@ def encoded(
         OutOfMemory: the disk is full.
         InvalidInput: the cache cannot be written.
     """
-    keys = {name: _key(name, form, importances) for name, form in chosen.items()}
+    keys = dict[str, str]()  # what the bytes of an encoded parameter depend on, besides the checkpoint
+    for name, form in chosen.items():
+        packed = form.packed
+        fit = [FIT, importances.digest] if importances is not None and packed.uses_importance else None
+        keys[name] = json.dumps([name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit])
 
     def build(directory: Path) -> None:
+        """Write one file per parameter, which has the same name for the same bytes: a parameter that other encoded
+        weights of the model hold in the same format is linked, so that mixes of formats share bytes."""
         model = fingerprint(files)
-        shared = {name: hashlib.sha256(f"{model}{key}".encode()).hexdigest()[:32] for name, key in keys.items()}
-        _write(directory, stored, chosen, importances, shared)
+        names = {name: hashlib.sha256(f"{model}{key}".encode()).hexdigest()[:32] for name, key in keys.items()}
+        final = {name: directory / f"{file}.safetensors" for name, file in names.items()}
+        missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
+        if not missing:
+            return
+        total = sum(chosen[name].nbytes for name in missing)
+        check_room(directory, "encoded weights", total)
+        read = sum(stored[name].nbytes for name in missing)
+        sizes = f"{read / 1e9:.2f} GB become {total / 1e9:.2f} GB"
+        text = f"encoding {len(missing)} matrices, once for this model and format ({sizes})"
+        pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
+        shapes = {name: chosen[name].shape for name in missing}
+        with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
+            in_threads(pieces, lambda piece: _encoded(piece, importances), out.write)
 
     counts = Counter(form.packed.name for form in chosen.values())
     several = [name for name in FORMS if counts[name] > EDGE_MATRICES] or [*counts][:1]
@@ -116,39 +141,6 @@ def encoded(
         if name not in origins or origins[name].shape != form.shape:
             raise BadCheckpoint(f"{directory} lacks {name}; remove the directory, and it will be made again")
     return origins
-
-
-def _key(name: str, form: WeightFormat, importances: Importances | None) -> str:
-    """Return what the bytes of an encoded parameter depend on, besides the checkpoint."""
-    packed = form.packed
-    fit = [FIT, importances.digest] if importances is not None and packed.uses_importance else None
-    return json.dumps([name, packed.name, packed.rows, packed.columns, form.count, form.transposed, fit])
-
-
-def _write(
-    directory: Path,
-    stored: Mapping[str, Origin],
-    chosen: Mapping[str, WeightFormat],
-    importances: Importances | None,
-    files: Mapping[str, str],
-) -> None:
-    """Write one file per parameter. files: their names without suffix, the same for the same bytes. A parameter that
-    other encoded weights of the model hold in the same format is linked, so that mixes of formats share bytes."""
-    final = {name: directory / f"{file}.safetensors" for name, file in files.items()}
-    missing = [name for name in chosen if not final[name].exists() and not _linked(final[name])]
-    if not missing:
-        return
-    total = sum(chosen[name].nbytes for name in missing)
-    check_room(directory, "encoded weights", total)
-    read = sum(stored[name].nbytes for name in missing)
-    text = (
-        f"encoding {len(missing)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
-        f" {total / 1e9:.2f} GB)"
-    )
-    pieces = (piece for name in missing for piece in _pieces(name, stored[name], chosen[name]))
-    shapes = {name: chosen[name].shape for name in missing}
-    with activity("encoding", text, read, "B", logging.INFO), TensorFiles(final, shapes) as out:
-        in_threads(pieces, lambda piece: _encoded(piece, importances), out.write)
 
 
 def in_threads(make: Iterable[A], change: Callable[[A], TensorPart], write: Callable[[TensorPart], None]) -> None:
@@ -252,12 +244,11 @@ def _pieces(name: str, origin: Origin, form: WeightFormat) -> Iterator[MatrixPie
             yield MatrixPiece(name, number, form, part)
 
 
-def _encoded(piece: MatrixPiece, importances: Importances | None) -> TensorPart:
+def _encoded(piece: MatrixPiece, importances: "Importances | None") -> TensorPart:
     """Return the encoded bytes of a piece. Raise BadCheckpoint if the codec cannot hold one of its numbers."""
     part = piece.rows.float()
     importance = importances.of(piece.name, piece.number) if importances is not None else None
-    if not bool(torch.isfinite(part).all()):
-        raise BadCheckpoint(f"tensor {piece.name} holds NaN or infinite values")
+    check_finite(piece.name, part)
     try:
         data = piece.form.packed.with_rows(len(part)).encode(part, importance)
     except InvalidInput as error:
@@ -279,3 +270,89 @@ def read_part(origin: Origin, start: int, nbytes: int) -> Tensor:
             done += high - low
         begin += run.nbytes
     return torch.from_numpy(data).view(origin.dtype)
+
+
+# Importance of each column of a matrix: the mean square of its inputs over the tokens of a text. If the columns of the
+# inputs are independent, the mean squared error of an output is the sum, over the columns, of the squared error of the
+# weight times the importance of the column.
+
+
+@dataclass(frozen=True)
+class Importances:
+    """Importances of all matrices of a model."""
+
+    columns: Mapping[str, Tensor]  # by parameter, fp32 [columns]; for experts [experts, columns]
+    digest: str  # of the file that holds the importances
+
+    def of(self, name: str, number: int) -> Tensor | None:
+        """Return the importances [columns] of expert `number` (0 for a single matrix), None if no token reached it."""
+        columns = self.columns.get(name)
+        if columns is None:
+            return None
+        own = columns[number] if columns.dim() > 1 else columns
+        return own if bool(own.any()) else None
+
+
+def load_importances(path: Path) -> Importances:
+    """Read the importances that `Calibration` saved. Raise BadCheckpoint if the file cannot be read."""
+    try:
+        data = path.read_bytes()
+        return Importances(safetensors.torch.load(data), hashlib.sha256(data).hexdigest()[:32])
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}; remove its directory to calibrate again") from error
+
+
+class ImportanceRecorder:
+    """Sums of the squared inputs of all matrices in a model's layers. Memory: 16 bytes per column, and some MB.
+
+    The sums are independent of the batches. Each square is split into a multiple of COARSE and a multiple of FINE;
+    smaller parts are rounded off. For squares below 2^30, fp64 adds up to 2^13 multiples of either unit exactly.
+    """
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._slots: dict[str, ParamRef] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, list[int]] = {}
+        for name, slot in (item for layer in skeleton.layers for item in layer.items()):
+            if slot.matrix is not None:
+                experts, _, columns, _ = slot.matrix
+                self._slots[name], self._tokens[name] = slot, [0] * max(1, experts)
+                self._sums[name] = torch.zeros(2, max(1, experts), columns, dtype=torch.float64)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the inputs of the modules while the block runs. Hooks are installed before and removed after."""
+        with ExitStack() as watched:
+            for name, slot in self._slots.items():
+                if len(slot.shape) == 3:
+                    watch = slot.module.__dict__.setdefault("watch", {})
+                    watch[slot.name] = partial(self._note, name)
+                    watched.callback(slot.module.__dict__.pop, "watch", None)
+                else:
+                    note = partial(self._note, name, 0)
+                    watched.enter_context(slot.module.register_forward_pre_hook(lambda _, args, note=note: note(*args)))
+            yield
+
+    def _note(self, name: str, number: int, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1])
+        for part in torch.split(rows, SQUARED):
+            for sums, units in zip(self._sums[name], exact_parts(part.double().square()), strict=True):
+                sums[number] += units.sum(0).cpu()
+        self._tokens[name][number] += len(rows)
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the importances as in `Importances.columns`; 0 for matrices that no token reached."""
+        result = {}
+        for name, (coarse, fine) in self._sums.items():
+            sums = coarse + fine
+            tokens = torch.tensor(self._tokens[name], dtype=torch.float64)[:, None]
+            flat = sums.mean(1, keepdim=True) / tokens.clamp(min=1)
+            means = ((sums + PRIOR * flat) / (tokens + PRIOR)).float()
+            result[name] = means if len(self._slots[name].shape) == 3 else means[0]
+        return result
+
+
+def exact_parts(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return multiples of COARSE and of FINE, fp64, whose sum differs from `squares` by at most FINE / 2."""
+    coarse = torch.round(squares / COARSE) * COARSE
+    return coarse, torch.round((squares - coarse) / FINE) * FINE

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from flexengine.kernels.cuda import has_grouped_product
@@ -17,8 +17,9 @@ EXPERTS, GROUPED = "flexengine", "grouped_mm"
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs, [tokens, hidden], added in the order of the experts.
 
-    The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`. If the module has a
-    block (guests/flash/expert_blocks.py), which reads the chosen experts, the block computes the sum.
+    The pass pauses before that if the module's experts are loaded by rows: `by_rows` has the number of the decoder
+    layer, and the names of the parameters whose first dimension is the expert. If the module has a block
+    (guests/flash/expert_blocks.py), which reads the chosen experts, the block computes the sum.
 
     On a GPU this synchronises once, to read the router's choice, unless transformers' grouped product computes the
     experts: if the weights are plain bf16, the GPU supports it, and no recorder is active.
@@ -80,31 +81,13 @@ def add_expert(
     out.index_add_(0, tokens, x.to(out.dtype))
 
 
-def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
-    """Make the experts of a module pause with the experts that the tokens chose, before any is read.
-
-    Args:
-        layer: number of the decoder layer.
-        names: parameters whose first dimension is the expert; none ends the pauses.
-    """
-    module.__dict__.pop("by_rows", None)
-    if names:
-        module.__dict__["by_rows"] = (layer, names)
-
-
 def _one(module: Any, x: Tensor, name: str, expert: int, row: int) -> Tensor:
     weight, form = getattr(module, name)[row], getattr(module, "forms", {}).get(name)
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    if watch := module.__dict__.get("watch"):  # see importance.ImportanceRecorder
+    if watch := module.__dict__.get("watch"):  # see encoding.ImportanceRecorder
         watch[name](expert, x)
     product: Product = module.product
     return product(x, weight.t() if module.is_transposed and form is None else weight, bias, form)
-
-
-def use_product(module: nn.Module, product: Product) -> None:
-    """Make a mixture of experts compute by `product`."""
-    module.product = product  # type: ignore[assignment]
-    module.config._experts_implementation_internal = EXPERTS  # type: ignore[union-attr]
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

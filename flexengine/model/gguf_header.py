@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def read_header(path: Path) -> Header:
             raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = Header(path, *_Cursor(data).tables())
+                header = Header(path, *_tables(data))
             except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
                 raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
     if (parts := header.values.get("split.count", 1)) not in (0, 1):
@@ -68,84 +69,78 @@ def read_header(path: Path) -> Header:
     return header
 
 
-class _Cursor:
-    """Parser of the header of a mapped GGUF file (version 2 or 3, little-endian)."""
+def _tables(data: mmap.mmap) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
+    """Return metadata and tensors of a mapped file (version 2 or 3, little-endian), from its fifth byte on. Raise
+    ValueError, KeyError, ArithmeticError or struct.error if the header is not valid."""
+    data.seek(4)
+    version, tensor_count, value_count = _numbers(data, "IQQ")
+    if version not in (2, 3):
+        raise ValueError(f"version {version} is not 2 or 3")
+    if max(tensor_count, value_count) > _MAX_ENTRIES:
+        raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
+    values: dict[str, Any] = {}
+    for _ in range(value_count):
+        key, (kind,) = _string(data), _numbers(data, "I")
+        if key in values:
+            raise ValueError(f"{key!r} is there twice")
+        values[key] = _value(data, kind)
+    infos = []
+    for _ in range(tensor_count):
+        name, (dimensions,) = _string(data), _numbers(data, "I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        infos.append((name, _numbers(data, f"{dimensions}Q")[::-1], *_numbers(data, "IQ")))
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
+        raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
+    start = -(-data.tell() // alignment) * alignment
+    tensors = tuple(_stored(len(data), start, *info) for info in infos)
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise ValueError("two tensors have one name")
+    for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
+        if before.offset + before.nbytes > after.offset:
+            raise ValueError(f"tensors {before.name} and {after.name} overlap")
+    return values, tensors
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 4
 
-    def tables(self) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
-        """Return metadata and tensors. Raise ValueError, KeyError or struct.error if the header is not valid."""
-        version, tensor_count, value_count = self._numbers("IQQ")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not 2 or 3")
-        if max(tensor_count, value_count) > _MAX_ENTRIES:
-            raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
-        values: dict[str, Any] = {}
-        for _ in range(value_count):
-            key, (kind,) = self._string(), self._numbers("I")
-            if key in values:
-                raise ValueError(f"{key!r} is there twice")
-            values[key] = self._value(kind)
-        infos = []
-        for _ in range(tensor_count):
-            name, (dimensions,) = self._string(), self._numbers("I")
-            if not 1 <= dimensions <= 4:
-                raise ValueError(f"tensor {name} has {dimensions} dimensions")
-            infos.append((name, self._numbers(f"{dimensions}Q")[::-1], *self._numbers("IQ")))
-        alignment = values.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
-            raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
-        start = -(-self._at // alignment) * alignment
-        tensors = tuple(self._stored(start, *info) for info in infos)
-        if len({tensor.name for tensor in tensors}) != len(tensors):
-            raise ValueError("two tensors have one name")
-        for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
-            if before.offset + before.nbytes > after.offset:
-                raise ValueError(f"tensors {before.name} and {after.name} overlap")
-        return values, tensors
+def _numbers(data: mmap.mmap, form: str) -> tuple[Any, ...]:
+    return struct.unpack("<" + form, data.read(struct.calcsize("<" + form)))
 
-    def _numbers(self, form: str) -> tuple[Any, ...]:
-        numbers = struct.unpack_from("<" + form, self._data, self._at)
-        self._at += struct.calcsize("<" + form)
-        return numbers
 
-    def _skip(self, size: int) -> None:
-        if self._at + size > len(self._data):
-            raise ValueError(f"{size} bytes at {self._at} go beyond the end of the file")
-        self._at += size
+def _string(data: mmap.mmap) -> str:
+    (size,) = _numbers(data, "Q")
+    if size > min(_MAX_TEXT_BYTES, len(data) - data.tell()):
+        raise ValueError(f"a string at {data.tell()} has {size} bytes")
+    return data.read(size).decode("utf-8", errors="replace")
 
-    def _string(self) -> str:
-        (size,) = self._numbers("Q")
-        if size > _MAX_TEXT_BYTES:
-            raise ValueError(f"a string at {self._at} has {size} bytes")
-        self._skip(size)
-        return self._data[self._at - size : self._at].decode("utf-8", errors="replace")
 
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            return self._numbers(_SCALARS[kind])[0]
-        element, count = self._numbers("IQ")
-        if element in _SCALARS:
-            self._skip(count * struct.calcsize("<" + _SCALARS[element]))
-        elif element == _STRING:
-            if 8 * count > len(self._data) - self._at:
-                raise ValueError(f"{count} strings at {self._at} go beyond the end of the file")
-            for _ in range(count):
-                self._skip(self._numbers("Q")[0])
-        else:
-            raise ValueError(f"array of type {element}")
-        return None
+def _value(data: mmap.mmap, kind: int) -> Any:
+    """Return a value; None for an array, which is skipped. `seek` raises ValueError beyond the end of the file."""
+    if kind == _STRING:
+        return _string(data)
+    if kind != _ARRAY:
+        return _numbers(data, _SCALARS[kind])[0]
+    element, count = _numbers(data, "IQ")
+    if element in _SCALARS:
+        data.seek(count * struct.calcsize("<" + _SCALARS[element]), os.SEEK_CUR)
+    elif element == _STRING:
+        if 8 * count > len(data) - data.tell():
+            raise ValueError(f"{count} strings at {data.tell()} go beyond the end of the file")
+        for _ in range(count):
+            data.seek(_numbers(data, "Q")[0], os.SEEK_CUR)
+    else:
+        raise ValueError(f"array of type {element}")
+    return None
 
-    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if 0 in shape or shape[-1] % block:
-            raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
-        stored = GgufTensor(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
-        if stored.offset + stored.nbytes > len(self._data):
-            raise ValueError(f"tensor {name} goes beyond the end of the file")
-        return stored
+def _stored(size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+    """Return the location of a tensor in a file of `size` bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    if 0 in shape or shape[-1] % block:
+        raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
+    stored = GgufTensor(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * nbytes)
+    if stored.offset + stored.nbytes > size:
+        raise ValueError(f"tensor {name} goes beyond the end of the file")
+    return stored

@@ -18,6 +18,7 @@ from typing import Any
 
 from flexengine.activity import activity, advance
 from flexengine.model.checkpoint import read_header
+from flexengine.model.files import SUFFIXES
 from flexengine.model.source import ModelSource
 from flexengine.read_retries import opened
 
@@ -26,7 +27,6 @@ PLACES = 64  # samples spread evenly over a file of weights
 SPACING = 64 << 20  # bytes; the start of one tensor per SPACING bytes is sampled too, and of at least PLACES tensors
 SAMPLE = 1 << 16  # bytes of a sample
 _READ = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
-_WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def given_files(source: ModelSource) -> dict[str, Path]:
@@ -67,7 +67,7 @@ def digest(files: Mapping[str, Path]) -> str:
 def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> dict[str, Any]:
     stat = path.stat()
     mark: dict[str, Any] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if path.suffix.lower() not in _WEIGHTS:
+    if path.suffix.lower() not in SUFFIXES:
         whole = _hashed(path)
         return {**mark, "sample": whole, "sha256": whole}
     starts = list[int]()  # the first byte of every tensor; none of a .bin file, whose end holds a CRC of each tensor

@@ -4,7 +4,7 @@ Modules are not changed, so positions and masks are computed as for the whole mo
 their input. The pass ends at the pause of the first layer after the range. The first layer of the range gets number 0.
 """
 
-from collections.abc import Iterator
+from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
 from flexengine.model.build import marked
-from flexengine.model.forward import ATTENTION, Attend, Forward, Inputs, Layer, Logits, PausingLayer, pausing_layers
+from flexengine.model.forward import ATTENTION, Layer, PausingLayer, pausing_layers
 from flexengine.model.skeleton import Skeleton
 
 
@@ -36,8 +36,11 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     modules = pausing_layers(skeleton.model)
     try:
         with marked(ATTENTION), torch.enable_grad():
-            if first:
-                _set_outputs(skeleton, modules)
+            if first:  # a skipped layer must return as many values
+                with ExitStack() as hooks:
+                    for module in modules:
+                        hooks.enter_context(module.layer.register_forward_hook(partial(_note_outputs, module)))
+                    deque(skeleton.trial(), 0)
             for module in modules:
                 module.index -= first
             skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
@@ -53,17 +56,8 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
         ) from error
 
 
-def _set_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
-    """Set `outputs` of every layer: a skipped layer must return as many values."""
-
-    def note(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:
-        module.outputs = len(output) if isinstance(output, tuple) else None
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.layer.register_forward_hook(partial(note, module)))
-        for _ in _trial(skeleton):
-            pass
+def _note_outputs(module: PausingLayer, _: nn.Module, __: Any, output: Any) -> None:
+    module.outputs = len(output) if isinstance(output, tuple) else None
 
 
 def _refuse_leaks(skeleton: Skeleton) -> None:
@@ -74,29 +68,14 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
         return output.detach().requires_grad_().clone()  # clone, as a leaf must not be changed in place
 
     with skeleton.model.get_input_embeddings().register_forward_hook(requiring_gradients):
-        for tensors in _trial(skeleton):
-            if any(tensor.requires_grad for tensor in tensors):
+        for event in skeleton.trial():
+            if isinstance(event, Layer) and event.index == 0:
+                continue
+            values = [event.hidden] if isinstance(event, Layer) else event
+            if any(isinstance(x, Tensor) and x.requires_grad for x in values):
                 raise UnsupportedModel(
                     f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
                     " so it can be run only as a whole"
                 )
-
-
-def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
-    """Run two packed tokens on the meta device. Yield the tensors of each pause in the range, then the logits."""
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    answer: Any = None
-    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
-    try:
-        while not isinstance(event := forward.resume(answer), Logits):
-            answer = skeleton.trial_answer(event)
-            if isinstance(event, Layer):
-                answer = answer if event.index else answer.detach()
-                yield (answer,)
-                if event.index == len(skeleton.layers):
-                    return
-            elif isinstance(event, Attend):
-                yield event.q, event.k, event.v
-        yield (event.values,)
-    finally:
-        forward.end()
+            if isinstance(event, Layer) and event.index == len(skeleton.layers):
+                return

@@ -1,15 +1,20 @@
-"""Matrix products with weights in fp32 or in the 16 bits they are stored in, which take half the memory.
+"""Matrix products with weights in fp32 or in the 16 bits they are stored in, which take half the memory; activations.
 
 On a CPU a row's result is bitwise independent of the other rows in its batch: otherwise a resumed job, with other
-batches, could generate other tokens. So the dtypes alone select the kernel, never a measurement or the number of rows.
-The native kernel widens 16-bit weights to fp32, which is exact.
+batches, could generate other tokens. torch's own products and activation functions do not guarantee this. So the dtypes
+alone select the kernel, never a measurement or the number of rows. The native kernel widens 16-bit weights to fp32,
+which is exact.
 """
 
+import math
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 from flexengine import kernels
 from flexengine.codec.forms import Form
@@ -17,7 +22,7 @@ from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
 
-# While active, torch functions do not call `products.Invariance`: a dozen calls take longer than all other work before
+# While active, torch functions do not call `Invariance`: a dozen calls take longer than all other work before
 # a kernel starts.
 unwatched = torch._C.DisableTorchFunction
 
@@ -86,10 +91,76 @@ class FastLinear(nn.Linear):
         return self.product(input, self.weight, self.bias, self.forms.get("weight"), self.packed)
 
 
-def use_fast_linear(model: nn.Module, product: Product) -> None:
-    """Make the model's linear layers compute by `product`. Parameters and their names stay."""
+class FastConv1D(Conv1D):  # type: ignore[misc]
+    """GPT-2's linear layer, whose weight is [in, out], computed by a Product. Attributes are as in FastLinear."""
+
+    product: Product
+    forms: Mapping[str, Form] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        form = self.forms.get("weight")
+        return self.product(x, self.weight.t() if form is None else self.weight, self.bias, form)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether `module` is a mixture of experts whose implementation can be chosen in transformers."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
+
+
+def use_product(model: nn.Module, product: Product) -> None:
+    """Make the model's linear layers and experts compute by `product`. Parameters and their names stay."""
     for module in model.modules():
-        if type(module) is nn.Linear:
-            fast = cast(FastLinear, module)
-            fast.__class__ = FastLinear
-            fast.product = product
+        if type(module) in (nn.Linear, Conv1D):
+            module.__class__ = FastLinear if type(module) is nn.Linear else FastConv1D
+            module.product = product  # type: ignore[assignment]
+        elif is_experts(module):  # the code is imported for models with mixtures of experts
+            module.product = product
+            module.config._experts_implementation_internal = resolve_name("flexengine.model.experts:EXPERTS")
+
+
+_VECTOR = 32  # elements of torch's unrolled vector loop
+# torch uses one thread per _GRAIN elements, but all threads for gelu of _GELU elements or more.
+_GRAIN, _GELU = 32768, 16384
+_F = nn.functional
+_UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, _F.mish, _F.softplus, _F.elu, torch.sigmoid, Tensor.sigmoid}
+
+
+def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return function(x), elementwise, such that a value's result is independent of its position in the tensor.
+
+    torch computes elements that do not fill a vector by other code, which rounds differently. So the tensor is padded
+    to fill all vectors, and so that every thread gets whole vectors.
+    """
+    count = size = x.numel()
+    if x.device.type == "cpu" and count:
+        threads = torch.get_num_threads()
+        while True:
+            unit = _VECTOR * math.lcm(min(threads, -(-size // _GRAIN)), threads if size >= _GELU else 1)
+            if size % unit == 0:
+                break
+            size = -(-size // unit) * unit
+    if size == count and (x.is_contiguous() or x.device.type != "cpu"):
+        return cast(Tensor, function(x, *args, **kwargs))
+    whole = x.new_zeros(size)
+    whole[:count].view(x.shape).copy_(x)
+    return cast(Tensor, function(whole, *args, **kwargs)[:count].view(x.shape))
+
+
+class Invariance(TorchFunctionMode):
+    """Torch function mode that makes a token's results independent of the other tokens in its batch.
+
+    Calls of functional.linear (routers) go through a Product, and activation functions through `steady`.
+    """
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSTEADY and not (kwargs and kwargs.get("inplace")):
+            return steady(func, *args, **(kwargs or {}))
+        if func is _F.linear and not kwargs:
+            x, weight = args[:2]
+            if x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2:
+                return self.product(*args)
+        return func(*args, **(kwargs or {}))

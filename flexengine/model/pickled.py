@@ -1,22 +1,20 @@
 """Conversion of old checkpoints, pytorch_model*.bin, into safetensors. They are read with weights_only=True."""
 
 import ctypes
-import logging
 import mmap
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
-from flexengine.model.shards import ShardWriter, check_room
+from flexengine.model.shards import write_shards
 
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -45,24 +43,18 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
 
     Pickles are read with weights_only=True: a file with other objects than tensors is refused with BadCheckpoint, never
     executed. Raise OutOfMemory if the disk is too small."""
-    nbytes = sum(file.stat().st_size for file in shards)
-    check_room(directory, f"weights of {shards[0].parent}", nbytes)
-    text = f"converting {shards[0].parent.name} to safetensors, once for this model ({nbytes / 1e9:.2f} GB)"
-    writer = ShardWriter(directory)
-    with activity("converting", text, nbytes, "B", logging.INFO) as work:
-        for file in shards:
-            state = _load_bin(file)
-            while state:
-                name, tensor = state.popitem()
-                try:
-                    writer.add(name, tensor.detach().clone().contiguous())
-                except BadCheckpoint as error:
-                    raise BadCheckpoint(f"{file}: {error}") from error
-                _forget(tensor)
-                work.advance(tensor.nbytes)
-        writer.close()
+    write_shards(shards[0].parent, directory, sum(file.stat().st_size for file in shards), _tensors(shards))
     for file in copied:
         shutil.copyfile(file, directory / file.name)
+
+
+def _tensors(shards: Sequence[Path]) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    for file in shards:
+        state = _load_bin(file)
+        while state:
+            name, tensor = state.popitem()
+            yield file, name, tensor.detach().clone().contiguous()
+            _forget(tensor)
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:

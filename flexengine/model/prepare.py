@@ -49,27 +49,19 @@ def hold(directory: Path) -> bool:
         return False
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-    if not _is(descriptor, directory):
+    try:
+        same = os.path.samestat(os.fstat(descriptor), os.stat(directory))
+    except OSError:
+        same = False
+    if not same:
         os.close(descriptor)
         return False
-    known = _held.get(directory)
-    if known is None or not _is(known, directory):
-        _held[directory] = descriptor
-        unneeded = known
-    else:
-        unneeded = descriptor
-    if unneeded is not None:
-        os.close(unneeded)
+    old = _held.pop(directory, None)
+    _held[directory] = descriptor
+    if old is not None:
+        os.close(old)
     mark_used(directory)
     return True
-
-
-def _is(descriptor: int, directory: Path) -> bool:
-    """Return whether the descriptor is that of the directory which now has this name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(directory))
-    except OSError:
-        return False
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:

@@ -12,7 +12,7 @@ are computed twice, which is little. A module can do this if keys and values do 
 tries it once, when the model is opened.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,18 +29,16 @@ from flexengine.model.linear import FastLinear
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _MOST_ELEMENTS = 1 << 22  # of a parameter or buffer that a trial reads; larger ones belong to projections
 
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # an attention module, and arguments of its forward
+# By attention module, arguments of its forward, None for no call; None is the module of a layer without such a module.
+Calls = dict[nn.Module | None, tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
 class QueriesFirst:
-    """Replaces the forwards of an attention module and of its projections, as the table says.
-
-    Attributes:
-        own: forwards of the projections, by name, and of the attention module, by "".
-    """
+    """Replaces the forwards of an attention module and of its projections, as the table says."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        # The own forwards of the projections, by name, and of the attention module, by "".
         self.own = {name: getattr(module, name).forward for name in PROJECTIONS} | {"": module.forward}
         module.forward = self._forward
         for name in PROJECTIONS:
@@ -84,44 +82,38 @@ def use_queries_first(model: nn.Module) -> None:
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Call | None]]:
-    """Record the calls of attention modules in passes of a model. Yields one entry per layer, None for a layer without
-    such a module or call."""
-    modules = _attentions(model)
-    calls: list[Call | None] = [None] * len(modules)
+def recorded(model: nn.Module) -> Iterator[Calls]:
+    """Record the calls of attention modules in passes of a model."""
+    calls: Calls = dict.fromkeys(_attentions(model))
 
-    def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[number] = module, args, kwargs
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module] = args, kwargs
 
     with ExitStack() as hooks:
-        for number, module in enumerate(modules):
-            if module is not None:
-                hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
-                hooks.enter_context(hook)
+        for module in filter(None, calls):
+            hooks.enter_context(module.register_forward_pre_hook(record, with_kwargs=True))
         yield calls
 
 
-def separable(calls: Sequence[Call | None]) -> bool:
+def separable(calls: Calls) -> bool:
     """Return whether the queries of every layer can be computed first. calls: `recorded` in a pass on the meta device.
 
     Each kind of module is tried with random numbers: its queries must be the same in both runs.
     """
-    kinds = dict[Any, Call]()
-    for call in calls:
-        if call is None:
+    kinds = dict[Any, Any]()
+    for module, call in calls.items():
+        if module is None or call is None:
             return False
-        kinds[type(call[0]), *((name, x.shape) for name, x in call[0].state_dict().items())] = call
+        kinds[type(module), *((name, x.shape) for name, x in module.state_dict().items())] = module, *call
     return all(_separable(*call) for call in kinds.values())
 
 
-def _attentions(model: nn.Module) -> list[nn.Module | None]:
-    """Return the module of each layer that has one linear projection each for queries, keys and values; None if there
+def _attentions(model: nn.Module) -> Iterator[nn.Module | None]:
+    """Yield the module of each layer that has one linear projection each for queries, keys and values; None if there
     is not exactly one."""
-    attentions = list[nn.Module | None]()
     for layer in (module.layer for module in model.modules() if isinstance(module, PausingLayer)):
         all_of = [m for m in layer.modules() if all(isinstance(getattr(m, p, None), FastLinear) for p in PROJECTIONS)]
-        attentions.append(all_of[0] if len(all_of) == 1 else None)
-    return attentions
+        yield all_of[0] if len(all_of) == 1 else None
 
 
 def _separable(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -2,10 +2,11 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -14,10 +15,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint, OutOfMemory
 from flexengine.read_retries import located
 
-SHARD_BYTES = 128 * 10**6
+SHARD_BYTES = 128 * 10**6  # most bytes of a shard of several tensors
 INDEX = "model.safetensors.index.json"
 ALIGNMENT = 8  # bytes; safetensors fills up its header with spaces to a multiple
 
@@ -39,56 +41,60 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise BadCheckpoint if a floating-point tensor holds NaN or infinity. Needs no copy of the tensor."""
+def check_finite(name: str, tensor: Tensor, where: str = "") -> None:
+    """Raise BadCheckpoint if a floating-point tensor holds NaN or infinity; `where` begins the message. Needs no copy
+    of the tensor."""
     plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1  # not torch's formats of 8 bits
     if plain and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
-        raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
+        raise BadCheckpoint(f"{where}tensor {name} holds NaN or infinite values")
 
 
-class ShardWriter:
-    """Writer of tensors, added one at a time, into safetensors shards with an index.
-
-    At most one shard, or one tensor if it is larger, is in memory. Tensors must be contiguous and own their memory.
+def write_shards(source: Path, directory: Path, nbytes: int, tensors: Iterable[tuple[Path, str, Tensor]]) -> None:
+    """Write the tensors of a checkpoint in another format as safetensors shards with an index, and report it as an
+    activity. At most one shard, or one tensor if it is larger, is in memory.
 
     Args:
+        source: the checkpoint, for messages.
         directory: to write to.
-        limit: bytes of a shard.
+        nbytes: bytes of all tensors.
+        tensors: file, name and values of each tensor, which is contiguous and owns its memory.
+
+    Raises:
+        BadCheckpoint: a tensor is not finite or occurs twice; the message begins with its file.
+        OutOfMemory: the disk is full.
     """
+    check_room(directory, f"weights of {source}", nbytes)
+    kind = "file" if source.is_file() else "model"
+    text = f"converting {source.name} to safetensors, once for this {kind} ({nbytes / 1e9:.2f} GB)"
+    held, shards = dict[str, Tensor](), list[list[str]]()  # tensors of the next shard, and names in the others
+    held_bytes = total_bytes = 0
 
-    def __init__(self, directory: Path, limit: int = SHARD_BYTES) -> None:
-        self._directory, self._limit = directory, limit
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = self._total_bytes = 0
-        self._shards: list[list[str]] = []
+    def flush() -> None:
+        shards.append([*held])
+        save(held, directory / f"shard-{len(shards)}")
+        held.clear()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor. Raise BadCheckpoint if it is not finite or its name was added before."""
-        if name in self._held or any(name in shard for shard in self._shards):
-            raise BadCheckpoint(f"tensor {name} is there twice")
-        check_finite(name, tensor)
-        if self._held_bytes + tensor.nbytes > self._limit:
-            self._flush()
-        self._held[name] = tensor
-        self._held_bytes += tensor.nbytes
-        self._total_bytes += tensor.nbytes
-
-    def close(self) -> None:
-        """Write the last shard, rename the shards to their final names and write the index."""
-        self._flush()
-        weight_map = {}
-        for number, names in enumerate(self._shards, start=1):
-            file = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
-            (self._directory / f"shard-{number}").rename(self._directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-    def _flush(self) -> None:
-        if self._held:
-            self._shards.append(list(self._held))
-            save(self._held, self._directory / f"shard-{len(self._shards)}")
-            self._held, self._held_bytes = {}, 0
+    with activity("converting", text, nbytes, "B", logging.INFO) as work:
+        for file, name, tensor in tensors:
+            if name in held or any(name in shard for shard in shards):
+                raise BadCheckpoint(f"{file}: tensor {name} is there twice")
+            check_finite(name, tensor, f"{file}: ")
+            if held and held_bytes + tensor.nbytes > SHARD_BYTES:
+                flush()
+                held_bytes = 0
+            held[name] = tensor
+            held_bytes += tensor.nbytes
+            total_bytes += tensor.nbytes
+            work.advance(tensor.nbytes)
+        if held:
+            flush()
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        final = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (directory / f"shard-{number}").rename(directory / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
 class TensorPart(NamedTuple):
@@ -104,11 +110,9 @@ class TensorFiles:
     Parts of one parameter must come in a row and in order. At its end, a file that is not complete keeps its temporary
     name, and is overwritten the next time.
 
-    Attributes:
-        shapes: shape of each parameter, in bytes.
-
     Args:
         files: path of the file of each parameter.
+        shapes: shape of each parameter, in bytes.
     """
 
     def __init__(self, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> None:

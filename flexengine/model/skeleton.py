@@ -1,5 +1,6 @@
 """A model without weights: its modules on the meta device, divided into units (build.py makes one)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -7,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.codec.forms import WeightFormat
-from flexengine.model.forward import Attend, Head, Layer, PausingHead, Query, Rows
-from flexengine.model.linear import FastLinear, Product
-from flexengine.model.loading import Loading
-from flexengine.model.products import FastConv1D, Invariance, is_experts
+from flexengine.model.checkpoint import Loading
+from flexengine.model.forward import Attend, Forward, Head, Inputs, Layer, Logits, Pause, PausingHead, Query
+from flexengine.model.linear import FastConv1D, FastLinear, Invariance, Product, is_experts
 
 
 class ParamRef(NamedTuple):
@@ -32,15 +32,10 @@ class ParamRef(NamedTuple):
         return self.name == "weight" and isinstance(self.module, FastLinear)
 
     @property
-    def of_experts(self) -> bool:
-        """Whether it holds experts' matrices, [expert, out, in] or transposed."""
-        return len(self.shape) == 3 and is_experts(self.module)
-
-    @property
     def matrix(self) -> tuple[int, int, int, bool] | None:
         """Experts (0 for a single matrix), output channels and inputs of what a Product reads, and whether it is stored
-        as [in, out]; None for other parameters."""
-        if self.of_experts:
+        as [in, out]; None for other parameters. Matrices of experts are stacked."""
+        if len(self.shape) == 3 and is_experts(self.module):
             (count, *shape), turned = self.shape, bool(self.module.is_transposed)
         elif self.name == "weight" and isinstance(self.module, FastLinear | FastConv1D):
             count, shape, turned = 0, [*self.shape], isinstance(self.module, FastConv1D)
@@ -52,14 +47,6 @@ class ParamRef(NamedTuple):
     def bind(self, tensor: Tensor) -> None:
         """Make `tensor` the module's parameter or buffer."""
         self.holder[self.name] = tensor
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Shape of K, and of V, of one token in the KV cache; all layers are padded to the largest (worker.cache.fit)."""
-
-    kv_heads: int
-    head_dim: int
 
 
 @dataclass
@@ -80,8 +67,10 @@ class Skeleton:
     product: Product  # computes the model's matrix products
     invariance: Invariance  # see `mode`
     loading: Loading  # renames and conversions of the checkpoint
-    cache: CacheShape = CacheShape(0, 0)  # shape of a token in the KV cache
     heads: int = 0  # query heads
+    # Shape of K, and of V, of a token in the KV cache; all layers are padded to the largest (worker.cache.fit).
+    kv_heads: int = 0
+    head_dim: int = 0
     # By layer, number of tokens that a query sees; None for all.
     windows: dict[int, int | None] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)  # format of each encoded parameter, by name
@@ -133,13 +122,14 @@ class Skeleton:
     def matrices(self) -> set[str]:
         """Names of the parameters that only a Product or an embedding reads: they can keep their stored dtype."""
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
-        read = {n for n, slot in slots if slot.linear or (slot.of_experts and not slot.module.is_transposed)}
+        read = {n for n, slot in slots if slot.matrix is not None and not slot.matrix[3]}
         return read | {self.embedding[0], self.head[0]}
 
     @property
     def experts(self) -> dict[str, int]:
         """Number of experts of each parameter that holds the matrices of experts."""
-        return {n: slot.shape[0] for layer in self.layers for n, slot in layer.items() if slot.of_experts}
+        matrices = ((n, slot.matrix) for layer in self.layers for n, slot in layer.items())
+        return {n: matrix[0] for n, matrix in matrices if matrix is not None and matrix[0]}
 
     @property
     def active(self) -> int:
@@ -163,10 +153,22 @@ class Skeleton:
                 own = {slot.name: forms[name].packed} if name in forms else {}
                 slot.module.forms = {**others, **own}  # type: ignore[assignment]
 
-    def trial_answer(self, event: Rows | Layer | Query | Attend | Head) -> Any:
+    def trial(self) -> Iterator[Pause]:
+        """Run two packed tokens on the meta device. Yield each pause, and the logits."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        forward, answer = Forward(self.model, Inputs(ids, ids, ids[0]), self.invariance), None
+        try:
+            while not isinstance(event := forward.resume(answer), Logits):
+                yield event
+                answer = self.trial_answer(event)
+            yield event
+        finally:
+            forward.end()
+
+    def trial_answer(self, event: Any) -> Any:
         """Return the answer to a pause of a pass on the meta device, where weights and attention have no values."""
-        if isinstance(event, Layer):
-            return event.hidden
+        if isinstance(event, Layer):  # hidden states that enter a range of layers do not depend on the embedding
+            return event.hidden if event.index else event.hidden.detach()
         if isinstance(event, Query):
             return None
         if isinstance(event, Attend):

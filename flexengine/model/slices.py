@@ -6,8 +6,7 @@ operation, so no graph of the model is needed.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,16 +44,6 @@ class Cut:
     kept: tuple[SlicedTensor, ...]
     window: int | None  # tokens that a query sees, None for all
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of q, k and v."""
-        return sum(part.nbytes for part in self.sent)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept meanwhile."""
-        return sum(part.nbytes for part in self.kept)
-
 
 @dataclass(frozen=True)
 class Slices:
@@ -79,18 +68,18 @@ def slices_of(skeleton: Skeleton) -> Slices:
 
 
 def _traced(skeleton: Skeleton) -> Slices:
-    model, trace, names = skeleton.model, _Trace(), _paths(skeleton.model)
+    model, names = skeleton.model, _paths(skeleton.model)
     ids, positions = (torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     inputs = Inputs(ids, positions, torch.zeros(TOKENS, dtype=torch.int64, device="meta"))
     forward, answer = Forward(model, inputs), None
+    trace = _Trace((*model.parameters(), *model.buffers(), ids, positions, inputs.keep))
     moved = list[tuple[tuple[SlicedTensor, ...], SlicedTensor]]()
 
     def name(module: nn.Module, _: Any, output: Any) -> None:
         for tensor in filter(torch.is_tensor, tree_leaves(output)):
             trace.name(tensor, names.get(module, HIDDEN))
 
-    with _on_meta(model), register_module_forward_hook(name):
-        trace.know((*model.parameters(), *model.buffers(), ids, positions, inputs.keep))
+    with register_module_forward_hook(name):
         while True:
             with trace, skeleton.invariance:
                 event = forward.resume(answer)
@@ -155,21 +144,13 @@ class _Memory:
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which memory was made before an attention and is read after it.
+    """Notes which memory was made before an attention and is read after it. known: weights and inputs, left out."""
 
-    Attributes:
-        attentions: attentions so far.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.attentions = 0
-        self._known: dict[int, Any] = {}  # storages
+        self.attentions = 0  # so far
+        self._known = {_key(tensor): tensor.untyped_storage() for tensor in known}
         self._made: dict[int, _Memory] = {}
-
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """Leave tensors out of the trace: weights and inputs."""
-        self._known.update((_key(tensor), tensor.untyped_storage()) for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -211,16 +192,3 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _key(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-@contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Move the buffers that have values to the meta device while the block runs."""
-    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    for holder, name, buffer in buffers:
-        holder[name] = buffer.to("meta")
-    try:
-        yield
-    finally:
-        for holder, name, buffer in buffers:
-            holder[name] = buffer

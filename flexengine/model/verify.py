@@ -13,15 +13,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any, TypeVar
 
-from flexengine.activity import activity
+from flexengine.activity import activity, advance
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, read_limited, regular_file
+from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, read_limited, regular_file, weights_in
 from flexengine.read_retries import opened
 
 SUMS = "SHA256SUMS"
@@ -30,7 +30,6 @@ READ = (
     *("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*", "*.model", "*.txt"),
     *("*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer"),
 )
-_BIN = "pytorch_model*.bin"  # read if there are no safetensors
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
 _MAX_SUMS_BYTES = 10_000_000  # limit in bytes of SHA256SUMS; a model with 1,000 shards needs 100,000
@@ -40,8 +39,6 @@ _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
-Tick = Callable[[int], Any]
-OnFault = Callable[[Path, str], None]
 T = TypeVar("T")
 
 
@@ -62,14 +59,15 @@ class Verifier:
             comparison then continues. None raises BadCheckpoint instead.
     """
 
-    def __init__(self, on_fault: OnFault | None = None) -> None:
+    def __init__(self, on_fault: Callable[[Path, str], None] | None = None) -> None:
         self.files, self.bytes, self.seconds = 0, 0, 0.0
         self._on_fault = on_fault
 
     def directory(self, directory: Path) -> None:
         """Verify a model directory: every file in its sums must match, and every file that may be read must be listed.
         Raise NoSums, or BadCheckpoint, which names the files that are missing, differ or are not listed."""
-        read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
+        weights = weights_in(directory)  # others than safetensors are read if there are no safetensors
+        read = _files(directory, READ if weights is None else (*READ, weights))
         if is_snapshot(directory.resolve()):
             self._verify(directory, read, None)
         elif os.path.lexists(directory / SUMS):
@@ -171,7 +169,7 @@ class Verifier:
                 raise BadCheckpoint("missing")
             if directory:
                 regular_file(file, directory)
-            actual = digest_of(file, tick, git=len(sums[file]) == 40)
+            actual = digest_of(file, git=len(sums[file]) == 40)
             self.bytes += file.stat().st_size
             if actual != sums[file]:
                 raise BadCheckpoint(f"has {actual}, expected {sums[file]}")
@@ -181,7 +179,7 @@ class Verifier:
             names = [f"{file.relative_to(directory) if directory else file} ({why})" for file, why in faults.items()]
             return f"{len(faults)} of {count} files are not as {says}: {_some(names)}"
 
-        with _reading("verifying", "comparing the model's files with their checksums", sums) as tick:
+        with _reading("verifying", "comparing the model's files with their checksums", sums):
             self._each(sums, check, damaged)
         self.files += len(sums)
         self.seconds += time.perf_counter() - began
@@ -195,14 +193,13 @@ def write_sums(directory: Path) -> None:
 
 def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
     """Return the content of SHA256SUMS in a directory for files below it, with digests of their contents."""
-    with _reading("hashing", "computing checksums, which --verify and flexengine verify compare", files) as tick:
-        digests = {file.relative_to(directory).as_posix(): digest_of(file, tick) for file in files}
-    return os.fsencode("".join(_line(name, digest) for name, digest in digests.items()))
-
-
-def _line(name: str, digest: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    return "\\" * (escaped != name) + f"{digest}  {escaped}\n"
+    with _reading("hashing", "computing checksums, which --verify and flexengine verify compare", files):
+        digests = {file.relative_to(directory).as_posix(): digest_of(file) for file in files}
+    lines = list[str]()
+    for name, digest in digests.items():
+        escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+        lines.append("\\" * (escaped != name) + f"{digest}  {escaped}\n")
+    return os.fsencode("".join(lines))
 
 
 def read_sums(file: Path) -> dict[str, str]:
@@ -226,11 +223,11 @@ def read_sums(file: Path) -> dict[str, str]:
     return digests
 
 
-def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
+def digest_of(file: Path, count_bytes: Callable[[int], object] = advance, git: bool = False) -> str:
     """Return the SHA-256 of a file. Raise OSError if the file cannot be read.
 
     Args:
-        tick: called with the number of bytes after each read.
+        count_bytes: called with the number of bytes after each read.
         git: return git's SHA-1 of the content as a blob instead.
     """
     with opened(file) as stream:
@@ -239,7 +236,7 @@ def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
         view = memoryview(bytearray(min(_CHUNK, size + 1)))
         while count := stream.readinto(view):
             digest.update(view[:count])
-            tick(count)
+            count_bytes(count)
     return digest.hexdigest()
 
 
@@ -305,9 +302,7 @@ def _remedy(text: str) -> Iterator[None]:
         raise BadCheckpoint(f"{error}; {text}") from error
 
 
-@contextmanager
-def _reading(name: str, text: str, files: Iterable[Path]) -> Iterator[Tick]:
+def _reading(name: str, text: str, files: Iterable[Path]) -> AbstractContextManager[Any]:
     """Report the block as an activity that reads these files."""
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with activity(name, f"{text} ({total / 1e9:.2f} GB)", total, "B") as work:
-        yield work.advance
+    return activity(name, f"{text} ({total / 1e9:.2f} GB)", total, "B")

@@ -17,16 +17,15 @@ from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.build import build
-from flexengine.model.checkpoint import ByteRange, Origin, read_checkpoint
+from flexengine.model.checkpoint import ByteRange, Origin, differ, origins, read_checkpoint
 from flexengine.model.config import choose_dtype, load_config
-from flexengine.model.files import set_links
-from flexengine.model.loading import differ, origins
+from flexengine.model.files import set_links, weights_in
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.source import ModelSource, resolve
 from flexengine.plan.facts import ModelFacts, TensorFact
 
 if TYPE_CHECKING:
-    from flexengine.model.importance import Importances
+    from flexengine.model.encoding import Importances
     from flexengine.model.verify import Verifier
 
 Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
@@ -158,13 +157,14 @@ class OpenModel:
         others = {name: param.shape for name, param in skeleton.others.items()}
         others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
         layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
-        text, cache = skeleton.config.get_text_config(), skeleton.cache
+        text = skeleton.config.get_text_config()
         sizes = dict[str, Any](kv_form=lossy.cache or "")
         if lossy.cache == "bf16":
-            sizes["kv_kept"] = 2 * cache.kv_heads * cache.head_dim * torch.bfloat16.itemsize
+            sizes["kv_kept"] = 2 * skeleton.kv_heads * skeleton.head_dim * torch.bfloat16.itemsize
         elif bits := lossy.cache_bits:
             form = self.cache_form(bits)
-            sizes |= dict(kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+            pieces = sum(len(part.starts) for part in form.parts)  # codes, each scale, each minimum
+            sizes |= dict(kv_kept=form.page_bytes, kv_pieces=pieces, centred=bits < 8)
         scratch = load_for(torch.device("cpu" if self.cpu else "cuda")).prompt_scratch
         return ModelFacts(
             tuple(facts(layer, skeleton.experts) for layer in layers),
@@ -175,8 +175,8 @@ class OpenModel:
             hidden=text.hidden_size,
             width=skeleton.width,
             heads=skeleton.heads,
-            kv_heads=cache.kv_heads,
-            head_dim=cache.head_dim,
+            kv_heads=skeleton.kv_heads,
+            head_dim=skeleton.head_dim,
             itemsize=self.dtype.itemsize,
             kind=skeleton.config.model_type,
             active=skeleton.active,
@@ -186,7 +186,7 @@ class OpenModel:
             queries_apart=skeleton.queries_apart,
             topk=lossy.sparse_attention,
             # Calls of whole layers keep theirs (`Cache.paged`) beside those of attention.
-            scratch=scratch(skeleton.heads, cache.kv_heads, cache.head_dim) * (2 if self.cpu else 1),
+            scratch=scratch(skeleton.heads, skeleton.kv_heads, skeleton.head_dim) * (2 if self.cpu else 1),
             gpu=not self.cpu,
             **sizes,
         )
@@ -235,7 +235,7 @@ class OpenModel:
 
     def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""
-        return CacheFormat(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
+        return CacheFormat(bits, self.skeleton.kv_heads, 1, self.skeleton.head_dim)
 
     def prepare(self) -> None:
         """Measure thresholds, encode weights and write records of neurons, if the switches need them and the cache
@@ -293,7 +293,7 @@ def open_model(
         BadCheckpoint: a file is damaged.
     """
     path = Path(model or "")
-    bare = not weights and model is not None and _is_bare(path)
+    bare = not weights and model is not None and (path / "config.json").is_file() and weights_in(path) is None
     if bare:
         set_links(path, trust.allow_symlinks)
         source = ModelSource(path, path.resolve().name)
@@ -314,12 +314,6 @@ def open_model(
     opened = OpenModel(source, computing, skeleton, stored, kind != "cuda", verifier=trust.verifier)
     opened.use(lossy)
     return opened
-
-
-def _is_bare(path: Path) -> bool:
-    """Return whether `path` is a directory with a config and no weights."""
-    weights = ("*.safetensors", "pytorch_model*.bin")
-    return (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in weights)
 
 
 def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:

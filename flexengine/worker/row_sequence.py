@@ -6,7 +6,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
-from flexengine.model.stop import Stops
+from flexengine.model.tokenizer import Stops
 from flexengine.schedule.sweeps import Sequence
 
 

@@ -12,7 +12,6 @@ the device lane writes the sets of loaded experts. Other lanes read a list that 
 """
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
 READ_BYTES = 4 << 20  # most bytes of encoded rows per read, as dequantization needs memory
-LOAD_BY_ROWS = "flexengine.model.experts:load_by_rows"  # imported for models with mixtures of experts
 
 
 class RowRead(NamedTuple):
@@ -158,7 +156,7 @@ class Experts:
         for j, names in enumerate(self.names):
             for module in {skeleton.layers[j][n].module for n in names}:
                 own = tuple(n for n in names if skeleton.layers[j][n].module is module)
-                resolve_name(LOAD_BY_ROWS)(module, j, own)
+                module.__dict__["by_rows"] = j, own  # see model/experts.py
 
     def loaded(self, layer: int, slot: int, by_rows: bool) -> None:
         """Record that a slot holds a layer: without experts if they are loaded by rows, else with all experts."""
@@ -187,4 +185,4 @@ class Experts:
         """Stop the modules from pausing for experts."""
         for j, names in enumerate(self.names):
             for name in names:
-                resolve_name(LOAD_BY_ROWS)(self.weights.skeleton.layers[j][name].module, j, ())
+                self.weights.skeleton.layers[j][name].module.__dict__.pop("by_rows", None)

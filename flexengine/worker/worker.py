@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flexengine.kernels.paged import PagedAttention
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Query, Rows
-from flexengine.model.logits import Scores
 from flexengine.model.native.layer import release
-from flexengine.model.sample import Draw, Sampled, sample
+from flexengine.model.sample import Draw, Sampled, Scores, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.places import DEVICE
 from flexengine.plan.layout import ENTERING, READING

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexengine.codec.cache import BITS, CacheFormat
-from flexengine.codec.groupwise import ALIKE
+from flexengine.codec.packed import ALIKE
 from flexengine.errors import InvalidInput
 from tests.helpers.groupwise import slack
 
@@ -23,16 +23,15 @@ class TestForm:
     def test_four_bits_are_5_of_16(self, dim: int) -> None:
         """As every 32 codes bring a scale and a minimum of 16 bits."""
         form = CacheFormat(4, 3, 32, dim)
-        assert form.token_bytes == 5 / 16 * (2 * 3 * dim * 2)
-        assert form.page_bytes == 32 * form.token_bytes
+        assert form.page_bytes == 32 * 5 / 16 * (2 * 3 * dim * 2)
 
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize(("dim", "group"), [(8, 8), (16, 16), (20 * 4, 16), (96, 32), (64, 64), (192, 64)])
     def test_groups(self, bits: int, dim: int, group: int) -> None:
         form, group = CacheFormat(bits, 1, 16, dim), min(group, 32) if bits == 4 else group
         assert form.group == group
-        assert form.token_bytes == 2 * (dim * bits // 8 + 4 * dim // group)
-        assert form.pieces == 1 + 2 * dim // group
+        assert form.page_bytes == 16 * 2 * (dim * bits // 8 + 4 * dim // group)
+        assert sum(len(part.starts) for part in form.parts) == 1 + 2 * dim // group
 
     @pytest.mark.parametrize(("bits", "dim"), [(3, 64), (4, 60), (4, 0), (16, 64)])
     def test_what_is_refused(self, bits: int, dim: int) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.codec.groupwise import BITS, GROUPS, Groupwise, pack, unpack
-from flexengine.codec.packed import CODECS, Packed
+from flexengine.codec.packed import BITS, CODECS, GROUPS, Groupwise, Packed, pack, unpack
 from flexengine.errors import InvalidInput
 from tests.helpers.groupwise import slack, twice
 

@@ -65,8 +65,7 @@ def test_activations(name: str) -> None:
     """Activations alone and among others, at widths that are no multiple of a vector."""
     import transformers.activations
 
-    from flexengine.model.linear import Product
-    from flexengine.model.products import Invariance
+    from flexengine.model.linear import Invariance, Product
 
     function = {"elu": torch.nn.functional.elu, "softplus": torch.nn.functional.softplus}.get(name)
     function = function or transformers.activations.ACT2FN[name]

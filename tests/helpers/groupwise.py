@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from flexengine.codec.groupwise import HALF, GroupCodes, Groupwise
+from flexengine.codec.packed import HALF, Groupwise
 
 
-def decoded(groups: GroupCodes, columns: int) -> Tensor:
-    """Return fp32 [rows, columns] of the codes of a matrix."""
-    values = groups.minimum.float()[..., None] + groups.codes.float() * groups.scale.float()[..., None]
+def decoded(groups: tuple[Tensor, Tensor, Tensor], columns: int) -> Tensor:
+    """Return fp32 [rows, columns] of the codes, scales and minima of a matrix."""
+    codes, scale, minimum = (x.float() for x in groups)
+    values = minimum[..., None] + codes * scale[..., None]
     return values.flatten(1)[:, :columns]
 
 

@@ -38,7 +38,7 @@ def changed(directory: Path, target: Path, kind: str, **fields: Any) -> Path:
 def arguments(skeleton: Skeleton, tokens: int = TOKENS) -> tuple[Tensor, Any]:
     """Return hidden states, and cosines and sines of a layer; None if its positions are not rotary."""
     config = skeleton.config.get_text_config()
-    width, dim = config.hidden_size, getattr(config, "head_dim", None) or skeleton.cache.head_dim
+    width, dim = config.hidden_size, getattr(config, "head_dim", None) or skeleton.head_dim
     if config.model_type == "opt":
         return torch.randn(1, tokens, width), None
     return torch.randn(1, tokens, width), (torch.randn(1, tokens, dim), torch.randn(1, tokens, dim))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.codec.groupwise import Groupwise
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import Groupwise, Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, load
 from flexengine.kernels.base import Compute

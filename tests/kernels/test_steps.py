@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.codec.groupwise import Groupwise
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import Groupwise, Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Compute
 from flexengine.kernels.cpu import NativeKernels

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.codec.groupwise import Groupwise
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import Groupwise, Packed
 from flexengine.kernels.paged import Room
 
 triton = pytest.importorskip("triton", reason="needs triton")

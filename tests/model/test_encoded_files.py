@@ -149,21 +149,21 @@ def test_a_disk_that_fails(
     """Both threads end, and the next run goes on."""
     monkeypatch.setattr("flexengine.read_retries.PAUSES", ())
     known, threads = families("llama"), set(threading.enumerate())
-    model, real = opened(known), encoding._write
+    model, real = opened(known), encoding.in_threads
 
-    def failing(directory: Path, *args: Any) -> None:
+    def failing(*args: Any) -> None:
         folder = known.directory if kind == "read" else own_cache
         with Failing([folder], Fault((kind,), 20, lasting=True)) as calls:
-            real(directory, *args)
+            real(*args)
         assert calls.struck
 
-    monkeypatch.setattr(encoding, "_write", failing)
+    monkeypatch.setattr(encoding, "in_threads", failing)
     with pytest.raises(error, match=says):
         assert model.prepare_weights()
     assert set(threading.enumerate()) == threads
     done = len(list((own_cache / "prepared").glob("*.part/*.safetensors")))
     assert 0 < done < len(model.forms)
-    monkeypatch.setattr(encoding, "_write", real)
+    monkeypatch.setattr(encoding, "in_threads", real)
     assert model.prepare_weights()
 
 

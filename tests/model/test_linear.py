@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.errors import InvalidInput
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.model.linear import FastLinear, Product, numerics, use_fast_linear
+from flexengine.model.linear import FastLinear, Product, numerics, use_product
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 160, 161, 257, 513)
 SHAPES = [(1, 64), (1, 1000), (5, 17), (9, 1), (2, 4), (31, 2048), (192, 576), (257, 31), (100, 1030)]
@@ -128,7 +128,7 @@ def test_linear_layers_take_it_over(product: Product) -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20, bias=False))
     x = torch.randn(5, 40)
     expected, names = model(x), list(model.state_dict())
-    use_fast_linear(model, product)
+    use_product(model, product)
     assert [type(module) for module in model] == [FastLinear, nn.ReLU, FastLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(x), expected)

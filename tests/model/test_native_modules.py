@@ -16,8 +16,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
-from flexengine.model.native import fused
-from flexengine.model.native.fused import use_fused
+from flexengine.model.native import recognise
+from flexengine.model.native.recognise import use_fused
 from tests.helpers.builds import NATIVE, kernels_named
 
 KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,7 +110,7 @@ class TestKernels:
 @pytest.fixture
 def rotated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One number, of calls of fused rotary functions made in the test."""
-    calls, make = [0], fused._rotated
+    calls, make = [0], recognise._rotated
 
     def counting(own: Callable[..., Any]) -> Callable[..., Any]:
         function = make(own)
@@ -121,10 +121,10 @@ def rotated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         return call
 
-    monkeypatch.setattr(fused, "_rotated", counting)
-    fused._fused.cache_clear()
+    monkeypatch.setattr(recognise, "_rotated", counting)
+    recognise._fused.cache_clear()
     yield calls
-    fused._fused.cache_clear()
+    recognise._fused.cache_clear()
 
 
 class TestModules:

@@ -27,7 +27,7 @@ def prepared_bin(path: Path) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_bin_to_safetensors(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(shard_files.ShardWriter.__init__, "__defaults__", (2000,))
+    monkeypatch.setattr(shard_files, "SHARD_BYTES", 2000)
     model = bin_model(tmp_path / "m", shards)
     found = resolve(str(tmp_path / "m"))
     assert found.name == "m"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexengine.model.build import build
 from flexengine.model.forward import Attend, Pass, PausingLayer, Query, attend
-from flexengine.model.linear import FastLinear, Product, use_fast_linear
+from flexengine.model.linear import FastLinear, Product, use_product
 from flexengine.model.queries import recorded, separable, use_queries_first
 
 SIZE, HEADS = 8, 2
@@ -36,7 +36,7 @@ def model_of(mix: Callable[[Tensor, Tensor], Tensor], device: str = "meta") -> n
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.Sequential(PausingLayer(nn.Sequential(Attention(mix)), 0)).requires_grad_(False)
-    use_fast_linear(model, Product(torch.float32))
+    use_product(model, Product(torch.float32))
     return model
 
 

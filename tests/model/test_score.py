@@ -8,8 +8,7 @@ import transformers
 from torch import Tensor
 
 from flexengine.model.build import build
-from flexengine.model.logits import LogitStep, Scores
-from flexengine.model.sample import NONFINITE
+from flexengine.model.sample import NONFINITE, LogitStep, Scores
 
 
 def scored(logits: Tensor, targets: list[int], rows: int, columns: int) -> Scores:

@@ -37,8 +37,8 @@ def skeleton_of(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -
 
 def totals(slices: Slices) -> tuple[int, int]:
     """Return the bytes of a token that all layers move, and the most that one layer keeps."""
-    return (sum(cut.sent_bytes + cut.fetched.nbytes for cut in slices.cuts),
-            max(cut.kept_bytes for cut in slices.cuts))  # fmt: skip
+    return (sum(part.nbytes for cut in slices.cuts for part in (*cut.sent, cut.fetched)),
+            max(sum(part.nbytes for part in cut.kept) for cut in slices.cuts))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +76,9 @@ def test_layers_of_several_shapes(tmp_path: Path) -> None:
     dims = [HEAD_DIM if kind == "sliding_attention" else 512 for kind in config.layer_types]
     assert [cut.sent[0].shape for cut in slices.cuts] == [(HEADS, dim) for dim in dims]
     width = config.hidden_size_per_layer_input
-    assert [cut.kept_bytes for cut in slices.cuts] == [4 * (HIDDEN + n * width) for n in range(LAYERS, 0, -1)]
+    assert [sum(part.nbytes for part in cut.kept) for cut in slices.cuts] == [
+        4 * (HIDDEN + n * width) for n in range(LAYERS, 0, -1)
+    ]
 
 
 def test_windows_and_tables(tmp_path: Path) -> None:

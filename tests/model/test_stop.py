@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.model.source import resolve
-from flexengine.model.stop import Stops, check_stops
-from flexengine.model.tokenizer import load_tokenizer
+from flexengine.model.tokenizer import Stops, check_stops, load_tokenizer
 from tests.helpers.strategies import SEEDS
 
 TEXT = [

@@ -17,8 +17,7 @@ from bench.flash.counted import CountedBlock, Guesses
 from flexengine.guests.flash import expert_blocks, reader
 from flexengine.guests.flash.expert_blocks import ExpertLayer, Router
 from flexengine.guests.flash.reader import ExpertReads
-from flexengine.model.linear import Product
-from flexengine.model.products import use_product
+from flexengine.model.linear import Product, use_product
 from flexengine.model.skeleton import ParamRef
 from flexengine.tier.base import Region
 from tests.helpers.arenas import held

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from flexengine.guests.flash.neurons import Arena, JobBlocks
 from flexengine.guests.flash.reader import ExpertRead, ExpertReads, Pair
 from flexengine.model.experts import add_expert, by_expert
-from flexengine.model.products import is_experts
+from flexengine.model.linear import is_experts
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.neurons import EXPERT_STAGES, NEURONS, RECORDS, expert_rows
 from flexengine.plan.sizes import SHORT_READ

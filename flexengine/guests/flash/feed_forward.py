@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import ReLUSquaredActivation
 
 from flexengine.model.forward import PausingLayer
-from flexengine.model.linear import FastLinear
-from flexengine.model.products import is_experts
+from flexengine.model.linear import FastLinear, is_experts
 from flexengine.model.skeleton import ParamRef, Skeleton
 
 # Names of the modules (first, up, down) that models use.

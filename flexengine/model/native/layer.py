@@ -11,8 +11,8 @@ weights and pages are at hand. native/recognise.py tells which layers compute so
 passes that watch or replace modules use the modules.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import greenlet
 import torch
@@ -21,17 +21,16 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.paged import PagedAttention
+from flexengine.kernels.recycled import Recycled
 from flexengine.kernels.steps import RecordedSteps, Steps
-from flexengine.model.forward import PausingLayer, attend, this_pass
+from flexengine.model.forward import Attend, PausingLayer, attend, this_pass
 from flexengine.model.linear import FastLinear, unwatched
-from flexengine.model.native.fused import ACTS
-from flexengine.model.native.shared import LayerKind
 
-if TYPE_CHECKING:
-    from flexengine.codec.packed import Packed
-
+MOST_CALLS = 64  # recorded calls that layers of equal settings keep
 PART = 512  # rows that are computed together, so that what one step writes stays in the CPU's caches for the next
 MOST_PRODUCTS = 10**11  # multiply-adds of a call of several layers, a second on two cores: Ctrl-C waits for its end
+# Names of activation functions, by class.
+ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}
 
 
 class LayerParts(NamedTuple):
@@ -65,21 +64,64 @@ class BoundWeights(NamedTuple):
     format: int  # their number in `LayerKind.formats`
 
 
-class NativeLayer:
-    """The calls of one layer. Layers of a kind share recorded calls, as adding the steps of a call takes as long as
-    small products.
+class Scratch(Recycled):
+    """Memory for calls, which all layers of a model share. Fresh memory for every call would cost page faults."""
 
-    Attributes:
-        options: scaling, window and softcap that the layer's attention module passes to the attention function.
-        kind: what the layer shares with others.
-        following: the next layer; None if there is none, or if it does not compute so.
-        joined: whether, in the last pass, the layer's input was the output of the layer before, and both got the same
-            positions. Only then can it be computed with the layer before.
-        last: whether only a norm and the output projection follow, so that only rows with logits are needed.
+    block = torch.empty(0, dtype=torch.uint8)  # for intermediate results; as large as a call has needed
+
+    def release(self) -> None:
+        super().release()
+        self.block = Scratch.block
+
+
+class LayerKind:
+    """Calls and memory of layers of equal settings. proven: returns whether they compute so (native/recognise.py)."""
+
+    def __init__(self, proven: Callable[[], bool], scratch: Scratch) -> None:
+        self.proven, self.scratch = proven, scratch
+        self.formats = dict[Hashable, int]()  # a number for each combination of shapes and formats of a layer's weights
+        self._calls: dict[Hashable, RecordedSteps] = {}  # the one used last is the last one
+        self.release()
+
+    def release(self) -> None:
+        """Drop all tensors."""
+        self.scratch.release()
+        # Page tables, key and call of the last whole layer; the next layers of a sweep have the same.
+        self.recent: tuple[Tensor, Hashable, RecordedSteps] | None = None
+        self._angles: tuple[Any, tuple[int, ...], list[Tensor] | None] = None, (), None
+
+    def call(self, key: Hashable, record: Callable[[], RecordedSteps]) -> RecordedSteps:
+        """Return the call with a key, and make the scratch memory as large as it needs. If there is none, record it."""
+        if (found := self._calls.pop(key, None)) is None:
+            found = record()
+            if len(self._calls) >= MOST_CALLS:
+                del self._calls[next(iter(self._calls))]
+        self._calls[key] = found
+        if self.scratch.block.nbytes < found.nbytes:
+            self.scratch.block = torch.empty(found.nbytes, dtype=torch.uint8)
+        return found
+
+    def angles(self, positions: Any, shape: tuple[int, ...]) -> list[Tensor] | None:
+        """Return cosines and sines, [tokens, head_dim]; None if they are others than the calls can use. positions:
+        argument `position_embeddings`, the same object for all layers of a pass; shape: (1, tokens, head_dim)."""
+        if self._angles[0] is not positions or self._angles[1] != shape:
+            fine = type(positions) is tuple and len(positions) == 2
+            fine = fine and all(x.shape == shape and x.dtype == torch.float32 for x in positions)
+            self._angles = positions, shape, [x[0].contiguous() for x in positions] if fine else None
+        return self._angles[2]
+
+
+class NativeLayer:
+    """The calls of one layer. Layers of a kind share recorded calls: adding the steps of one takes as long as products.
+
+    event: a pause of the layer at attention; kind: what the layer shares with others.
     """
 
-    def __init__(self, layer: Any, parts: LayerParts, options: dict[str, Any], kind: LayerKind) -> None:
-        self.parts, self.attention, self.options, self.kind = parts, parts.attention, options, kind
+    def __init__(self, layer: Any, parts: LayerParts, event: Attend, kind: LayerKind) -> None:
+        self.parts, self.attention, self.kind = parts, parts.attention, kind
+        scaling = event.scale * parts.factor
+        # Arguments that the layer's attention module passes to the attention function.
+        self.options = {"scaling": scaling, "sliding_window": event.window, "softcap": event.softcap}
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
@@ -88,8 +130,11 @@ class NativeLayer:
         with_weights = [m._parameters for m in modules if m._parameters.get("weight") is not None]
         self._parameters = [(parameters, name) for parameters in with_weights for name in parameters]
         self._bound: BoundWeights | None = None
-        self.following: NativeLayer | None = None
-        self.joined = self.last = False
+        self.following: NativeLayer | None = None  # the next layer; None if there is none, or if it does not compute so
+        # Whether, in the last pass, the layer's input was the output of the layer before, and both got the same
+        # positions. Only then can it be computed with the layer before.
+        self.joined = False
+        self.last = False  # whether only a norm and the output projection follow: only rows with logits are needed
 
     def usable(self, hidden: Tensor, positions: Any) -> bool:
         """Return whether the calls can replace the modules now.
@@ -99,13 +144,12 @@ class NativeLayer:
             positions: argument `position_embeddings` of the layer.
         """
         with unwatched():
+            shape = (1, hidden.shape[1], self.attention.head_dim)
             if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
                 return False
-            if self._angles(positions, hidden.shape[1]) is None:
+            if self.parts.rotary and self.kind.angles(positions, shape) is None:
                 return False
-        if getattr(greenlet.getcurrent(), "queries_first", False) or not self._unchanged:
-            return False
-        return self.kind.proven()
+        return not getattr(greenlet.getcurrent(), "queries_first", False) and self._unchanged and self.kind.proven()
 
     @property
     def _unchanged(self) -> bool:
@@ -122,10 +166,6 @@ class NativeLayer:
     def _act_name(self) -> str:
         return type(getattr(*self.parts.act)).__name__
 
-    def _angles(self, positions: Any, rows: int) -> list[Tensor] | None:
-        """Return what `LayerKind.angles` returns, or nothing for positions that are not rotary."""
-        return self.kind.angles(positions, (1, rows, self.attention.head_dim)) if self.parts.rotary else []
-
     def __call__(self, hidden: Tensor, positions: Any) -> tuple[int, Tensor]:
         """Compute the layer, and layers after it if this can be done in the same call.
 
@@ -137,7 +177,7 @@ class NativeLayer:
         """
         with unwatched():
             x = hidden[0]
-            angles = self._angles(positions, len(x))
+            angles = self.kind.angles(positions, (1, len(x), self.attention.head_dim)) if self.parts.rotary else []
             assert angles is not None
             if layers := self._together(len(x)):
                 return len(layers), self._layers(x, angles, layers)[None]
@@ -158,7 +198,7 @@ class NativeLayer:
             return 1, out[None]
 
     def _projected(self, x: Tensor, angles: Sequence[Tensor], keep: Tensor | None) -> list[Tensor]:
-        """Return queries, keys and values, [rows, heads, head_dim]. Queries that are not computed are 0."""
+        """Return queries, which are 0 where they are not computed, keys and values, [rows, heads, head_dim]."""
         if keep is None:
             return self._run("qkv", x, *angles)
         k, v = self._run("kv", x, *angles)
@@ -198,7 +238,7 @@ class NativeLayer:
         if recent is None or recent[0] is not paged.tables or recent[1] != key:
             call = self._call("whole", bound, (x, *angles), paged)
             self.kind.recent = recent = paged.tables, key, call
-        results = self._results(recent[2])
+        results = [self._empty(*result) for result in recent[2].results]
         rows, source = list[list[int]](), x
         for layer, paged in layers:
             assert layer._bound is not None
@@ -211,18 +251,14 @@ class NativeLayer:
         """Run a part of the layer on the tensors `given` of `_steps`. Return its results, [rows, ...]."""
         bound = self._bind()
         call = self._call(part, bound, given)
-        results = self._results(call)
+        results = [self._empty(*result) for result in call.results]
         call.run(self._addresses(bound, given, results))
         return results
-
-    def _results(self, call: RecordedSteps) -> list[Tensor]:
-        """Return memory for the results of a call."""
-        return [self._empty(shape, dtype) for shape, dtype in call.results]
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor with any values, in memory that is used again if the pass allows it."""
         if this_pass().recycles:
-            return self.kind.scratch.results.empty(shape, dtype)
+            return self.kind.scratch.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def _addresses(self, bound: BoundWeights, given: Sequence[Tensor], results: Sequence[Tensor]) -> list[int]:
@@ -313,16 +349,13 @@ class NativeLayer:
         return list(results.values())
 
     def _after(self, steps: Steps, bound: BoundWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output."""
         parts, act, result = self.parts, ACTS[self._act_name], steps.new(x.shape)
         for rows in steps.parts(len(x), PART):
             middle = _product(steps, bound, attended[rows], parts.out, residual=x[rows])
             normed = _norm(steps, middle, parts.after)
-            if parts.gate is None:
-                inner = steps.gate(_product(steps, bound, normed, parts.up), None, act)
-            else:
-                gate = _product(steps, bound, normed, parts.gate)
-                inner = steps.gate(gate, _product(steps, bound, normed, parts.up, beside=True), act)
+            first = _product(steps, bound, normed, parts.gate or parts.up)
+            up = None if parts.gate is None else _product(steps, bound, normed, parts.up, beside=True)
+            inner = steps.gate(first, up, act)
             _product(steps, bound, inner, parts.down, residual=middle, out=result[rows])
         return result
 
@@ -336,9 +369,10 @@ def _product(
     beside: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    weight, bias, form = module.weight, bound.biases[module], module.forms.get("weight")
+    weight, bias = module.weight, bound.biases[module]
+    form: Any = module.forms.get("weight")
     if form is not None:
-        return steps.product(x, weight, cast("Packed", form), bias, module.product.compute, residual, beside, out)
+        return steps.product(x, weight, form, bias, module.product.compute, residual, beside, out)
     return steps.linear(x, weight, bias, module.product.rounding(weight), residual, beside, module.packed, out)
 
 

@@ -1,27 +1,34 @@
-"""Which decoder layers compute by the calls of native/layer.py.
+"""Which modules compute by native kernels, all others by their own code. transformers repeats code in every family.
 
-A layer is recognised by the names and classes of its modules (`parts_of`). A trial with random weights of a small
-layer then compares the calls with transformers' own modules, which shows that the layer connects its modules in this
-way. A trial cannot show what code does with other numbers or in other layers: so only layers of transformers' own
-models are recognised, not those of a checkpoint's own Python code.
+* Norms, gated MLPs and rotary positions: one kernel each. A norm or an MLP gets a fused forward if the bytecode of its
+  forward equals a known one. An attention module keeps its forward and its decorators; it gets the fused rotary
+  function if the bytecode of its own equals a known one. Dtypes other than fp32, and GPUs, use the module's own code.
+* Decoder layers: the calls of native/layer.py. A layer is recognised by the names and classes of its modules
+  (`parts_of`). A trial with random weights of a small layer then compares the calls with transformers' own modules,
+  which shows that the layer connects its modules in this way. A trial cannot show what code does with other numbers or
+  in other layers: so only layers of transformers' own models are recognised, not those of a checkpoint's own Python
+  code.
 """
 
 import copy
 from collections.abc import Callable
 from functools import cache, partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from flexengine import kernels
 from flexengine.errors import FlexError
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.forward import ATTENTION, Attend, Pass, PausingLayer, pausing_layers
-from flexengine.model.linear import FastLinear, Product, use_fast_linear
-from flexengine.model.native.fused import ACTS, use_fused
-from flexengine.model.native.layer import LayerParts, NativeLayer
-from flexengine.model.native.shared import LayerKind, Scratch
+from flexengine.model.linear import FastLinear, Product, unwatched, use_product
+from flexengine.model.native.layer import ACTS, LayerKind, LayerParts, NativeLayer, Scratch
 
 # Paths of the modules with parameters. LLaMA's: norms, a gated MLP, rotary positions.
 _LLAMA = {
@@ -71,7 +78,7 @@ def use_native_layers(model: Any, attends: dict[int, Attend]) -> None:
             key = type(layer), (*plain,), norms, event.scale, event.softcap
             proven = cache(partial(_alike, type(layer), model.config, layer.self_attn.layer_idx))
             kind = kinds.setdefault(key, LayerKind(proven, scratch))
-            module.native = NativeLayer(layer, parts, _options(event, parts), kind)
+            module.native = NativeLayer(layer, parts, event, kind)
             if before is not None and before.native is not None:
                 before.native.following = module.native
         before = module
@@ -100,7 +107,7 @@ def parts_of(layer: Any) -> LayerParts | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm that the kernels compute: a fused RMS norm (fused.py), or a layer norm."""
+    """Return whether a module is a norm that the kernels compute: a fused RMS norm or a layer norm."""
     return hasattr(module, "rms") or (type(module) is nn.LayerNorm and module.elementwise_affine)
 
 
@@ -111,10 +118,6 @@ def _ends(model: Any) -> bool:
     outside = [m for m in model.modules() if m not in inside and any(True for _ in m.parameters(recurse=False))]
     embeddings = [m for m in outside if isinstance(m, nn.Embedding)]
     return 1 <= len(embeddings) == len(outside) - 1 and sum(is_norm(m) for m in outside) == 1
-
-
-def _options(event: Attend, parts: LayerParts) -> dict[str, Any]:
-    return {"scaling": event.scale * parts.factor, "sliding_window": event.window, "softcap": event.softcap}
 
 
 def _alike(layer: Any, config: Any, index: int) -> bool:
@@ -145,14 +148,14 @@ def _small(layer: Any, config: Any, index: int, weights: float) -> tuple[Any, in
 def _compare(own: Any, width: int, rng: torch.Generator) -> bool:
     """Return whether the calls compute the same as a layer of transformers."""
     ours = copy.deepcopy(own)
-    use_fast_linear(ours, Product(torch.float32))
+    use_product(ours, Product(torch.float32))
     use_fused(ours)
     if (parts := parts_of(ours)) is None:
         return False
     x, cos, sin = (torch.randn(1, _TOKENS, n, generator=rng) for n in (width, *2 * [own.self_attn.head_dim]))
     positions = {"position_embeddings": (cos, sin)} if parts.rotary else {}
     event, theirs = _run(lambda: own(x.clone(), **positions))
-    native = NativeLayer(ours, parts, _options(event, parts), LayerKind(lambda: True, Scratch()))
+    native = NativeLayer(ours, parts, event, LayerKind(lambda: True, Scratch()))
     found, result = _run(lambda: native(x.clone(), positions.get("position_embeddings"))[1])
     pairs = [(event.q * event.scale, found.q * found.scale), (event.k, found.k), (event.v, found.v), (theirs, result)]
     return all(a.shape == b.shape and float((a - b).norm() / a.norm()) < _CLOSE for a, b in pairs)
@@ -164,3 +167,108 @@ def _run(layer: Callable[[], Tensor]) -> tuple[Attend, Tensor]:
     event = current.switch()
     rng = torch.Generator().manual_seed(1)
     return event, current.switch(torch.randn(1, _TOKENS, event.q.shape[1], event.v.shape[-1], generator=rng))
+
+
+# Fused modules.
+
+_ROTATE = "apply_rotary_pos_emb"
+
+
+def _same(one: Any, *others: Any) -> bool:
+    """Return whether a function has the same bytecode, names and defaults as one of the others."""
+
+    def steps(function: Any) -> Any:
+        code = function.__code__
+        constants = [x for x in code.co_consts if x is not None and not isinstance(x, str)]  # without the docstring
+        arguments = code.co_argcount, code.co_kwonlyargcount, function.__defaults__, function.__kwdefaults__
+        return code.co_code, code.co_names, code.co_freevars, constants, arguments
+
+    known = [other for other in others if isinstance(other, FunctionType)]  # the package `kernels` may replace modules
+    return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in known)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+
+
+def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
+    """Return the fused forward of a norm, weight * (x / root mean square), or with 1 + weight; None for other code."""
+    gemma = _same(cls.forward, Gemma2RMSNorm.forward) and _same(getattr(cls, "_norm", None), Gemma2RMSNorm._norm)
+    if not gemma and not _same(cls.forward, llama.LlamaRMSNorm.forward, Olmo2RMSNorm.forward):
+        return None
+    eps, shift = ("eps", 1.0) if gemma else ("variance_epsilon", 0.0)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _plain(x, self.weight) or self.weight.shape != x.shape[-1:]:
+            return cls.forward(self, x)  # type: ignore[no-any-return]
+        with unwatched():
+            return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
+
+    return {"forward": forward, "rms": (eps, shift)}
+
+
+def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
+    """Return the fused forward of a gated MLP, down(act(gate(x)) * up(x)); None for other code."""
+    if not _same(cls.forward, llama.LlamaMLP.forward, Gemma2MLP.forward):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        act = ACTS.get(type(self.act_fn).__name__)
+        if act is None or not _plain(x):
+            return cls.forward(self, x)  # type: ignore[no-any-return]
+        return self.down_proj(kernels.load().gate(self.gate_proj(x), self.up_proj(x), act))  # type: ignore[no-any-return]
+
+    return {"forward": forward}
+
+
+def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        expected = (q.shape[0], q.shape[2], q.shape[3])
+        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == expected):
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        kernel = kernels.load()
+        with unwatched():
+            return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
+
+    return rotated
+
+
+def _with_fused_rotary(forward: Any) -> FunctionType | None:
+    """Return a copy of a forward that calls the fused rotary function. Decorators are copied around it."""
+    if not isinstance(forward, FunctionType):
+        return None
+    names, closure = forward.__globals__, forward.__closure__
+    if (inner := getattr(forward, "__wrapped__", None)) is not None:
+        calls = [cell.cell_contents is inner for cell in closure or ()]
+        if not any(calls) or (fused := _with_fused_rotary(inner)) is None:
+            return None
+        closure = tuple(CellType(fused) if call else cell for call, cell in zip(calls, closure or (), strict=True))
+    elif _ROTATE in forward.__code__.co_names:
+        own: Any = names.get(_ROTATE)
+        known = _same(own, llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
+        if not known or not _same(own.__globals__.get("rotate_half"), llama.rotate_half):
+            return None
+        names = {**names, _ROTATE: _rotated(own)}
+    else:
+        return None
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+@cache
+def _fused(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Return a subclass of `cls` with a fused forward, or None if the code of `cls` is not known."""
+    members = _norm(cls) or _mlp(cls)
+    if members is None and (forward := _with_fused_rotary(cls.forward)) is not None:
+        members = {"forward": forward}
+    return type(f"Fused{cls.__name__}", (cls,), members) if members else None
+
+
+def use_fused(model: nn.Module) -> None:
+    """Change the classes of the model's modules to those with fused forwards. Parameters and their names stay."""
+    for module in model.modules():
+        if (fused := _fused(type(module))) is not None:  # type: ignore[arg-type]
+            module.__class__ = fused
+        elif type(module) is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU:
+            module.activation_fn = nn.ReLU(inplace=True)  # its input is used nowhere else

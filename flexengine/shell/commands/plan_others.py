@@ -172,7 +172,7 @@ def as_json(found: "Slices", opened: "OpenModel") -> dict[str, Any]:
         "slices": len(found.cuts) + 1,
         "cuts": cuts,
         "tables": parts(*found.tables),
-        "sent_bytes": sum(cut.sent_bytes for cut in found.cuts),
+        "sent_bytes": sum(part.nbytes for cut in found.cuts for part in cut.sent),
         "fetched_bytes": sum(cut.fetched.nbytes for cut in found.cuts),
     }
 
@@ -219,7 +219,7 @@ def _totals(sent: int, fetched: int, found: "Slices", opened: "OpenModel") -> It
             f"  flexengine pads {facts.heads} heads and {facts.kv_heads} KV heads of every layer to"
             f" {facts.head_dim} elements, and moves {padded:,} bytes"
         )
-    kept = max(cut.kept_bytes for cut in found.cuts)
+    kept = max(sum(part.nbytes for part in cut.kept) for cut in found.cuts)
     yield f"Kept while attention runs: at most {kept:,} bytes per token"
     if tables := Counter((part.name, part.nbytes) for part in found.tables):
         named = ", ".join((f"{n} x " if n > 1 else "") + f"{name} ({size:,})" for (name, size), n in tables.items())

@@ -16,7 +16,7 @@ from flexengine.guests import calibration
 from flexengine.guests.calibration import ROWS, Calibration
 from flexengine.lossy import BUNDLED, FITTED
 from flexengine.model import encoding
-from flexengine.model.importance import FINE, PRIOR, ImportanceRecorder, Importances, exact_parts
+from flexengine.model.encoding import FINE, PRIOR, ImportanceRecorder, Importances, exact_parts
 from tests.helpers.calibrated import SPREAD, TOKENS
 from tests.helpers.families import prompts_of
 from tests.helpers.tokenizers import byte_tokenizer

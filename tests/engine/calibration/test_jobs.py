@@ -16,7 +16,7 @@ from flexengine.errors import InvalidInput
 from flexengine.guests import calibration
 from flexengine.guests.calibration import Calibration
 from flexengine.lossy import BUNDLED
-from flexengine.model.importance import ImportanceRecorder
+from flexengine.model.encoding import ImportanceRecorder
 from flexengine.shell.commands import quality
 from flexengine.shell.commands.messages import DONE, REFUSED
 from flexengine.shell.commands.quality_choices import LossyCost

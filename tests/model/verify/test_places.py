@@ -11,7 +11,7 @@ import pytest
 
 from flexengine import Engine, Lossy, run
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.importance import load
+from flexengine.model.encoding import load_importances
 from flexengine.model.prepare import prepared
 from flexengine.model.source import demo_file, resolve
 from flexengine.model.verify import SUMS, Verifier, read_sums
@@ -133,7 +133,7 @@ def test_importances_too(model: Path, cache: Path) -> None:
     assert again(verifier) == directory
     assert verifier.files == 2
     flip(directory / "importances.safetensors", 8 * ((directory / "importances.safetensors").stat().st_size - 1))
-    load(again(None) / "importances.safetensors")
+    load_importances(again(None) / "importances.safetensors")
     with pytest.raises(BadCheckpoint, match=r"importances\.safetensors \(has"):
         again(Verifier())
 

@@ -207,7 +207,7 @@ def test_no_hint_if_prompts_are_not_plain(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_it(asked: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexengine.model.stop.Stops.text", lambda *_: "")
+    monkeypatch.setattr("flexengine.model.tokenizer.Stops.text", lambda *_: "")
     assert asked(*COLUMN) == 0
     assert asked.err.splitlines()[-1] == f"flexengine: 2 of 2 texts are empty; {HINT}"
     for more in ((), ("-q", "--restart"), ("--chat", "--restart")):  # the first run finds that the job is finished
