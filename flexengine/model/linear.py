@@ -115,7 +115,7 @@ def use_product(model: nn.Module, product: Product) -> None:
             module.product = product  # type: ignore[assignment]
         elif is_experts(module):  # the code is imported for models with mixtures of experts
             module.product = product
-            module.config._experts_implementation_internal = resolve_name("flexengine.model.experts:EXPERTS")
+            cast(Any, module.config)._experts_implementation_internal = resolve_name("flexengine.model.experts:EXPERTS")
 
 
 _VECTOR = 32  # elements of torch's unrolled vector loop

@@ -121,7 +121,7 @@ class NativeLayer:
         self.parts, self.attention, self.kind = parts, parts.attention, kind
         scaling = event.scale * parts.factor
         # Arguments that the layer's attention module passes to the attention function.
-        self.options = {"scaling": scaling, "sliding_window": event.window, "softcap": event.softcap}
+        self.options: dict[str, Any] = {"scaling": scaling, "sliding_window": event.window, "softcap": event.softcap}
         modules = list(layer.modules())
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]

@@ -195,7 +195,7 @@ class _StagesProgram:
         if not self.by_unit:
             least = np.array([m.harm[np.array(m.classes) == k].min(axis=0) for k in range(len(self.per_class))])
             return Expression([(n, float(least[k, c])) for (_, k, c), n in self.n.items() if least[k, c]])
-        allowed = self.allowed.any(axis=0, keepdims=True) if self.relaxed else self.allowed
+        allowed = np.logical_or.reduce(self.allowed, axis=0, keepdims=True) if self.relaxed else self.allowed
         stages, kinds, choices = map(range, allowed.shape)
         z: dict[tuple[int, int, int], pulp.LpVariable] = {}
         for i, j, c in product(range(m.units), stages, choices):
