@@ -114,7 +114,7 @@ def use_product(model: nn.Module, product: Product) -> None:
             module.__class__ = FastLinear if type(module) is nn.Linear else FastConv1D
             module.product = product  # type: ignore[assignment]
         elif is_experts(module):  # the code is imported for models with mixtures of experts
-            module.product = product
+            module.product = product  # type: ignore[assignment]
             cast(Any, module.config)._experts_implementation_internal = resolve_name("flexengine.model.experts:EXPERTS")
 
 
