@@ -6,7 +6,8 @@ operation, so no graph of the model is needed.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,14 +73,14 @@ def _traced(skeleton: Skeleton) -> Slices:
     ids, positions = (torch.zeros(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     inputs = Inputs(ids, positions, torch.zeros(TOKENS, dtype=torch.int64, device="meta"))
     forward, answer = Forward(model, inputs), None
-    trace = _Trace((*model.parameters(), *model.buffers(), ids, positions, inputs.keep))
     moved = list[tuple[tuple[SlicedTensor, ...], SlicedTensor]]()
 
     def name(module: nn.Module, _: Any, output: Any) -> None:
         for tensor in filter(torch.is_tensor, tree_leaves(output)):
             trace.name(tensor, names.get(module, HIDDEN))
 
-    with register_module_forward_hook(name):
+    with _on_meta(model), register_module_forward_hook(name):
+        trace = _Trace((*model.parameters(), *model.buffers(), ids, positions, inputs.keep))
         while True:
             with trace, skeleton.invariance:
                 event = forward.resume(answer)
@@ -192,3 +193,16 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _key(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+@contextmanager
+def _on_meta(model: nn.Module) -> Iterator[None]:
+    """Move the buffers that have values to the meta device while the block runs."""
+    buffers = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    for holder, name, buffer in buffers:
+        holder[name] = buffer.to("meta")
+    try:
+        yield
+    finally:
+        for holder, name, buffer in buffers:
+            holder[name] = buffer

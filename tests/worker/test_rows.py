@@ -28,7 +28,7 @@ def _by_token(pages: torch.Tensor, form: CacheFormat | None, dim: int) -> list[t
 def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -> None:
     form = CacheFormat(bits, KV_HEADS, PAGE_TOKENS, dim) if bits else None
     page_bytes = form.page_bytes if form else 2 * KV_HEADS * PAGE_TOKENS * dim * 4
-    token_bytes = form.token_bytes if form else 2 * KV_HEADS * dim * 4
+    token_bytes = page_bytes // PAGE_TOKENS
     machine = make_machine("sim", None, None, [tmp_path])
     source = torch.randint(1, 255, (3, page_bytes), dtype=torch.uint8)
     target = torch.zeros(7, page_bytes, dtype=torch.uint8)

@@ -124,7 +124,7 @@ def test_bundles_are_made_once_and_progress_counts_bytes(families: Any) -> None:
 def test_bundles_that_were_made_are_found(families: Any, cache: Path) -> None:
     """Those of this format, if all are complete. Nothing is made."""
     model = opened(families("opt"))
-    what = model.given, model.locations, find(model.skeleton)
+    what = model, find(model.skeleton)
     assert made_bundles(*what) == []
     assert not list(cache.glob("*"))
     made = prepared(model)

@@ -123,7 +123,7 @@ def test_a_strategy_holds_the_plan() -> None:
     assert strategy.weights == plan.formats
     assert [stage.device for stage in strategy.stages] == [d.name for d in plan.devices]
     assert strategy.decode_batch * strategy.cohorts >= plan.shape.batch
-    strategy.check("toy", 12, ["a", "b", "c"])
+    strategy.check("toy, 12 layers of 2048, 32 heads of 64, vocabulary 32000", 12, 3)
 
 
 def test_groups_and_theta() -> None:

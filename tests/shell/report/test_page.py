@@ -82,7 +82,7 @@ def test_text_of_the_job_is_escaped() -> None:
 
 def test_the_most_frequent_errors_come_first() -> None:
     errors = ErrorCounts()
-    for row, message in enumerate(["prompt is 'a'", "n is 0", "n is -1"]):
+    for row, message in enumerate(["prompt is 'a'", "n is 0", "n is 7"]):
         errors.add(row, message)
     page = render(record(errors=errors))
     assert page.index("n is 0") < page.index("prompt is")
