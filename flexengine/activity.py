@@ -68,7 +68,8 @@ class RunningActivity:
     """
 
     def __init__(self, listener: Listener | None, record: Activity) -> None:
-        self._listener, self._record = listener, record
+        self._listener, self._first = listener, record
+        self._done, self._total, self._details = record.done, record.total, record.details
         self._lock, self._ended = threading.RLock(), False
         self._due = time.monotonic() + INTERVAL
         if listener is None:
@@ -78,20 +79,22 @@ class RunningActivity:
 
     def _report(self, state: State) -> None:
         if self._listener is not None:
-            self._listener(replace(self._record, state=state))
+            self._listener(replace(self._first, done=self._done, total=self._total, details=self._details, state=state))
 
     def advance(self, count: float = 1) -> None:
         """Add to the finished part."""
         with self._lock:
-            self.update(self._record.done + count)
+            self.update(self._done + count)
 
     def update(
         self, done: float | None = None, total: float | None = None, details: tuple[str, ...] | None = None
     ) -> None:
         """Change the given numbers; report them if the last report is at least INTERVAL seconds old."""
         with self._lock:
-            given: dict[str, Any] = {"done": done, "total": total, "details": details}
-            self._record = replace(self._record, **{name: new for name, new in given.items() if new is not None})
+            # Plain fields: this is called for every row, and a record is made only for a report.
+            self._done = self._done if done is None else done
+            self._total = self._total if total is None else total
+            self._details = self._details if details is None else details
             if not self._ended and (now := time.monotonic()) >= self._due:
                 self._due = now + INTERVAL
                 self._report("running")

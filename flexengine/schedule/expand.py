@@ -1,7 +1,7 @@
 """Tasks of a cell: FlexGen's six operations (algorithm 1). Cells in parts: `parts`.
 
 In the stages of a pipeline, hidden states enter before the first layer of a stage, and leave after the last. A port is
-the object through which they pass from one stage to the next (`worker.stage_ports`).
+the object through which they pass from one stage to the next (`worker.hidden`).
 
 | resource | meaning |
 |---|---|

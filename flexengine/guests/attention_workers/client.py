@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, WorkerLost
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
+from flexengine.guests.attention_workers.messages import (
+    PROTOCOL,
+    MessageKind,
+    WorkerQuestion,
+    WorkerTables,
+    text,
+    words,
+)
 from flexengine.guests.attention_workers.pool import mapped_file
 from flexengine.guests.attention_workers.server import identity
-from flexengine.guests.wire.link import Broken, Connection, Message, pack, unpack
+from flexengine.guests.wire.link import Broken, Connection, Message, pack
 from flexengine.tier.base import aligned
 
 END_SECONDS = 5.0  # until `close` no longer waits for a thread
@@ -92,9 +99,9 @@ class Client:
         self._closed = threading.Event()
         try:
             number = secrets.randbits(62) if engine is None else engine
-            link.send(MessageKind.HELLO, (PROTOCOL, number), pack(identity()))
+            link.send(MessageKind.HELLO, (PROTOCOL, number), text(identity()))
             answer = link.receive()
-            body = unpack(link.take(), str)
+            body = words(link.take())
         except Broken as error:
             link.close()
             raise self._error(str(error)) from error
@@ -256,7 +263,7 @@ class Client:
             return
         error = None
         if message.kind == MessageKind.FAILED:
-            error = self._error(f"it could not answer ({unpack(self.link.take(), str)})")
+            error = self._error(f"it could not answer ({words(self.link.take())})")
         elif message.nbytes != (due := sum(target.nbytes for target in pending.targets)):
             raise Broken(f"it answered with {message.nbytes} bytes, but {due} were due")
         else:

@@ -2,7 +2,7 @@
 
 | kind | from | numbers | body |
 |---|---|---|---|
-| HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine |
+| HELLO | engine | version of the protocol, number that the engine has drawn | version of flexengine, see `text` |
 | HELLO | worker | protocol, bytes for the engine, bytes of the worker, bytes/s of its file or 0, its number | name |
 | REFUSE | worker | | why it does not serve the engine |
 | BEAT | both | | none; shows that the process lives (`wire.link`) |
@@ -40,6 +40,17 @@ MessageKind = enum.IntEnum(
     "MessageKind",
     "HELLO REFUSE BEAT ALLOCATE READY FREE WRITE READ DATA TABLES SINKS ASK ANSWER FAILED BYE SHARE ADD CACHED ALONE",
 )
+
+
+def text(words: str) -> Tensor:
+    """Return text as a body. That of HELLO and REFUSE is UTF-8 in all protocols, so that processes of different
+    versions can say why they part."""
+    return torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
+
+
+def words(body: Tensor) -> str:
+    """Return the text in a body."""
+    return body.numpy().tobytes().decode(errors="replace")
 
 
 class WorkerQuestion(NamedTuple):

@@ -19,9 +19,17 @@ from torch import Tensor
 from flexengine import __version__, kernels
 from flexengine.codec.cache import CacheFormat
 from flexengine.guests.attention_workers import messages
-from flexengine.guests.attention_workers.messages import DTYPES, PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
+from flexengine.guests.attention_workers.messages import (
+    DTYPES,
+    PROTOCOL,
+    MessageKind,
+    WorkerQuestion,
+    WorkerTables,
+    text,
+    words,
+)
 from flexengine.guests.attention_workers.pool import WorkerPool, mapped_file
-from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message, pack, unpack
+from flexengine.guests.wire.link import SILENT_SECONDS, Broken, Connection, Message, unpack
 from flexengine.kernels.base import AttentionOptions
 from flexengine.tier.base import aligned
 
@@ -104,16 +112,16 @@ class AttentionServer:
 
     def _greet(self) -> None:
         hello = self.link.receive()
-        engine = unpack(self.link.take(), str)
+        engine = words(self.link.take())
         own = identity()
         if hello.kind != MessageKind.HELLO or hello.numbers[0] != PROTOCOL or engine != own:
             why = f"it runs {own}, protocol {PROTOCOL}, but the engine runs {engine}, protocol {hello.numbers[0]}"
-            self.link.send(MessageKind.REFUSE, (), pack(why))
+            self.link.send(MessageKind.REFUSE, (), text(why))
             raise Broken(why)
         self.engine, pool = hello.numbers[1], self.pool
         pool.join(self.engine, self.leave)
         numbers = PROTOCOL, pool.memory - pool.taken, pool.memory, pool.file_rate, pool.number
-        self.link.send(MessageKind.HELLO, numbers, pack(f"{os.uname().nodename}, process {os.getpid()}"))
+        self.link.send(MessageKind.HELLO, numbers, text(f"{os.uname().nodename}, process {os.getpid()}"))
 
     def _handle(self, message: Message) -> None:
         link, (a, b, c, d, e) = self.link, message.numbers
@@ -242,7 +250,7 @@ class AttentionServer:
                     if (found := answer.result()) is not None:
                         self._answer(asked, found)
                 except Exception as error:  # told to the engine, whose job computes the rows again
-                    self.link.send(MessageKind.FAILED, (asked.ticket,), pack(f"{type(error).__name__}: {error}"))
+                    self.link.send(MessageKind.FAILED, (asked.ticket,), text(f"{type(error).__name__}: {error}"))
             del item, asked, answer
 
     def _answer(self, asked: PendingQuestion, answer: tuple[Tensor, ...]) -> None:

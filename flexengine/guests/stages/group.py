@@ -120,17 +120,19 @@ class FrameChannel:
         self.thread.start()
 
     def _loop(self, link: Connection, lost: Callable[["FrameChannel", str], None]) -> None:
-        frame = Frame(0)
+        kind = 0
         try:
-            while frame.kind != OrderKind.LAST:
+            while kind != OrderKind.LAST:
                 if self.seen is None:
-                    frame = self.get()
-                    link.send(frame.kind, frame[1:4], frame.body)
+                    kind, *numbers, body = self.get()
+                    link.send(kind, numbers, body)
+                    del body  # no hidden states are kept while the thread waits
                 else:
                     kind, (job, number, tokens, *_), _ = link.receive()
                     frame = Frame(kind, job, number, tokens, link.take(MOST_BODY))
                     self.put(frame)
                     self.seen(frame)
+                    del frame
         except StageLost:  # from `get` or `put`
             return
         except (Broken, MemoryError, RuntimeError) as error:  # RuntimeError: no memory for a tensor

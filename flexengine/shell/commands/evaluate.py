@@ -52,13 +52,13 @@ def parser() -> Parser:
 def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Evaluate, print a table and write the results. Return the exit code. Raise FlexError if an option, a scenario or
     a model is refused, scenarios before any model is opened."""
+    interrupts.standing = lambda: STANDING
     from flexengine.apps.evaluate.evaluation import evaluate
     from flexengine.apps.evaluate.instances import build
     from flexengine.apps.evaluate.report import write_files
     from flexengine.apps.evaluate.runs import runs_of
     from flexengine.apps.evaluate.scenario import load
 
-    interrupts.standing = lambda: STANDING
     for given, what in ((args.scenario, "scenario"), (args.output, "--output")):
         if not given:
             raise InvalidInput(f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR")

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -306,10 +307,13 @@ def machine() -> list[tuple[str, str]]:
     """Return (name, value) of processor, memory, system and versions."""
     import psutil
 
-    processor = cpu()
+    name = platform.machine()
+    with suppress(OSError):  # a system without /proc
+        name = cpu().model
+    cores = count(len(os.sched_getaffinity(0)), "core", "cores")
     versions = {package: version_of(package) for package in PACKAGES}
     return [
-        ("processor", f"{processor.model}, {count(processor.usable, 'core', 'cores')} for this process"),
+        ("processor", f"{name}, {cores} for this process"),
         ("memory", size(psutil.virtual_memory().total)),
         ("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         ("flexengine", __version__),

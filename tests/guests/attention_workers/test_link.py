@@ -9,7 +9,7 @@ import torch
 
 from flexengine.errors import InvalidInput, WorkerLost
 from flexengine.guests.attention_workers.client import Client
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, text, words
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import AttentionServer, identity
 from flexengine.guests.wire import link as links
@@ -102,7 +102,7 @@ VECTORS = torch.zeros(4 * 8)
 def refused(*sent: Callable[[Connection], None]) -> str:
     """Return why a worker ends its connection after these messages."""
     one, other = map(Connection, socket.socketpair())
-    one.send(MessageKind.HELLO, (PROTOCOL,), pack(identity()))
+    one.send(MessageKind.HELLO, (PROTOCOL,), text(identity()))
     for send in sent:
         send(one)
     server = AttentionServer(other, WorkerPool(1 << 16))
@@ -233,7 +233,7 @@ def test_queries_that_go_first_and_cannot_be_answered_are_told(
 
 def test_an_engine_ends_after_a_wrong_answer() -> None:
     one, other = map(Connection, socket.socketpair())
-    other.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), pack("here"))
+    other.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
     client = Client(one, "worker1")
     assert (client.memory, client.name) == (1000, "worker1 (here)")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
@@ -250,7 +250,7 @@ def test_a_connection_that_breaks_inside_an_answer_is_told() -> None:
     """The call that waits for the answer raises; a later one, too, and freeing memory does not."""
     one, other = socket.socketpair()
     link = Connection(other)
-    link.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), pack("here"))
+    link.send(MessageKind.HELLO, (PROTOCOL, 1000, 1000), text("here"))
     client = Client(Connection(one), "worker1")
     pending = client.ask(0, QUESTION, VECTORS.view(torch.uint8), BODY[:64].clone())
     other.sendall(HEADER.pack(MAGIC | MessageKind.ANSWER, 1, 64, 0, 0, 0, 0, 0) + b"half")
@@ -270,6 +270,25 @@ def test_other_programs_are_no_workers() -> None:
         Client(Connection(one), "worker1")
     other.close()
     one, other = socket.socketpair()
-    Connection(other).send(MessageKind.REFUSE, (), pack("because"))
+    Connection(other).send(MessageKind.REFUSE, (), text("because"))
     with pytest.raises(InvalidInput, match="attention worker worker1 refuses: because; run the same version"):
         Client(Connection(one), "worker1")
+
+
+def test_processes_of_other_protocols_read_why_they_part() -> None:
+    """The body of a greeting, and of its refusal, is UTF-8 in all protocols."""
+    one, other = map(Connection, socket.socketpair())
+    one.send(MessageKind.HELLO, (3, 7), torch.frombuffer(bytearray(b"flexengine 0.0.9"), dtype=torch.uint8))
+    with pytest.raises(Broken, match=r"but the engine runs flexengine 0\.0\.9, protocol 3"):
+        AttentionServer(other, WorkerPool(1 << 16)).run()
+    assert one.receive().kind == MessageKind.REFUSE
+    assert (
+        words(one.take())
+        == f"it runs {identity()}, protocol {PROTOCOL}, but the engine runs flexengine 0.0.9, protocol 3"
+    )
+    one.close()
+    raw = b"it runs flexengine 0.0.9, protocol 3"
+    one, other = map(Connection, socket.socketpair())
+    other.send(MessageKind.REFUSE, (), torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    with pytest.raises(InvalidInput, match=r"worker1 refuses: it runs flexengine 0\.0\.9, protocol 3; run"):
+        Client(one, "worker1")

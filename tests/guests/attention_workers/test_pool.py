@@ -15,7 +15,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.engine.recovery import exhausted
 from flexengine.errors import OutOfMemory, RanOut, WorkerLost
 from flexengine.guests.attention_workers.client import Client, PendingAnswer
-from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables
+from flexengine.guests.attention_workers.messages import PROTOCOL, MessageKind, WorkerQuestion, WorkerTables, text
 from flexengine.guests.attention_workers.pool import WorkerPool
 from flexengine.guests.attention_workers.server import identity
 from flexengine.guests.attention_workers.workers import RemoteWorker, WorkerTier, connecting
@@ -197,7 +197,7 @@ def test_no_connection_delays_another(worker: Any) -> None:
         stack.callback(silent.close)
         deaf = Connection(socket.create_connection((host, int(port))))
         stack.callback(deaf.close)
-        deaf.send(MessageKind.HELLO, (PROTOCOL, 7), pack(identity()))
+        deaf.send(MessageKind.HELLO, (PROTOCOL, 7), text(identity()))
         width = 1 << 14
         deaf.send(MessageKind.ALLOCATE, (0, 8 * width))
         deaf.send(MessageKind.TABLES, (0, 0, 1, 1, 0), torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.int32))
