@@ -226,3 +226,11 @@ def test_torch_stays_out_until_it_is_needed() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT.parent)
     assert out.returncode == 0, out.stderr
     assert out.stdout.strip() == "[]"
+
+
+def test_numpy_stays_out_of_help() -> None:
+    """In a process of its own: the import of numpy takes longer than all else that --help of `run` does."""
+    code = "import sys\nfrom flexengine.shell.commands.run import parser; parser().format_help()\n"
+    code += "print('numpy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT.parent)
+    assert (out.returncode, out.stdout.strip()) == (0, "False"), out.stderr

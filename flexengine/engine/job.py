@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from flexengine.activity import activity, listener, message
-from flexengine.config import Result
+from flexengine.config import Result, SamplingParams
 from flexengine.engine.core import Core
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
@@ -81,7 +81,7 @@ class Job:
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
         self.reader.shares = self.core.shares
-        spool = RequestSpool()
+        spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
         workload = self.reader.survey(prompts, params, spool=spool)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)

@@ -6,6 +6,7 @@ so that the prefix is computed once.
 
 import pickle
 import tempfile
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
@@ -56,37 +57,48 @@ class Refused:
 
 class RequestSpool:
     """The encoded prompts of a job, in a temporary file from the survey to the run, so that each is tokenized once.
-    Prompts as they were given are left out."""
+    Prompts as they were given are left out. defaults: sampling parameters that most requests have, and then share."""
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: SamplingParams) -> None:
         self._file = tempfile.SpooledTemporaryFile(MEMORY_BYTES)  # noqa: SIM115 - it lives as long as this object
-        self._count = 0
+        self._defaults, self._count = defaults, 0
         self.complete = True  # False once the file could not be written
 
     def add(self, item: Request | Row) -> None:
-        """Add an item. If the disk is full, drop all items."""
+        """Add an item. If the disk is full, or an item cannot be written, drop all items."""
         if not self.complete:
             return
-        bare = Row(item.index, item.line, error=item.error) if isinstance(item, Row) else replace(item, prompt=None)
         try:
-            pickle.dump(bare, self._file, pickle.HIGHEST_PROTOCOL)
+            pickle.dump(self._packed(item), self._file, pickle.HIGHEST_PROTOCOL)
             self._count += 1
-        except OSError:
+        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # parameters may be of a class of the user
             self.complete = False
             self._file.close()
+
+    def _packed(self, item: Request | Row) -> Any:
+        if isinstance(item, Row):
+            return Row(item.index, item.line, error=item.error)
+        sampling = None if item.sampling == self._defaults else item.sampling
+        return item.index, item.line, array("i", item.prompt_ids), sampling, item.choices
 
     def items(self, prompts: Iterable[Any] | None) -> Iterator[Request | Row]:
         """Yield all items in order, once. Then, or if the generator is closed, free the memory or file. prompts: those
         from which the items were made; None leaves them out."""
         with self._file as file:
             file.seek(0)
-            stored = (pickle.load(file) for _ in range(self._count))
+            stored = (self._unpacked(pickle.load(file)) for _ in range(self._count))
             if prompts is None:
                 yield from stored
                 return
             for number, (prompt, item) in enumerate(zip(prompts, stored, strict=True)):
                 row = row_of(prompt, number)
                 yield replace(item, prompt=row.prompt) if isinstance(item, Request) else replace(row, error=item.error)
+
+    def _unpacked(self, stored: Any) -> Request | Row:
+        if isinstance(stored, Row):
+            return stored
+        index, line, ids, sampling, choices = stored
+        return Request(index, tuple(ids), sampling or self._defaults, line, choices)
 
 
 class Arranged(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 
 from flexengine import Engine, SamplingParams
 from flexengine.engine import survey
+from flexengine.job.rows import Request
 
 ROWS = 40
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -99,3 +100,28 @@ def test_prompts_are_tokenized_once(where: str, families: Any, monkeypatch: pyte
     assert [result.completion_tokens for result in results] == [*[2] * 20, 1, 0, 0]
     assert [result.error is None for result in results] == [*[True] * 21, False, False]
     assert tokenizer.texts == [*prompts, "last"] * (2 if where == "no file" else 1)
+
+
+def test_requests_of_the_spool_share_the_default_parameters() -> None:
+    """A window of short prompts may hold half a million requests."""
+    own = SamplingParams(max_tokens=1)
+    spool = survey.RequestSpool(PARAMS)
+    for i, params in enumerate((SamplingParams(**vars(PARAMS)), own, PARAMS)):
+        spool.add(Request(i, (5, 6), params, prompt="left out"))
+    items = list(spool.items(None))
+    assert items == [Request(0, (5, 6), PARAMS), Request(1, (5, 6), own), Request(2, (5, 6), PARAMS)]
+    assert [getattr(item, "sampling", None) is PARAMS for item in items] == [True, False, True]
+
+
+def test_parameters_of_a_class_that_cannot_be_pickled(families: Any) -> None:
+    """Prompts are then tokenized again."""
+
+    class Own(SamplingParams):
+        pass
+
+    with Engine(families("llama").directory, device_mem="300M") as engine:
+        engine.reader.tokenizer = Tokenizer()
+        shared = engine.generate(["a", "b"], Own(max_tokens=2, ignore_eos=True))
+        each = engine.generate(["a", "b"], [Own(max_tokens=2, ignore_eos=True)] * 2)
+        assert [r.token_ids for r in shared] == [r.token_ids for r in each]
+        assert [r.token_ids for r in each] == [r.token_ids for r in engine.generate(["a", "b"], PARAMS)]

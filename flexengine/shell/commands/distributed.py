@@ -13,7 +13,6 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.guests.wire.processes import INTERFACE, ranks
 from flexengine.plan.formatting import clock, percent, place_name
-from flexengine.plan.stages import Strategy
 from flexengine.policy import shares
 from flexengine.shell.commands.messages import VERBOSE, verbosity
 from flexengine.shell.commands.options import engine_options, load_libraries, open_engine
@@ -51,6 +50,8 @@ def rank_of(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
     rank, size = ranks()
     if args.strategy is not None:
+        from flexengine.plan.stages import Strategy  # it imports numpy, which --help must not
+
         args.strategy = Strategy.load(args.strategy)
         count = len(args.strategy.stages)
         if stages not in (None, count):
