@@ -1,7 +1,7 @@
 """Formats of encoded weights. A new one is a class derived from `Form` in a file of its own, and an entry of `FORMS`.
 
 Every format works with all kernels at once: they decode its rows in torch, and multiply. Kernels that read a format's
-bytes themselves are entries of `kernels.formats`.
+bytes themselves are entries of `kernels.base.KERNELS`.
 """
 
 from abc import ABC, abstractmethod

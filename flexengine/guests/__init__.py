@@ -1,1 +1,1 @@
-"""Guests: parts that a plain job does not use. The engine imports them on first use (`engine.guests`)."""
+"""Guests: parts that a plain job does not use. Modules name them as "module:name", and import them on first use."""

@@ -68,7 +68,7 @@ class Skeleton:
     invariance: Invariance  # see `mode`
     loading: Loading  # renames and conversions of the checkpoint
     heads: int = 0  # query heads
-    # Shape of K, and of V, of a token in the KV cache; all layers are padded to the largest (worker.cache.fit).
+    # Shape of K, and of V, of a token in the KV cache; all layers are padded to the largest (`Cache.prepared`).
     kv_heads: int = 0
     head_dim: int = 0
     # By layer, number of tokens that a query sees; None for all.

@@ -2,9 +2,10 @@
 
 Delegated attention, at the host or at attention workers: bytes of buffers, seconds of links and work.
 
-Seconds of loading chosen values (`topk`) from a KV cache off the device, the mean of the formula in `worker.values`:
-keys are loaded before a layer is computed, like whole pages; so are the values of a page that is not full. All other
-values are loaded after the layer has chosen them, and the device waits: row by row from RAM, block by block from disk.
+Seconds of loading chosen values (`topk`) from a KV cache off the device, the mean of the formula in
+`worker.on_demand`: keys are loaded before a layer is computed, like whole pages; so are the values of a page that is
+not full. All other values are loaded after the layer has chosen them, and the device waits: row by row from RAM, block
+by block from disk.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""worker.expert_blocks: sums against a formula, memory and reads against counting, with and without a GPU's stages."""
+"""flash.expert_blocks: sums against a formula, memory and reads against counting, with and without a GPU's stages."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""worker.neurons.Block: sums against a formula, and when records are read, with a reader that overwrites at once."""
+"""flash.neurons: sums against a formula, and when records are read, with a reader that overwrites at once."""
 
 from collections.abc import Callable
 from dataclasses import replace

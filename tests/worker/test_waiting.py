@@ -134,7 +134,7 @@ def test_nor_does_it_for_fewer_bits(
     families: Any, pretended: None, tmp_path: Path, lossy: Lossy, family: str, policy: str
 ) -> None:  # fmt: skip
     if lossy.sparse_attention is not None and policy == "everywhere":
-        pytest.skip("which values are chosen is known on the device alone: bringing them waits, see worker.values")
+        pytest.skip("which values are chosen is known on the device alone: bringing them waits, see worker.on_demand")
     known = families(family)
     options = dict(device="sim", overlap=False, offload_dir=tmp_path, lossy=lossy)
     with Engine(known.directory, policy=POLICIES[policy], **options) as engine:
