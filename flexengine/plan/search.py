@@ -103,8 +103,8 @@ def _try_blocks(tried: Candidates, on_device: bool) -> bool:
     """Try all block sizes, the largest first, with every number of prefill tokens.
 
     If all data is on the device, also try other gpu_batches. If the device then holds the largest block, smaller ones
-    matter for latency only, and are tried with one number of tokens. changed: returns the policy to try for a policy of
-    one block size. on_device: whether these policies keep all data on the device.
+    matter for latency only, and are tried with one number of tokens. on_device: whether these policies keep all data on
+    the device.
 
     Returns:
         Whether all data of the largest block is on the device.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flexengine.schedule.pages import Pool
 
 Size = tuple[int, int]  # prompt tokens, most tokens to generate
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Workload:
         return sorted(ends, reverse=True)
 
     @cached_property
-    def _prompts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _prompts(self) -> tuple[Floats, Floats]:
         return _sums(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
 
     @cached_property
-    def _pages(self) -> dict[tuple[int, int | None], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def _pages(self) -> dict[tuple[int, int | None], tuple[Floats, Floats]]:
         """Running totals of pages at the sequences' peaks, by (tokens of a page, window): a search repeats requests."""
         return {}
 
@@ -82,9 +83,9 @@ class Workload:
         return round(np.interp(count, *self._prompts))
 
 
-def _sums(numbers: Iterable[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _sums(numbers: Iterable[tuple[int, int]]) -> tuple[Floats, Floats]:
     """Return how many numbers come before each one, and their sum; last, those of all. numbers: (number, how often it
-    occurs), in order."""
+    occurs), in order. Both are contiguous float64: `np.interp` would copy other arrays in every call."""
     table = np.array([(0, 0), *((times, number * times) for number, times in numbers)])
-    counts, totals = np.cumsum(table, axis=0).T
+    counts, totals = np.ascontiguousarray(np.cumsum(table, axis=0).T, dtype=np.float64)
     return counts, totals

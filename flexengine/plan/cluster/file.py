@@ -100,7 +100,7 @@ class _FileFields:
 
 @dataclass(frozen=True)
 class _HarmFields:
-    layers: Annotated[tuple[Mapping[str, IfKnown], ...], "a list with an object of formats for each layer"]
+    layers: Annotated[tuple[Mapping[str, IfKnown | None], ...], "a list with an object of formats for each layer"]
 
 
 def load(path: str | Path, find: Find = str) -> Cluster:
@@ -237,6 +237,6 @@ def load_harm(path: str | Path, layers: int, formats: Sequence[Format]) -> Harm:
         raise InvalidInput(f"{what} has {len(table)} layers, but the model has {layers}; make it for this model")
     for j, row in enumerate(table):
         known_fields(row, FORMATS, f"{what}, layer {j}")
-        if missing := [form for form in formats if form and form not in row]:
+        if missing := [form for form in formats if form and row.get(form) is None]:
             raise InvalidInput(f"{what}, layer {j} has no harm of {missing[0]}; give it, or do not allow {missing[0]}")
-    return np.array([[row.get(form or EXACT_NAME, 0.0) for form in formats] for row in table])
+    return np.array([[row.get(form or EXACT_NAME) or 0.0 for form in formats] for row in table])

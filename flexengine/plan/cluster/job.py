@@ -17,7 +17,7 @@ from flexengine.schedule.pages import Pool
 
 MAX_BATCH = 4096  # most sequences alive at once
 
-Format = str | None  # format of a layer's matrices, from strategy.FORMATS
+Format = str | None  # format of a layer's matrices, from plan.stages.FORMATS
 Harm = NDArray[np.float64]  # [layers, formats] harm to quality
 
 

@@ -159,6 +159,8 @@ def test_harm_tables(tmp_path: Path) -> None:
     path = tmp_path / "harm.json"
     path.write_text(json.dumps({"layers": rows}))
     assert load_harm(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
+    path.write_text(json.dumps({"layers": [{"exact": None, "int3": None} | row for row in rows]}))  # null: not known
+    assert load_harm(path, 2, (None, "int8", "int4")).tolist() == [[0, 0.1, 1.5], [0, 0, 2]]
     for layers, formats, message in (
         (3, (None,), "has 2 layers, but the model has 3"), (2, (None, "int3"), "layer 0 has no harm of int3"),
     ):  # fmt: skip
