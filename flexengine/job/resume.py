@@ -190,7 +190,11 @@ class JournalJob(JobStore):
         self.journal = Journal(path)
         if self.journal.damaged and not restart:
             again = "their rows are run again" if self.journal.manifest else "the job starts over"
-            message(f"journal {path} was damaged: {self.journal.dropped_bytes:,} bytes at its end dropped, {again}")
+            try:
+                message(f"journal {path} was damaged: {self.journal.dropped_bytes:,} bytes at its end dropped, {again}")
+            except BaseException:  # of a listener
+                self.journal.close()
+                raise
 
     @property
     def done(self) -> int:

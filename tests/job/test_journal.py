@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from flexengine.activity import Activity, reporting
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
+from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, TODO, Journal
+from flexengine.job.resume import open_job
 from tests.helpers.strategies import flipped
 
 MANIFEST = {"model": "m", "seed": 3}
@@ -343,3 +346,17 @@ def test_fsync_when_due(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         journal.sync()
         journal.sync()  # nothing new to be put there
         assert len(synced) <= count + 1
+
+
+def test_a_listener_that_raises_leaves_no_locked_journal(path: Path, written: list[Result]) -> None:
+    def fail(report: Activity) -> None:
+        if report.name == "message":
+            raise ZeroDivisionError
+
+    replace(path, path.read_bytes()[:-9] + b"0" * 8 + b"\n")
+    (prompts := path.with_name("in.jsonl")).write_text('{"prompt": "a"}\n' * ROWS)
+    with InputRows(prompts) as rows:
+        with reporting(fail), pytest.raises(ZeroDivisionError):
+            open_job(rows, path.with_name("out.jsonl"))
+        with open_job(rows, path.with_name("out.jsonl")) as job:
+            assert job.done + job.failed == ROWS - 1
