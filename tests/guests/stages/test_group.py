@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.stages import group
-from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, PipelineGroup
+from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
 from flexengine.guests.wire import link
 from flexengine.guests.wire.link import Connection
 
@@ -139,3 +141,18 @@ def test_a_silent_stage_is_lost_unless_hidden_states_are_due(monkeypatch: pytest
 def test_an_interface_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"through interface none7: this machine has no such interface .* it has"):
         joined(monkeypatch, 1, "none7")
+
+
+def test_a_channel_keeps_no_hidden_states_while_it_waits() -> None:
+    channel, body = FrameChannel(), torch.zeros(8, dtype=torch.uint8)
+    kept = weakref.ref(body)
+    wire: Any = SimpleNamespace(send=lambda *message: None)
+    channel.run(wire, lambda *_: None)
+    channel.put(Frame(OrderKind.HIDDEN, body=body))
+    del body
+    deadline = time.monotonic() + 5
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert kept() is None
+    channel.put(Frame(OrderKind.LAST))
+    channel.thread.join(5)
