@@ -98,10 +98,10 @@ class Calibration:
             check_read(score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows]))
 
 
-def check_read(results: Sequence[Result], text: str = "the text to calibrate with") -> None:
-    """Raise InvalidInput if a stretch of the text could not be run. text: its name, for messages."""
+def check_read(results: Sequence[Result]) -> None:
+    """Raise InvalidInput if a stretch of the text could not be run."""
     if bad := next((r for r in results if r.error is not None), None):
-        raise InvalidInput(f"the model cannot read stretch {bad.index} of {text}: {bad.error}")
+        raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
 
 
 def check(name: str, tokenizer: Any) -> None:

@@ -23,7 +23,6 @@ from flexengine.activity import activity, tick
 from flexengine.engine.core import Core
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, UnsupportedModel
-from flexengine.guests.calibration import check_read
 from flexengine.guests.flash import predictors as trained
 from flexengine.guests.flash.feed_forward import Blocks, FeedForward
 from flexengine.guests.flash.predictors import LayerPredictor, PredictionErrors, Predictor, Trained
@@ -350,7 +349,8 @@ def _read(engine: Engine, text: TrainingText, recorder: TraceRecorder) -> None:
     with activity("recording", what, len(rows), "stretches", logging.INFO) as work, recorder.watching():
         for part in (rows[:PROBE], rows[PROBE:]):
             results = engine.score([row[:-1] for row in part], [row[-1:] for row in part])
-            check_read(results, text.name)
+            if bad := next((r for r in results if r.error is not None), None):  # its index is that in the part
+                raise InvalidInput(f"the model cannot read a stretch of {text.name}: {bad.error}")
             if (mean := float(np.mean(recorder.shares))) > MAX_ACTIVE:
                 raise InvalidInput(
                     f"{mean:.1%} of the neurons of {core.source.name} are active for a token; above {MAX_ACTIVE:.0%},"

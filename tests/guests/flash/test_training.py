@@ -1,6 +1,9 @@
 """Training of predictors on planted activity, thresholds by counting, and the division of the stretches."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +13,17 @@ from flexengine.errors import InvalidInput
 from flexengine.guests.flash.predictors import PredictionErrors, Predictor
 from flexengine.guests.flash.traces import RecordedLayer
 from flexengine.guests.flash.training import (
+    PROBE,
     Settings,
+    TrainingText,
+    _read,
     divide,
     errors,
     ranks,
     train,
     with_threshold,
 )
+from flexengine.lossy import Lossy
 
 STRETCHES, TOKENS, WIDTH, NEURONS, HIDDEN = 80, 32, 24, 40, 4
 CPU = torch.device("cpu")
@@ -117,3 +124,15 @@ def test_shares_of_misses_out_of_range(misses: float) -> None:
 def test_ranks_out_of_range() -> None:
     with pytest.raises(InvalidInput, match="--rank is 0"):
         Settings(rank=0)
+
+
+def test_of_a_stretch_that_cannot_be_read_no_wrong_number_is_told() -> None:
+    """The stretches are read in two parts, and a result has its number in its part."""
+    failed = [SimpleNamespace(error=None, index=0), SimpleNamespace(error="too long", index=1)]
+    answers = iter([failed[:1] * PROBE, failed])
+    engine: Any = SimpleNamespace(
+        core=SimpleNamespace(lossy=Lossy()), planner=SimpleNamespace(), score=lambda *_: next(answers)
+    )
+    recorder: Any = SimpleNamespace(watching=nullcontext, shares=[0.1])
+    with pytest.raises(InvalidInput, match="cannot read a stretch of the text: too long"):
+        _read(engine, TrainingText("the text", ((1, 2, 3),) * (PROBE + 2)), recorder)
