@@ -164,7 +164,7 @@ def _instance(scenario: Scenario, table: FileTable, number: int, fields: dict[st
     InvalidInput if the label is a list or none of the choices, as the whole column may be read wrongly then. fields:
     values of the template, possibly perturbed. Choices and labels are those of the row."""
     row, label, choice = table.records[number], scenario.label, scenario.kind == CHOICE
-    if choice and label is not None and isinstance(value := row.fields.get(label.column), list):
+    if choice and label and not row.fault and isinstance(value := row.fields.get(label.column), list):
         fault = f"{table.place(number)}: the label in column {label.column} is {shown(value)}"
         raise InvalidInput(f"{fault}; a {CHOICE} row has one right answer: text or a number")
     try:
