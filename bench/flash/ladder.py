@@ -213,7 +213,9 @@ def _timed(reader: RecordReader, read: Wanted, target: Tensor) -> Read:
     rows, chosen, places = target.view(-1, bundle.form.nbytes), torch.from_numpy(numbers), torch.arange(len(numbers))
     began = time.perf_counter()
     nbytes = reader.read(bundle, chosen, rows, places)
-    return Read(time.perf_counter() - began, nbytes, len(requests(numbers, bundle.form.nbytes, reader.gap)) - 1)
+    seconds = time.perf_counter() - began
+    asked = len(requests(numbers, bundle.form.nbytes, reader.gap)) - 1 if len(numbers) else 0
+    return Read(seconds, nbytes, asked)
 
 
 def climbed(ladder: Ladder, turns: int) -> dict[str, Record]:

@@ -123,8 +123,8 @@ def test_halves_are_the_bytes_of_records(climbing: Ladder) -> None:
     parts = ladder.in_halves(layer, numbers)
     target = aligned_buffer(len(parts) * half).view(-1, half)
     with RecordReader([layer.halves], gap=0) as reader:
-        traffic = reader.read(layer.halves, torch.from_numpy(parts), target, torch.arange(len(parts)))
-    assert traffic.bytes == len(numbers) * layer.bundle.form.nbytes
+        nbytes = reader.read(layer.halves, torch.from_numpy(parts), target, torch.arange(len(parts)))
+    assert nbytes == len(numbers) * layer.bundle.form.nbytes
     assert target.numpy().tobytes() == b"".join(data[n * half : (n + 1) * half] for n in parts)
     assert [int(n) * half * 2 // len(data) for n in parts] == [0, 0, 0, 1, 1, 1]
 

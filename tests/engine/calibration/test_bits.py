@@ -92,11 +92,11 @@ def test_harms_are_measured_with_one_layer_encoded(model: Path) -> None:
 
 
 def test_an_interrupted_measurement_continues(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the exact scores and those of two layers; the exact scores are computed again."""
+    """After the importances, the exact scores and those of two layers; the exact scores are computed again."""
     real, calls = calibration.check_read, list[int]()
 
     def counted(results: Any) -> None:
-        if len(calls) == 3:
+        if len(calls) == 4:
             raise KeyboardInterrupt
         calls.append(1)
         real(results)
