@@ -189,7 +189,8 @@ def test_direct_reads_that_the_file_system_refuses_go_through_the_page_cache(
     tier.load(home, target := room.view(torch.float16))
     assert torch.equal(target, values)
     assert 1 <= len(refused) <= readers
-    assert refused[0] == {1: 10, 3: 4}[readers] * CHUNK  # straight to the target, shared evenly
+    # Straight to the target, shared evenly. Any of the threads may be the first.
+    assert refused[0] in [share * CHUNK for share in {1: [10], 3: [4, 2]}[readers]]
     tier.close()
 
 
