@@ -215,3 +215,12 @@ def mark_used(path: Path) -> None:
     last use. Nothing happens if the cache cannot be written."""
     with suppress(OSError):
         os.utime(path)
+
+
+def sync_path(path: Path) -> None:
+    """Write what the system holds of a file, or of the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

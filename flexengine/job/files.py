@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import BinaryIO
 
-from flexengine.config import cache_root
+from flexengine.config import cache_root, sync_path
 from flexengine.errors import InvalidInput
 
 STDIN = "/dev/stdin"
@@ -111,7 +111,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise
-    sync_directory(target.parent)
+    sync_path(target.parent)
 
 
 @contextmanager
@@ -129,15 +129,6 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file that appears complete or not at all. Raise OSError as `explained` does."""
     with explained(path), whole_file(path) as file:
         file.write(data)
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def full_disk(error: OSError, directory: str | os.PathLike[str], needed: int = 0, own: Path | None = None) -> str:

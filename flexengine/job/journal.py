@@ -22,9 +22,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import Completion, Result, Score
+from flexengine.config import Completion, Result, Score, sync_path
 from flexengine.errors import InvalidInput
-from flexengine.job.files import sync_directory
 
 TODO, DONE, FAILED = 0, 1, 2
 SYNC_SECONDS = 1.0
@@ -160,7 +159,7 @@ class Journal(AbstractContextManager["Journal"]):
         """
         self._append({"manifest": manifest, "created": created} | ({"replaces": True} if replaces else {}))
         self.sync()
-        sync_directory(self.path.parent)
+        sync_path(self.path.parent)
 
     def add(self, result: Result) -> None:
         """Append a finished row. Raise OSError if it cannot be written; earlier records stay valid."""

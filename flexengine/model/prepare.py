@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from flexengine.activity import activity, tick
-from flexengine.config import cache_root, mark_used
+from flexengine.config import cache_root, mark_used, sync_path
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.verify import Verifier, write_sums
 from flexengine.read_retries import opened
@@ -148,10 +148,10 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
         write_sums(temporary)
         for file in temporary.iterdir():
             file.chmod(0o600)
-            _sync(file)
-        _sync(temporary)
+            sync_path(file)
+        sync_path(temporary)
         temporary.rename(final)
-        _sync(final.parent)
+        sync_path(final.parent)
     except BaseException:
         if not keep:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -200,11 +200,3 @@ def _sweep(final: Path) -> None:
         with nullcontext(True) if key == final.name else _locked(root / key, wait=False) as free:
             if free:  # else another process is writing to it
                 shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
