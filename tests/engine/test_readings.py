@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flexengine import Engine, SamplingParams
 from flexengine.engine import survey
-from flexengine.job.rows import Request
+from flexengine.job.rows import Request, Target
 
 ROWS = 40
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -125,3 +126,14 @@ def test_parameters_of_a_class_that_cannot_be_pickled(families: Any) -> None:
         each = engine.generate(["a", "b"], [Own(max_tokens=2, ignore_eos=True)] * 2)
         assert [r.token_ids for r in shared] == [r.token_ids for r in each]
         assert [r.token_ids for r in each] == [r.token_ids for r in engine.generate(["a", "b"], PARAMS)]
+
+
+def test_the_token_whose_logits_are_needed_is_not_shared() -> None:
+    """Sequences of equal prompts share all tokens but the last, and scored texts all but that before the first."""
+    prompt = tuple(range(5, 25))
+    twice = replace(PARAMS, n=2)
+    choices = tuple((Target(prompt, (30 + i,)),) for i in range(2))
+    arranged = survey.arrange([Request(0, prompt, twice), Request(1, prompt, PARAMS)], shares=True)
+    assert [[stem and stem.end for stem in each.stems] for each in arranged] == [[19, 19], [19]]
+    scored = survey.arrange([Request(0, prompt, PARAMS, choices=choices)], shares=True)
+    assert [[stem and stem.end for stem in each.stems] for each in scored] == [[19, 19]]

@@ -13,6 +13,7 @@ import torch
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.guests.stages import group
 from flexengine.guests.stages.group import HIDDENS, ORDERS, RESULTS, Frame, FrameChannel, OrderKind, PipelineGroup
+from flexengine.guests.stages.remote import ChannelPort
 from flexengine.guests.wire import link
 from flexengine.guests.wire.link import Connection
 
@@ -156,3 +157,32 @@ def test_a_channel_keeps_no_hidden_states_while_it_waits() -> None:
     assert kept() is None
     channel.put(Frame(OrderKind.LAST))
     channel.thread.join(5)
+
+
+class Scripted:
+    """A channel of frames that have arrived."""
+
+    def __init__(self, *frames: Frame) -> None:
+        self.frames = list(frames)
+
+    def get(self, _: Any) -> Frame:
+        return self.frames.pop(0)
+
+
+def hidden(job: int, batch: int, value: float) -> Frame:
+    body = torch.full([1, 3, 2], value, dtype=torch.float32).view(-1).view(torch.uint8)
+    return Frame(OrderKind.HIDDEN, job, batch, 3, body)
+
+
+def test_a_port_drops_hidden_states_of_earlier_jobs() -> None:
+    """The first job ends after gpu_batch 1 came early. The second job gets neither that nor frames still on the way."""
+    channel: Any = Scripted(hidden(1, 1, 0.25), hidden(1, 0, 0.5), hidden(1, 1, 0.75), hidden(2, 1, 8), hidden(2, 0, 9))
+    port, target = ChannelPort(channel), torch.empty(1, 3, 2)
+    port.job = 1
+    port.take(0, target)
+    assert target.tolist() == [[[0.5] * 2] * 3]
+    port.job = 2
+    port.take(1, target)
+    assert target.tolist() == [[[8] * 2] * 3]
+    port.take(0, target)
+    assert target.tolist() == [[[9] * 2] * 3]
