@@ -49,6 +49,8 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    # transformers registers the class for the whole process; other tests list what is registered.
+    monkeypatch.setattr(transformers.MODEL_FOR_CAUSAL_LM_MAPPING, "_extra_content", {})
     known = families("llama")
     code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     model = changed(known.directory, tmp_path / f"own{len(forward)}", "Own", auto_map=code)
