@@ -16,15 +16,25 @@ from flexengine.codec.forms import Form
 from flexengine.codec.records import RecordForm
 from flexengine.kernels import base, checks
 from flexengine.kernels.base import AttentionOptions, kernels_of
+from flexengine.kernels.onednn import linear_fp32
 from flexengine.kernels.paged import Room
-from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
+from flexengine.kernels.reference import (
+    ReferenceKernels,
+    capped,
+    decoded_parts,
+    denominator,
+    read,
+    to_multiply,
+    write,
+)
 
 # Limit in bytes of a kernel's scratch memory, without arguments, result and 8-bit codes of x. A kernel takes more only
 # if one row, or one sequence, needs more. plan.sizes reserves the same amount.
 BUFFER = 2**26
 GATHERED = 32  # bytes of scratch per element of K and V that is gathered: six fp32 copies and 8 bytes of codes
 ENCODED = 48  # bytes of scratch per element that is encoded: the copies that a fit makes
-MULTIPLIED = 32  # bytes of scratch per element of x that is rounded to 8 bits, in fp32
+# Bytes of scratch per element of x that is multiplied in fp32: of one that is rounded before, and of any other.
+MULTIPLIED, WIDENED_ROW = 32, 4
 
 
 class CudaKernels(ReferenceKernels):
@@ -114,15 +124,18 @@ class CudaKernels(ReferenceKernels):
     ) -> Tensor:
         checks.check_product(x, weight, form, bias, narrow=True)
         rows = x.reshape(-1, form.columns)
-        # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
+        # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes: there weights are
+        # dequantized in torch and multiplied in fp32. policies/hardware/t4-16gb_208gb_ssd.json has its price.
         fused = x.numel() and (not x.is_cuda or is_ampere(x)) and self._triton(x.device.type)
         kernels = kernels_of(type(form), "cuda") if fused else None
         out = None if kernels is None else kernels.product(self, rows, weight, form, bias, compute)
         if out is None:
             out = x.new_empty((len(rows), form.rows))
-            step = max(1, BUFFER // 2 // (4 * form.rows + MULTIPLIED * form.columns))
-            for some in _slices(len(rows), step):
-                out[some] = super().product(rows[some].float(), weight, form, bias, compute)
+            each = (MULTIPLIED if compute else WIDENED_ROW) * form.columns
+            for run, decoded in decoded_parts(weight, form) if len(rows) else ():  # decoded once for all rows of x
+                for some in _slices(len(rows), BUFFER // 4 // (each + 4 * len(decoded))):
+                    x32 = to_multiply(rows[some].float(), form, compute)
+                    out[some, run] = linear_fp32(x32, decoded, None if bias is None else bias[run])
         return out.view(*x.shape[:-1], form.rows)
 
     def record_products(

@@ -138,15 +138,10 @@ class ReferenceKernels(base.Kernels):
         self, x: Tensor, weight: Tensor, form: Form, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         checks.check_product(x, weight, form, bias)
-        x = _rounded(x, form.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
+        x = to_multiply(x, form, compute)
         out = x.new_empty((*x.shape[:-1], form.rows))
-        blocks = weight.view(-1, form.step_bytes)
-        step = max(1, WIDENED // max(1, form.columns * 4 * form.step))
-        for low in range(0, len(blocks), step):
-            run = slice(low * form.step, min(form.rows, (low + step) * form.step))
-            decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
-            # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
-            out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
+        for run, decoded in decoded_parts(weight, form):
+            out[..., run] = linear_fp32(x, decoded, None if bias is None else bias[run])
         return out
 
     def record_products(
@@ -228,6 +223,22 @@ def _check_places(places: Tensor, records: Tensor) -> None:
     bad = (places < 0) | (places >= len(records))
     if bad.any():
         raise checks.bad_place(places, int(bad.nonzero()[0]), records)
+
+
+def to_multiply(x: Tensor, form: Form, compute: base.Compute | None) -> Tensor:
+    """Return x, fp32, rounded as `compute` of `Kernels.product` says."""
+    return _rounded(x, form.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
+
+
+def decoded_parts(weight: Tensor, form: Form) -> Iterator[tuple[slice, Tensor]]:
+    """Yield all rows of an encoded weight in slices of WIDENED bytes, each with its dequantized rows."""
+    blocks = weight.view(-1, form.step_bytes)
+    step = max(1, WIDENED // max(1, form.columns * 4 * form.step))
+    for low in range(0, len(blocks), step):
+        run = slice(low * form.step, min(form.rows, (low + step) * form.step))
+        decoded = form.with_rows(run.stop - run.start).dequantize(blocks[low : low + step].view(-1))
+        # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
+        yield run, decoded.contiguous()
 
 
 def _rounded(x: Tensor, group: int) -> Tensor:

@@ -91,6 +91,23 @@ def test_products_hold(kernels: str, rows: int, shape: tuple[int, int], dtype: t
 
 
 @pytest.mark.usefixtures("small")
+def test_without_triton_weights_are_decoded_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before Ampere, whose price in policies/hardware relies on it."""
+    torch.manual_seed(0)
+    form, decoded = matrices.packed(4, 32, 320, 512), list[int]()
+    x, data = torch.randn(300, 512), form.encode(torch.randn(320, 512) / 10)
+    dequantize = type(form).dequantize
+    monkeypatch.setattr(type(form), "dequantize", lambda f, d: decoded.append(f.rows) or dequantize(f, d))
+    for compute in (None, "int8"):
+        out = CudaKernels(fused=False).product(x, data, form, None, compute)
+        assert sum(decoded) == 320
+        decoded.clear()
+        exact = reference.ReferenceKernels().product(x, data, form, None, compute)
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+        decoded.clear()
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("topk", [None, 0.25])
 @pytest.mark.parametrize("bits", [None, 8, 4, 2])
 @pytest.mark.parametrize("kernels", ["cuda"])

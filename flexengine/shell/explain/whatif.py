@@ -183,11 +183,19 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
     return small if small_bytes < 0.9 * model_bytes else None
 
 
+def _coded(model: ModelFacts) -> ModelFacts:
+    """Return the model with the matrices of its layers multiplied as int4; sizes are unchanged."""
+    layers = (tuple(replace(t, form=t.form or "int4") if t.matrix else t for t in layer) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
 def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardware:
-    """Return hardware on which layers and head of model `other` take as long as those of `model`."""
+    """Return hardware on which layers and head of model `other` take as long as those of `model`, or as in 4 bits if
+    the rates of such products are known."""
     rates = Rates.of(model, hardware)
+    timed = Rates.of(_coded(model), hardware) if "int4" in hardware.products else rates
     first = {model.signature(j): j for j in reversed(range(len(model.layers)))}
-    layers = {other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
+    layers = {other.signature(j): tuple((x, timed.one_layer(j, x)) for x in _TOKENS) for j in first.values()}
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)} if other.output else {}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
