@@ -16,7 +16,7 @@ from flexengine.plan.feedback import SweepMonitor
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.min_memory import fitting, lay_out_given, planned
-from flexengine.plan.search import Search, search, unused_workers
+from flexengine.plan.search import Search, search, sparse_warning, unused_workers
 from flexengine.plan.search import check as check_least
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -131,6 +131,10 @@ class Planner:
         layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
         if self.machine.workers and self._searched is not None and not layout.policy.works:
             self._say_unused(self._searched)
+        if self.opened.facts.topk is not None:
+            cost = self.cost(workload.up_to(largest))
+            if warning := sparse_warning(cost, cost.predict(layout)):
+                message(warning, logging.WARNING)
         return Plan(layout, workload.up_to(largest), largest, refusal)
 
     def _say_unused(self, searched: Search) -> None:
@@ -168,7 +172,7 @@ class Planner:
             first = search(facts, known, workload, options)
             if not measure or rates.complete(known) or first.best.seconds < MIN_QUICK_SECONDS:
                 return first
-            if rates.measure_quickly():
+            if rates.measure_quickly(known):
                 first = search(facts, rates.known(), workload, options)
             return first if first.best.seconds < MIN_JOB_SECONDS else search(facts, rates.measured(), workload, options)
 

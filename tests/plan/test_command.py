@@ -98,6 +98,32 @@ def test_a_short_context_bounds_the_default_prompt(line: Line, context: int, pro
     assert f"--prompt-tokens {context - 9} and --max-tokens 10 make more than the {context} tokens" in error
 
 
+@pytest.mark.slow
+def test_a_nearly_full_attention_worker(line: Line) -> None:
+    """Workers pay here: their links and memories are fast, and the device has little room for KV cache."""
+    fast = dict(worker_attention={"worker1": 1e12}, worker_links={"worker1": 1e11})
+    machine = replace(GPU, device_bytes=200 << 20, host_bytes=300 << 20, workers=(2_700_000,), **fast)
+    (line.folder / "worker.json").write_text(json.dumps(machine.to_json()))
+    job = ("--prompt-tokens", "100", "--max-tokens", "50", "--rows", "600", "--hardware",
+           str(line.folder / "worker.json"))  # fmt: skip
+    values = json.loads(line(*job, "--json"))
+    used = values["memory"]["worker1"]
+    assert sum(used["bytes"].values()) >= 0.8 * used["capacity"]
+    assert "Workers" in line(*job)
+
+
+@pytest.mark.parametrize(("cache", "longer"), [((0, 1, 0), True), ((1, 0, 0), False)])
+def test_sparse_attention_that_makes_a_job_longer_is_said(line: Line, cache: Any, longer: bool) -> None:
+    """The device waits for chosen values of a cache on the host."""
+    policy, roomy = line.folder / "policy.json", line.folder / "roomy.json"
+    policy.write_text(json.dumps(Policy(3, 2, cache=cache).to_json()))
+    roomy.write_text(json.dumps(replace(GPU, device_bytes=1 << 30).to_json()))
+    words = [str(line.folder / "tiny"), *SHAPE, "--prompt-tokens", "200", "--hardware", str(roomy)]
+    assert command.main([*words, "--policy", str(policy), "--sparse-attention", "0.3"]) == 0
+    told = "sparse attention is predicted to make this job"
+    assert (told in line.capsys.readouterr().err) == longer
+
+
 def test_rows_of_a_file(line: Line) -> None:
     rows = [{"prompt_token_ids": [5] * n, "max_tokens": 4} for n in (3, 9, 30)]
     (line.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

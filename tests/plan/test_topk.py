@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from bench.kernels.delegation_rule import rule_of
+from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import PICK_SECONDS, chosen_share, waiting
 from flexengine.plan.hardware import Capacity
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
-from flexengine.plan.search import search
+from flexengine.plan.search import search, sparse_factor, sparse_warning
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.shell.explain.text import topk_words
@@ -90,6 +91,23 @@ def test_it_is_said_where_it_matters() -> None:
     assert "10 % of the values" in told[HALF][0]
     exact = replace(model, topk=None)
     assert not topk_words(exact, predicted(exact, work, Policy(4, 2, cache=HALF)))
+
+
+@pytest.mark.parametrize(("link", "longer"), [(1e11, True), (1e8, False)])
+def test_a_plan_says_if_the_switch_makes_the_job_longer(link: float, longer: bool) -> None:
+    """Where computing takes longer than loading, the device waits for the values on top. Where the link is the limit,
+    fewer bytes save time."""
+    hardware = replace(FLAT, links={**FLAT.links, "h2d": ((1.0, link),)})
+    model, work = replace(opt(10, 4096, 32, vocabulary=8192), topk=0.3), Workload({(512, 20): 32})
+    policy = Policy(16, 2, DEVICE, HOST, schedule="zigzag")
+    with_values, without = (predicted(m, work, policy, hardware) for m in (model, replace(model, topk=None)))
+    cost, factor = Cost(model, hardware, work), with_values.seconds / without.seconds
+    assert sparse_factor(cost, with_values) == pytest.approx(factor)
+    assert (factor > 1.03) == longer
+    warning = sparse_warning(cost, with_values)
+    assert ("times as long" in warning and "leave --sparse-attention out" in warning) == longer
+    exact = Cost(replace(model, topk=None), hardware, work)
+    assert (sparse_factor(exact, without), sparse_warning(exact, without)) == (1.0, "")
 
 
 def test_the_rule_moves_what_attention_reads() -> None:

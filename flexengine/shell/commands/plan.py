@@ -20,7 +20,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, check_places
 from flexengine.plan.min_memory import fitting, lay_out_given, left_out
 from flexengine.plan.placement import placement_problem
-from flexengine.plan.search import Search, frontier, search
+from flexengine.plan.search import Search, frontier, search, sparse_warning
 from flexengine.plan.search import check as check_memory
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -132,6 +132,8 @@ def plan(args: argparse.Namespace) -> None:
     case = (opened.facts, hardware, rows.up_to(largest))
     searched = answer if isinstance(answer, Search) else None
     prediction = answer.best if isinstance(answer, Search) else answer
+    if warning := sparse_warning(Cost(*case), prediction):
+        say(warning)
     head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
     print(_report(args, name, head, case, searched, prediction, compared))
     if args.plot:
