@@ -43,7 +43,7 @@ class RateStore:
     def forget(self) -> None:
         """Read the stored rates again when they are needed: the model's formats have changed."""
         if not self._given:
-            self._hardware = None
+            self._hardware, self._tried = None, False
 
     def known(self) -> Hardware:
         """Return this machine's stored rates. If none are stored, return those of `measure_quickly`, or assumed ones.
@@ -59,19 +59,31 @@ class RateStore:
         """Return whether no rate in `known()` is assumed that could be measured."""
         return self._hardware is not None or store.knows(known, self.opened.facts)
 
-    def measure_quickly(self) -> bool:
-        """Measure a few rates once, if none are stored. Return whether `known()` has changed. A CPU is not measured:
-        what is assumed of it is less often wrong."""
-        if self._tried or self.machine.capacity.shared or self.known().measured:
+    def measure_quickly(self, known: Hardware) -> bool:
+        """Measure a few rates once: of a machine without stored rates, or products in formats of this model that the
+        stored rates lack, which are stored. Return whether `known()` has changed. A CPU without stored rates is not
+        measured: what is assumed of it is less often wrong. known: the rates that `known` returned."""
+        unknown = self.machine.capacity.shared and not known.measured
+        if self._tried or unknown or self._hardware is not None or store.knows_products(known, self.opened.facts):
             return False
         self._tried = True
-        from flexengine.measure.kernels import quick_rates
+        from flexengine.measure.kernels import measure_forms
+        from flexengine.measure.machine import quick_rates
 
         try:
-            self._quick = quick_rates(self.machine, self.opened.dtype)
+            if not known.measured and self._quick is None:
+                self._quick = quick_rates(self.machine, self.opened)
+                return True
+            tables = measure_forms(self.machine, self.opened, known.products)
         except (FlexError, torch.OutOfMemoryError) as error:
             message(f"not measured: {error}", logging.WARNING)
-        return self._quick is not None
+            return False
+        if self._quick is not None:
+            self._quick = replace(self._quick, products={**self._quick.products, **tables})
+        key = store.key_of(self.machine, self.opened.dtype, self.opened.files)
+        if tables and (latest := store.cached(key)):
+            store.save_rates(key, replace(latest, products={**latest.products, **tables}))
+        return bool(tables)
 
     def measured(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring

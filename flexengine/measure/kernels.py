@@ -1,9 +1,8 @@
 """Measurement of this machine's kernels: matrix products, attention, elementwise operations."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -15,17 +14,18 @@ from torch.nn import functional
 
 from flexengine import kernels as available
 from flexengine.activity import tick
+from flexengine.codec.forms import make_form
 from flexengine.kernels import Kernels
-from flexengine.kernels.base import AttentionOptions
-from flexengine.measure.links import WHAT, copies, readable, stretches
+from flexengine.kernels.base import AttentionOptions, Compute
+from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, timed, unnoticed
 from flexengine.model.linear import Product
 from flexengine.places import HOST, disks_of, lane_of
-from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.rates import assumed
+from flexengine.plan.hardware import Table
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
+from flexengine.worker.open_model import OpenModel
 from flexengine.worker.regions import Regions
 
 ROWS = (1, 4, 16, 64, 256, 512)  # of activations
@@ -40,8 +40,6 @@ GROUP = 8  # queries per KV head; with this many, arithmetic, not memory, limits
 SECONDS = 0.1  # for each figure
 TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
 QUICK_ROWS, QUICK_SECONDS = (1, 64, 1024), 0.03  # rows of activations; seconds of each figure
-COPIED = 256 << 20  # bytes of device memory that a copy within the device reads; caches hold less
-ATTENDED = 0.4  # rate at which attention reads the KV cache, by that of such copies; 0.3 to 0.8 were measured
 BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
 
@@ -100,21 +98,25 @@ def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
 
 
 @contextmanager
-def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], tuple[Calls, float]]]:
+def products(
+    machine: Machine, dtype: torch.dtype, held: torch.dtype, form: str = "", compute: Compute | None = None
+) -> Iterator[Callable[[int], tuple[Calls, float]]]:
     """Yield a function that returns products for a number of rows of activations, of `dtype`, and the FLOP of one;
-    they cycle through matrices, of dtype `held`, that exceed the caches."""
+    they cycle through matrices, of dtype `held`, that exceed the caches. form: format of encoded matrices, "" for plain
+    ones. compute: as in `Kernels.product`."""
     width, working = LARGE if machine.gpu else SMALL
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
-    size = width * width * held.itemsize
+    packed = make_form(form, width, width) if form else None
+    size = width * width * held.itemsize if packed is None else packed.nbytes
     count = max(1, min(working, room(machine, "device")) // size)
-    product = Product(dtype)
+    product = Product(dtype, compute)
     with Regions(machine) as regions:
         home = regions.take("device", count * size, WHAT, held)
-        weights = fill(machine.device.view(home)).view(count, width, width)
+        weights = fill(machine.device.view(home)).view(count, *((width, width) if packed is None else (size,)))
 
         def work(rows: int) -> tuple[Calls, float]:
             x = fill(torch.empty(rows, width, dtype=dtype, device=machine.compute), 1.0)
-            return lambda i: product(x, weights[i % count]), 2.0 * rows * width * width
+            return lambda i: product(x, weights[i % count], None, packed), 2.0 * rows * width * width
 
         yield work
 
@@ -232,32 +234,27 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
 
 
 @torch.no_grad()
-def quick_rates(machine: Machine, dtype: torch.dtype) -> Hardware:
-    """Return assumed rates, but measured ones of copies to and from the device, of products, and of device memory.
-
-    These differ by more than ten times between GPUs, and decide which policy is best. The ledgers are unchanged
-    afterwards.
+def measure_forms(machine: Machine, opened: OpenModel, known: Iterable[str] = ()) -> dict[str, Table]:
+    """Return FLOP/s of products with the model's encoded weights, by format as in `Hardware.products`.
 
     Args:
-        machine: its device has memory of its own.
-        dtype: of activations.
-
-    Raises:
-        OutOfMemory: a tier has no free memory.
+        known: formats to leave out.
     """
-    known, name = assumed(machine.kind, machine.capacity, machine.same_device), str(dtype).removeprefix("torch.")
-    with unnoticed(machine):
-        links = copies(machine, QUICK_SECONDS)
-        with Regions(machine) as regions:
-            size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
-            source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
-            copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
-        with products(machine, dtype, dtype) as product:
-            works = [(rows, product(rows)) for rows in QUICK_ROWS]
-            table = tuple(
-                (float(rows), flop / seconds_per_call(call, QUICK_SECONDS, machine)) for rows, (call, flop) in works
-            )
-    return replace(
-        known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
-        products={name: table}, decode_attention=((1.0, ATTENDED * copied),),
-    )  # fmt: skip
+    compute: Compute | None = opened.skeleton.product.compute
+    by, names = f" by {compute}" if compute else "", {form.packed.name for form in opened.forms.values()}
+    return {
+        name + by: quick_products(machine, opened.dtype, torch.uint8, name, compute)
+        for name in sorted(names)
+        if name + by not in known
+    }
+
+
+def quick_products(
+    machine: Machine, dtype: torch.dtype, held: torch.dtype, form: str = "", compute: Compute | None = None
+) -> Table:
+    """Return FLOP/s of products by QUICK_ROWS, in a moment for each. Arguments as in `products`."""
+    with products(machine, dtype, held, form, compute) as product:
+        works = [(rows, product(rows)) for rows in QUICK_ROWS]
+        return tuple(
+            (float(rows), flop / seconds_per_call(call, QUICK_SECONDS, machine)) for rows, (call, flop) in works
+        )

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,17 +15,24 @@ from scipy.optimize import nnls
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.attention import measure_attention
-from flexengine.measure.kernels import measure_crosstalk, measure_kernels
-from flexengine.measure.links import measure_links
+from flexengine.measure.kernels import (
+    QUICK_SECONDS,
+    measure_crosstalk,
+    measure_forms,
+    measure_kernels,
+    quick_products,
+)
+from flexengine.measure.links import WHAT, copies, measure_links
 from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name
 from flexengine.measure.streaming import measure_delegation, measure_streaming
-from flexengine.measure.timing import MAX_CALLS, measuring, noticing, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import MAX_CALLS, fill, measuring, noticing, room, seconds_per_call, unnoticed
 from flexengine.model.build import build
 from flexengine.model.tokenizer import Stops
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import lay_out
+from flexengine.plan.rates import assumed
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
@@ -34,9 +42,11 @@ from flexengine.schedule.pages import pages_for
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence as LiveSequence
 from flexengine.schedule.sweeps import Sweeps
+from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, packed
 from flexengine.worker.open_model import OpenModel
+from flexengine.worker.regions import Regions
 
 SECONDS = 0.15  # for each figure
 LAYERS, BATCHES = 16, 4  # of an empty program
@@ -44,6 +54,8 @@ SEQUENCES, PROMPT = 64, 200  # sequences of a sweep; tokens of each
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)  # fmt: skip
 PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
+COPIED = 256 << 20  # bytes of device memory that a copy within the device reads; caches hold less
+ATTENDED = 0.4  # rate at which attention reads the KV cache, by that of such copies; 0.3 to 0.8 were measured
 RECORDS = "flexengine.guests.flash.model:measure_blocks"  # imported for models whose neurons are read on demand
 
 
@@ -87,6 +99,33 @@ def measure_opened(hardware: Hardware, machine: Machine, opened: OpenModel) -> d
         if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
             found["delegation"] = {name: lost}
     return {**found}
+
+
+@torch.no_grad()
+def quick_rates(machine: Machine, opened: OpenModel) -> Hardware:
+    """Return assumed rates, but measured ones of copies to and from the device, of products in the model's formats, of
+    device memory, and of a layer's fixed cost.
+
+    These differ by more than ten times between machines, and decide which policy is best. Not measured are disks and
+    delegation. The ledgers are unchanged afterwards. Raise OutOfMemory if a tier has no free memory.
+
+    Args:
+        machine: its device has memory of its own.
+    """
+    dtype = opened.dtype
+    known, name = assumed(machine.kind, machine.capacity, machine.same_device), str(dtype).removeprefix("torch.")
+    with unnoticed(machine):
+        links = copies(machine, QUICK_SECONDS)
+        with Regions(machine) as regions:
+            size = max(ALIGN, min(COPIED, room(machine, "device") // 2) // ALIGN * ALIGN)
+            source, target = (fill(machine.device.view(regions.take("device", size, WHAT))) for _ in range(2))
+            copied = 2 * size / seconds_per_call(lambda _: target.copy_(source), QUICK_SECONDS, machine)
+        tables = {name: quick_products(machine, dtype, dtype), **measure_forms(machine, opened)}
+        cell = cell_seconds(machine, dtype) or known.cell_seconds
+    return replace(
+        known, name=f"{machine.kind}, measured in a second", links={**known.links, **links}, elementwise=copied,
+        products=tables, decode_attention=((1.0, ATTENDED * copied),), cell_seconds=cell,
+    )  # fmt: skip
 
 
 def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:

@@ -109,10 +109,10 @@ def corrected(
     """Return `hardware` with rates corrected by the times of a job.
 
     A link's factor divides its rates; that of disk_read also divides the rates of checkpoint reads. The factor of
-    "device" multiplies the seconds of this model's layers and head, or those of its records if it has some. Factors of
-    unknown lanes and models are ignored, and so are factors of rates that were measured again after the job was
-    planned. The product of all corrections of a rate is limited to 0.2 to 5: an error with another cause, which no
-    correction reduces, could otherwise grow from job to job.
+    "device" multiplies the seconds of this model's layers and head, whether they were measured or are computed from the
+    rates of products, or those of its records if it has some. Factors of unknown lanes are ignored, and so are factors
+    of rates that were measured again after the job was planned. The product of all corrections of a rate is limited to
+    0.2 to 5: an error with another cause, which no correction reduces, could otherwise grow from job to job.
 
     Args:
         hardware: the rates to correct.
@@ -125,7 +125,7 @@ def corrected(
     if any(facts.blocks):  # most of the device's seconds are those of records, which it also waits for
         own = {block.signature for block in facts.blocks if block}
     names = {lane: {lane} for lane in hardware.links}
-    names["device"] = own & {*hardware.layers, *hardware.heads, *hardware.blocks}
+    names["device"] = own & {*hardware.blocks} if any(facts.blocks) else own
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():
         for name in names.get(lane_of(lane).link, ()):

@@ -205,6 +205,8 @@ class Hardware:
         touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
             computes; 0 if not known.
         measured: False for rates that were not measured.
+        assumed: True if rates that were not measured are round numbers of no machine (`plan.rates.assumed`). The
+            planner then puts no KV cache on a disk while memory can hold it, and delegates no attention.
         prices: by place, its price in any unit of money, also per time. Places without one cost nothing.
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
@@ -241,6 +243,7 @@ class Hardware:
     touch: IfKnown = 0.0
     touch_busy: IfKnown = 0.0
     measured: bool = False
+    assumed: bool = False
     more_disks: Annotated[tuple[_Bytes, ...], Limit(0, MOST_DISKS - 1), _at_most(MOST_DISKS - 1)] = ()
     workers: Annotated[tuple[_Bytes, ...], Limit(0, MOST_WORKERS), _at_most(MOST_WORKERS)] = ()
     filed: Annotated[int, Limit(0), "a number of workers, fewer than all"] = 0

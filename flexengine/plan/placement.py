@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from flexengine.places import workers_of
+from flexengine.places import place_of, workers_of
 from flexengine.plan.candidates import Candidates, Options, sensible
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -57,6 +57,7 @@ class Placement:
 
     tried: Candidates  # receives the policies that fit
     failed: SolverFailed | None = None  # the solver's last failure; None if there is none
+    spills: bool = True  # whether KV cache may be on disks
     _solvable: dict[tuple[Policy, Choice], bool] = field(default_factory=dict)
     _corners: dict[Policy, Layout] = field(default_factory=dict)
 
@@ -67,9 +68,10 @@ class Placement:
 
     @property
     def delegates(self) -> bool:
-        """Whether attention may be delegated: the host is not the device, and its rate of attention is measured."""
+        """Whether attention may be delegated: the host is not the device, and its rate of attention is known. With
+        assumed rates it is not: a cell may take ten times as long as they say."""
         hardware = self.tried.cost.hardware
-        return hardware.host_attention > 0 and not hardware.shared
+        return hardware.host_attention > 0 and not hardware.shared and not hardware.assumed
 
     def solve_placement(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:
         """Solve the placement of a block shape, round it, and lay it out. Skip a placement that is too slow.
@@ -154,7 +156,9 @@ class Placement:
         places = tuple(place for place in self.places if place != "host" or not shared)
         by_kind = {
             WEIGHTS: self.places if self.weights_on_host else places,
-            CACHE: places if choice.cache else ("device",),
+            CACHE: tuple(
+                p for p in places if p == "device" or (choice.cache and (self.spills or not place_of(p).disk))
+            ),
             HIDDEN: places if choice.hidden else ("device",),
         }
         return frozenset(fraction(kind, place) for kind, tiers in by_kind.items() for place in tiers)

@@ -217,7 +217,13 @@ def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curv
         products = sum(_product(hardware, t, tokens, model.active) for t in matrices)
         moved = tokens * model.itemsize * (_PER_HIDDEN * model.hidden + _PER_WIDTH * model.width)
         points.append((float(tokens), hardware.cell_seconds + products + moved / hardware.elementwise))
-    return Curve.of(tuple(points))
+    return Curve.of(_corrected(hardware, name, points))
+
+
+def _corrected(hardware: Hardware, name: str, points: Sequence[tuple[float, float]]) -> Table:
+    """Return computed seconds of a layer or a head, lengthened as jobs showed; measured ones are stored so."""
+    factor = hardware.corrected.get(name, 1.0)
+    return tuple((x, factor * seconds) for x, seconds in points)
 
 
 def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> float:
@@ -281,13 +287,14 @@ def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
     for rows in (1, 8, 64, 512):
         product = _product(hardware, head, rows, 0)
         points.append((float(rows), product + 3 * 4 * rows * model.vocabulary / hardware.elementwise))
-    return tuple(points)
+    return _corrected(hardware, model.head_signature, points)
 
 
 def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]] = ()) -> Hardware:
     """Return hardware with assumed rates: round numbers of a small machine of its kind.
 
-    They serve jobs so short that measuring would take longer than a better policy could save.
+    They serve jobs so short that measuring would take longer than a better policy could save. A layer of a gpu_batch of
+    32 took 0.9 ms on an H200 (bench/results/gpu.jsonl), nearly all of it a fixed cost.
 
     Args:
         kind: "cpu", "sim" or "cuda".
@@ -313,6 +320,6 @@ def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]
         more_disks=capacity.more_disks, links={"h2d": ((1.0, link),), "d2h": ((1.0, link),), **disks},
         checkpoint_read=((1.0, 1.5e9),), products=products,
         prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
-        host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,
-        crosstalk=talk,
+        host_attention=8e9, cell_seconds=8e-4 if gpu else 3e-4, task_seconds=5e-5, sweep_seconds=1e-3,
+        sequence_seconds=5e-5, crosstalk=talk, assumed=True,
     )  # fmt: skip

@@ -24,6 +24,7 @@ MAX_STEPS_WITHOUT_GAIN = 2
 FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved at the end
 MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
 HOST = TIERS.index("host")
+STREAMED: tuple[Split, ...] = ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))  # all weights off the device
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
 # gpu_batches of a block under partition `heads`, and of each pair of workers under `requests`
@@ -37,9 +38,12 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
         tried: receives the policies.
         streams: whether any data may leave the device; else only KV cache, to attention workers.
     """
-    placement = Placement(tried)
+    placement = Placement(tried, spills=not tried.cost.hardware.assumed)
     if streams:
         _stream(placement)
+        if not tried.predictions and not placement.spills:
+            placement = Placement(tried)  # memory holds no KV cache
+            _stream(placement)
     if tried.cost.hardware.workers:
         _try_workers(placement)
     refine(placement)
@@ -50,6 +54,8 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
 def _stream(placement: Placement) -> None:
     """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
     tried = placement.tried
+    for split in STREAMED if placement.weights_on_host else STREAMED[1:]:  # no plan is worse than these
+        any(tried.attempt(replace(tried.of(block), weights=split)) for block in tried.blocks())
     choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
     choices += [Choice(True, False, True)] if placement.delegates else []
     for block, choice in product(tried.blocks(), choices):

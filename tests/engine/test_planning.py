@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,9 @@ from flexengine.engine import planner as planning
 from flexengine.engine.survey import PromptReader, Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.inputs import InputRows
-from flexengine.measure.kernels import quick_rates
+from flexengine.lossy import Lossy
+from flexengine.measure import store
+from flexengine.measure.machine import quick_rates
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.hardware import Capacity, Hardware
 from flexengine.plan.layout import READING, lay_out
@@ -136,11 +137,11 @@ def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
     monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
     calls = list[Hardware]()
 
-    def rates(machine: Machine, dtype: torch.dtype) -> Hardware:
-        calls.append(quick_rates(machine, dtype))
+    def rates(machine: Machine, opened: OpenModel) -> Hardware:
+        calls.append(quick_rates(machine, opened))
         return calls[-1]
 
-    monkeypatch.setattr("flexengine.measure.kernels.quick_rates", rates)
+    monkeypatch.setattr("flexengine.measure.machine.quick_rates", rates)
     with Engine(families("llama").directory, device=device, device_mem="64M") as engine:
         before = {name: tier.ledger.used for name, tier in engine.core.machine.tiers.items()}
         for _ in range(2):
@@ -156,6 +157,28 @@ def test_a_few_rates_of_a_device_are_measured_before_short_jobs(
             assert (measured != rate) == bool(quick)
         assert known.links["disk_read"] == other.links["disk_read"]
         assert len(known.products) == 1 or not quick  # an assumed table would take precedence over a measured one
+
+
+def test_products_in_the_models_format_are_measured_on_a_machine_that_was_measured_for_others(
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A short job does not measure the model's layers, but a moment tells the rates of its products, for later jobs
+    too."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    monkeypatch.setattr("flexengine.engine.planner.MIN_JOB_SECONDS", float("inf"))
+    monkeypatch.setattr("flexengine.engine.planner.MIN_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("flexengine.measure.kernels.SMALL", (128, 1 << 20))
+    lossy, work, known = Lossy(weights="int4", compute="int8"), Workload({(8, 8): 4}), list[Hardware]()
+    for _ in range(2):
+        with Engine(families("llama").directory, device="cpu", lossy=lossy) as engine:
+            machine, opened = engine.core.machine, engine.core.opened
+            if not known:
+                rates = replace(assumed("cpu", machine.capacity), measured=True, assumed=False)
+                assert not store.save_rates(store.key_of(machine, opened.dtype, opened.files), rates)
+            engine.plan(work)
+            known.append(engine.planner.rates.known())
+    assert known[0].products.keys() == {"float16", "float32", "int4 by int8", "int8 by int8"}
+    assert known[1].products == known[0].products
 
 
 def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:

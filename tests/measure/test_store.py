@@ -16,6 +16,7 @@ from flexengine.engine.rates import this_machine
 from flexengine.measure import machine as machine_rates
 from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
+from flexengine.plan.rates import Rates
 from flexengine.tier.machine import Machine
 from tests.helpers.listening import listening
 from tests.helpers.measuring import MB, SLOW, hardware
@@ -89,6 +90,23 @@ def test_records_are_corrected_instead_of_layers(families: Any, tmp_path: Path) 
     assert store.corrected(two, {"device": 1.5}, facts, planned=one) == two
     anew = replace(two, blocks={own: {**rates, "some": ((1.0, 7.0),)}}, corrected={})
     assert store.corrected(anew, {"device": 2.0}, facts, planned=two) == anew
+
+
+def test_a_job_corrects_a_model_whose_layers_were_not_timed(families: Any, tmp_path: Path) -> None:
+    """The next plan computes its seconds from rates of products, times the factor that the job showed."""
+    with Engine(families("llama").directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        facts = engine.facts
+    one = hardware()
+    two = store.corrected(one, {"device": 0.4}, facts)
+    assert two.corrected == {facts.signature(0): 0.4, facts.head_signature: 0.4}
+    for tokens in (1.0, 30.0, 512.0):
+        first, second = (Rates.of(facts, known) for known in (one, two))
+        assert second.one_layer(0, tokens) == pytest.approx(0.4 * first.one_layer(0, tokens))
+        assert second.head(tokens) == pytest.approx(0.4 * first.head(tokens))
+    assert store.corrected(two, {"device": 2.0}, facts, planned=one).corrected[facts.signature(0)] == 2.0
+    timed = store._joined(two, {"layers": {facts.signature(0): ((1.0, 0.5),)}, "heads": {}, "blocks": {}})
+    assert timed.corrected == {facts.head_signature: 0.4}  # what was measured since needs no factor
+    assert Rates.of(facts, timed).one_layer(0, 1.0) == pytest.approx(0.5)
 
 
 def test_corrected(families: Any, tmp_path: Path) -> None:
