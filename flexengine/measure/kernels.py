@@ -168,7 +168,7 @@ def _decode(
 @torch.no_grad()
 def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, dict[str, float]]:
     """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time, and between
-    the reads of two disks, whose directories may lie on one device.
+    the reads of two disks, whose directories may lie on one device, and between reads and writes of one disk.
 
     The transfers beside compute are reads of the checkpoint and of further disks and, if the CPU is the compute device,
     h2d. Let a be the factor by which the first of two lanes slows down while the second works, and b the factor by
@@ -179,7 +179,8 @@ def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict
     reads = [disk.lanes[0] for disk in disks_of(machine.tiers)]
     links = reads if machine.gpu else [*reads, "h2d"]
     with unnoticed(machine), readable(machine, checkpoint) as files:
-        for lane, other in [("device", link) for link in links] + list(combinations(reads, 2)):
+        own = [] if machine.no_offload else [disk.lanes for disk in disks_of(machine.tiers)]
+        for lane, other in [*(("device", link) for link in links), *combinations(reads, 2), *own]:
             with _work(machine, lane, files) as work, _work(machine, other, files) as others:
                 a, b = _slowdowns(machine, work, others)
             crosstalk.setdefault(other, {})[lane] = min(1.0, max(0.0, a * (1 - 1 / b)))
@@ -228,9 +229,13 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
         else:
             count, source = max(1, min(32, room(machine, place) // size)), machine.tier(place)
             home = regions.take(place, count * size, WHAT, torch.bfloat16)
-            for i in range(count):
-                source.store(target, home.part(i * size, size))
-            yield lambda i: source.load_all([(home.part(i % count * size, size), target)])
+            parts = [home.part(i * size, size) for i in range(count)]
+            if lane_of(lane).way == "write":
+                yield lambda i: source.store(target, parts[i % count])
+                return
+            for part in parts:
+                source.store(target, part)
+            yield lambda i: source.load_all([(parts[i % count], target)])
 
 
 @torch.no_grad()

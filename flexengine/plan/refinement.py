@@ -47,6 +47,8 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
     if tried.cost.hardware.workers:
         _try_workers(placement)
     refine(placement)
+    for split in STREAMED[0 if placement.weights_on_host else 1 :] if streams else ():  # no plan is worse than these
+        any(tried.attempt(replace(tried.of(block), weights=split)) for block in tried.blocks())
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
 
@@ -54,8 +56,6 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
 def _stream(placement: Placement) -> None:
     """Solve the placement of every block size, with and without cache, hidden states and attention off the device."""
     tried = placement.tried
-    for split in STREAMED if placement.weights_on_host else STREAMED[1:]:  # no plan is worse than these
-        any(tried.attempt(replace(tried.of(block), weights=split)) for block in tried.blocks())
     choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
     choices += [Choice(True, False, True)] if placement.delegates else []
     for block, choice in product(tried.blocks(), choices):

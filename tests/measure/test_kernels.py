@@ -92,7 +92,7 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
         machine.disks[1]._free = machine.disks[device]._free  # type: ignore[attr-defined]
         for attempt in range(3):
             measured = kernels.measure_crosstalk(machine)
-            assert set(measured) == {"device", "h2d", "disk_read", "disk2_read"}
+            assert set(measured) == {"device", "h2d", "disk_read", "disk2_read", "disk_write", "disk2_write"}
             both = (measured["disk_read"]["disk2_read"], measured["disk2_read"]["disk_read"])
             if least <= min(both) and max(both) <= most:
                 break
@@ -125,4 +125,4 @@ def test_a_whole_machine(
     positive = ("elementwise", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
     assert all(getattr(found, name) > 0 for name in positive)
     assert (found.host_attention > 0) == (kind == "sim")
-    assert set(found.crosstalk) == {"disk_read", "h2d", "device"}
+    assert set(found.crosstalk) == {"disk_read", "disk_write", "h2d", "device"}
