@@ -77,7 +77,7 @@ class Planner:
         self.prefill_tokens: int | None = None
         self.block: int | None = None
         self.rates = RateStore(machine, opened, hardware)
-        self._searched: Search | None = None  # the search that chose the last policy
+        self._searched: Search | None = None  # with attention workers, the search that chose the last policy
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
@@ -185,8 +185,9 @@ class Planner:
             limits: if its `block` or `prefill_tokens` is None, that of the planner holds.
         """
         tokens, block = limits.prefill_tokens or self.prefill_tokens, limits.block or self.block
-        self._searched = self._choice(workload, resident, replace(limits, prefill_tokens=tokens, block=block))
-        return self._searched.best
+        searched = self._choice(workload, resident, replace(limits, prefill_tokens=tokens, block=block))
+        self._searched = searched if self.machine.workers else None  # its layouts take tens of MB
+        return searched.best
 
     def _choice(self, workload: Workload, resident: Policy | None, options: Options) -> Search:
         if resident is None:

@@ -24,7 +24,7 @@ MAX_STEPS_WITHOUT_GAIN = 2
 FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved at the end
 MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
 HOST = TIERS.index("host")
-STREAMED: tuple[Split, ...] = ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0))  # all weights off the device
+STREAMED: Split = (0.0, 1.0, 0.0)  # all weights on the host
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the KV cache on workers; the rest is on the device
 # gpu_batches of a block under partition `heads`, and of each pair of workers under `requests`
@@ -47,8 +47,8 @@ def place_off_device(tried: Candidates, streams: bool) -> None:
     if tried.cost.hardware.workers:
         _try_workers(placement)
     refine(placement)
-    for split in STREAMED[0 if placement.weights_on_host else 1 :] if streams else ():  # no plan is worse than these
-        any(tried.attempt(replace(tried.of(block), weights=split)) for block in tried.blocks())
+    if streams and placement.weights_on_host:  # no plan is worse than streaming all weights from RAM
+        any(tried.attempt(replace(tried.of(block), weights=STREAMED)) for block in tried.blocks())
     if placement.failed is not None:
         message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
 

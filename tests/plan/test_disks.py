@@ -35,7 +35,7 @@ def machine(*rates: float, kind: str = "cpu", more: tuple[int | None, ...] | Non
     for number, rate in enumerate(rates, 1):
         disk = "disk" if number == 1 else f"disk{number}"
         links |= {f"{disk}_read": ((1.0, rate),), f"{disk}_write": ((1.0, rate),)}
-    return replace(known, links=links, checkpoint_read=((1.0, rates[0]),), crosstalk={})
+    return replace(known, links=links, checkpoint_read=((1.0, rates[0]),), crosstalk={}, assumed=False)
 
 
 @cache
