@@ -18,15 +18,7 @@ from flexengine.kernels import base, checks
 from flexengine.kernels.base import AttentionOptions, kernels_of
 from flexengine.kernels.onednn import linear_fp32
 from flexengine.kernels.paged import Room
-from flexengine.kernels.reference import (
-    ReferenceKernels,
-    capped,
-    decoded_parts,
-    denominator,
-    read,
-    to_multiply,
-    write,
-)
+from flexengine.kernels.reference import ReferenceKernels, capped, decoded_parts, denominator, read, to_multiply, write
 
 # Limit in bytes of a kernel's scratch memory, without arguments, result and 8-bit codes of x. A kernel takes more only
 # if one row, or one sequence, needs more. plan.sizes reserves the same amount.

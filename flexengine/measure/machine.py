@@ -15,13 +15,7 @@ from scipy.optimize import nnls
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.attention import measure_attention
-from flexengine.measure.kernels import (
-    QUICK_SECONDS,
-    measure_crosstalk,
-    measure_forms,
-    measure_kernels,
-    quick_products,
-)
+from flexengine.measure.kernels import QUICK_SECONDS, measure_crosstalk, measure_forms, measure_kernels, quick_products
 from flexengine.measure.links import WHAT, copies, measure_links
 from flexengine.measure.model import measure_model, random_weights, time_layers
 from flexengine.measure.store import knows_attention, knows_blocks, knows_products, machine_name

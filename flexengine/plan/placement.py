@@ -156,9 +156,7 @@ class Placement:
         places = tuple(place for place in self.places if place != "host" or not shared)
         by_kind = {
             WEIGHTS: self.places if self.weights_on_host else places,
-            CACHE: tuple(
-                p for p in places if p == "device" or (choice.cache and (self.spills or not place_of(p).disk))
-            ),
+            CACHE: tuple(p for p in places if self.spills or not place_of(p).disk) if choice.cache else ("device",),
             HIDDEN: places if choice.hidden else ("device",),
         }
         return frozenset(fraction(kind, place) for kind, tiers in by_kind.items() for place in tiers)
