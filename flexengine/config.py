@@ -61,7 +61,7 @@ class SamplingParams:
         max_tokens: most tokens generated per prompt and sample.
         temperature: logits are divided by this number before sampling; 0 is greedy.
         seed: in [-2**63, 2**64). The seed, the row's index, the sample's number and the token's number determine all
-            sampling noise.
+            sampling noise. A row with a field `seed` counts as row 0, so its text does not depend on its place.
         ignore_eos: continue after an end-of-sequence token. `stop` and `stop_token_ids` still end a continuation.
         top_k: sample from the k most likely tokens; 0 is all.
         top_p: sample from the smallest set of most likely tokens whose probability reaches p; in (0, 1], 1 is all.

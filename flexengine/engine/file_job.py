@@ -137,7 +137,7 @@ class EngineRunner:
         if planner.keep_prefill(tokens):
             message(f"prefill_tokens stays {tokens}, with which the job began")
         engine.on_sweep = sweep_ended
-        counts = JobRows(store.total, store.done, store.resumed - store.done, with_prompts=False)
+        counts = JobRows(store.total, store.done, store.resumed - store.done, False, store.began)
         try:
             with contextlib.closing(engine.results(rows, self.params, counts)) as stream:
                 yield from stream

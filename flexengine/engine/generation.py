@@ -170,7 +170,8 @@ class Generation:
         for number, ((ids, targets), (length, most), stem) in enumerate(each):
             sequence = RowSequence(
                 next(self._ids), length, most, stem, len(targets), self.step_by_step, row=request.index, sample=number,
-                prompt=ids, sampling=sampling, stops=Stops(self.tokenizer, sampling, self.eos), targets=targets,
+                noise_row=request.noise_row, prompt=ids, sampling=sampling, targets=targets,
+                stops=Stops(self.tokenizer, sampling, self.eos, ids),
             )  # fmt: skip
             row.sequences.append(sequence)
             self._sequences[sequence.id] = sequence

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import fields, replace
+from datetime import datetime
 from pkgutil import resolve_name
 from typing import Any
 
@@ -81,6 +82,7 @@ class Job:
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
         self.reader.shares = self.core.shares
+        self.reader.now = self.rows.began or datetime.now()
         spool = RequestSpool(params if isinstance(params, SamplingParams) else SamplingParams())
         workload = self.reader.survey(prompts, params, spool=spool)
         self.planner.choose_lossy(workload)

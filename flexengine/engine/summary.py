@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from typing import Any
 
 from flexengine.activity import Activity, Listener, RunningActivity, minutes
@@ -187,6 +188,8 @@ class JobRows:
     done: int = 0
     failed: int = 0
     with_prompts: bool = True  # whether results have the prompts as they were given
+    # local time at which the first run began, which chat templates read; None if this run is the first
+    began: datetime | None = field(default=None, compare=False)
 
 
 class Rate:

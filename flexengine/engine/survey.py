@@ -10,6 +10,8 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -79,7 +81,7 @@ class RequestSpool:
         if isinstance(item, Row):
             return Row(item.index, item.line, error=item.error)
         sampling = None if item.sampling == self._defaults else item.sampling
-        return item.index, item.line, array("i", item.prompt_ids), sampling, item.choices
+        return item.index, item.line, array("i", item.prompt_ids), sampling, item.choices, item.own_seed
 
     def items(self, prompts: Iterable[Any] | None) -> Iterator[Request | Row]:
         """Yield all items in order, once. Then, or if the generator is closed, free the memory or file. prompts: those
@@ -97,8 +99,8 @@ class RequestSpool:
     def _unpacked(self, stored: Any) -> Request | Row:
         if isinstance(stored, Row):
             return stored
-        index, line, ids, sampling, choices = stored
-        return Request(index, tuple(ids), sampling or self._defaults, line, choices)
+        index, line, ids, sampling, choices, own_seed = stored
+        return Request(index, tuple(ids), sampling or self._defaults, line, choices, own_seed=own_seed)
 
 
 class Arranged(NamedTuple):
@@ -185,7 +187,11 @@ class Tally:
 
 
 class PromptReader:
-    """Converts prompts to requests for one model."""
+    """Converts prompts to requests for one model.
+
+    Attributes:
+        now: local time that chat templates read: that at which the job began; None is the time of each conversion.
+    """
 
     def __init__(self, tokenizer: Any, skeleton: Skeleton, shares: bool) -> None:
         """Convert prompts for the model of `skeleton`.
@@ -195,6 +201,7 @@ class PromptReader:
             shares: whether sequences share common prefixes.
         """
         self.tokenizer, self.context = tokenizer, skeleton.context_length or _ENDLESS
+        self.now: datetime | None = None
         self.shares, self.vocabulary = shares, skeleton.head[1][0]
         self.unscored = skeleton.head_module.step.fault  # why this model cannot score; None if it can
 
@@ -227,7 +234,8 @@ class PromptReader:
             if scored and self.unscored:
                 yield row.refused(f"cannot be scored with this model: {self.unscored}")
                 continue
-            encoder = resolve_name("flexengine.engine.scoring:encode_scored") if scored else encode
+            score = "flexengine.engine.scoring:encode_scored"
+            encoder = resolve_name(score) if scored else partial(encode, now=self.now)
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):

@@ -19,6 +19,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Journal(AbstractContextManager["Journal"]):
     Attributes:
         manifest: the job's manifest; None if the journal is new.
         created: time at which the job began, in seconds since 1970.
+        began: the same as local time where it began, which chat templates of all runs read.
         output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
             replaced.
         outdated: whether rows have got results since the output file was written.
@@ -98,7 +100,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _forget(self) -> None:
         self.manifest: dict[str, Any] | None = None
-        self.created = 0
+        self.created, self.began = 0, datetime.now()
         self.settings: dict[str, Any] = {}
         self.output: tuple[int, int] | None = None
         self.outdated = self.wrote = False
@@ -131,6 +133,8 @@ class Journal(AbstractContextManager["Journal"]):
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
             self.manifest, self.created = value["manifest"], value["created"]
+            local = value.get("local")  # absent in older journals
+            self.began = datetime.fromisoformat(local) if local else datetime.fromtimestamp(self.created)
             self.wrote = value.get("replaces") is True
         elif isinstance(output := value.get("output"), list) and len(output) in (0, 2):
             self.output, self.outdated, self.wrote = (output[0], output[1]) if output else None, False, True
@@ -157,7 +161,8 @@ class Journal(AbstractContextManager["Journal"]):
             created: seconds since 1970.
             replaces: whether the job replaces an output file of another job, also if it is continued later.
         """
-        self._append({"manifest": manifest, "created": created} | ({"replaces": True} if replaces else {}))
+        value = {"manifest": manifest, "created": created, "local": datetime.fromtimestamp(created).isoformat()}
+        self._append(value | ({"replaces": True} if replaces else {}))
         self.sync()
         sync_path(self.path.parent)
 

@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,11 +47,12 @@ class JobStore(AbstractContextManager["JobStore"]):
         total: number of rows; if the rows have not been scanned, the constructor reads the input once.
         resumed: rows that had a result when the job was resumed; set by `begin`.
         finished: whether all rows have a result and the output file is written; set by `begin`.
+        began: local time at which the job's first run began; set by `begin`.
     """
 
     def __init__(self, rows: InputRows) -> None:
         self.rows, self.total = rows, rows.scan().total
-        self.resumed, self.finished = 0, False
+        self.resumed, self.finished, self.began = 0, False, datetime.now()
 
     @property
     @abstractmethod
@@ -228,6 +230,7 @@ class JournalJob(JobStore):
                     f"model file {names[0]}{more} was written since the job began; its size and samples of its contents"
                     " are the same, so the job continues; --verify (verify=True in Python) compares all contents"
                 )
+        self.began = journal.began
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
         self._seen = file_state(self._output)
         size = None

@@ -6,11 +6,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_kind, shown
+from flexengine.model.tokenizer import set_clock
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
@@ -115,6 +117,12 @@ class Request:
     # What to score, by choice; a long text is scored in several parts. () for a row that generates.
     choices: tuple[tuple[Target, ...], ...] = ()
     prompt: Any = field(default=None, compare=False, repr=False)  # the prompt as it was given; see Result
+    own_seed: bool = False  # whether the seed is a field of the row, whose place then does not matter
+
+    @property
+    def noise_row(self) -> int:
+        """Return the row's number in sampling noise."""
+        return 0 if self.own_seed else self.index
 
     @property
     def targets(self) -> list[Target]:
@@ -131,7 +139,12 @@ class Request:
 
 
 def encode(
-    row: Row, tokenizer: Any, context_length: int, defaults: SamplingParams, vocab_size: int | None = None
+    row: Row,
+    tokenizer: Any,
+    context_length: int,
+    defaults: SamplingParams,
+    vocab_size: int | None = None,
+    now: datetime | None = None,
 ) -> Request | Row:
     """Return the request of a row, or the row with an error if it cannot be run.
 
@@ -140,6 +153,7 @@ def encode(
         context_length: most tokens of prompt and continuation together.
         defaults: sampling parameters of fields that the row does not have.
         vocab_size: prompt_token_ids must be smaller; None takes the tokenizer's.
+        now: local time that chat templates read; None is the time of the call.
     """
     if row.error is not None:
         return row
@@ -151,7 +165,7 @@ def encode(
         check_format(request)
         sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
         known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
-        ids = _prompt_ids(request, tokenizer, known, row.chat)
+        ids = _prompt_ids(request, tokenizer, known, row.chat, now or datetime.now())
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
@@ -162,11 +176,12 @@ def encode(
             )
     except InvalidInput as error:
         return row.refused(str(error))
-    return Request(row.index, ids, sampling, row.line, prompt=row.prompt)
+    own_seed = request.get("seed") is not None
+    return Request(row.index, ids, sampling, row.line, prompt=row.prompt, own_seed=own_seed)
 
 
 def _prompt_ids(
-    request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool
+    request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool, now: datetime
 ) -> tuple[int, ...]:
     """Return the token ids of a request's prompt. as_message: run text as a user's message."""
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
@@ -180,9 +195,9 @@ def _prompt_ids(
         )
     kind = present[0]
     if kind == "messages":
-        return _chat_ids(kind, request[kind], request, tokenizer)
+        return _chat_ids(kind, request[kind], request, tokenizer, now)
     if kind == "prompt" and as_message and isinstance(prompt := request[kind], str):
-        return _chat_ids(kind, [{"role": "user", "content": prompt}], request, tokenizer)
+        return _chat_ids(kind, [{"role": "user", "content": prompt}], request, tokenizer, now)
     if request.get(TOOLS) and json_kind(request[TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids":
@@ -193,7 +208,7 @@ def _prompt_ids(
     return _text_ids(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
 
 
-def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any, now: datetime) -> tuple[int, ...]:
     """Return the token ids of messages, with the request's tools. kind: field that the messages are from."""
     messages, tools = messages_of(given), tools_of(request)
     try:
@@ -201,7 +216,7 @@ def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any)
     except RecursionError as error:
         raise InvalidInput("messages are nested too deeply") from error
     check_text(kind, text)
-    return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools))
+    return _text_ids(kind, tokenizer, lambda: chat_token_ids(tokenizer, messages, tools, now))
 
 
 def tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any], instead: str = "prompt_token_ids") -> Any:
@@ -312,7 +327,7 @@ def chat_fault(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return "the checkpoint has no tokenizer"
     try:
-        chat_token_ids(tokenizer, [{"role": "user", "content": "a"}], None)
+        chat_token_ids(tokenizer, [{"role": "user", "content": "a"}], None, datetime.now())
     except Exception as error:  # a chat template may raise any error
         if getattr(tokenizer, "chat_template", None) is None:
             return "the model has no chat template"
@@ -360,13 +375,14 @@ def check_format(request: Mapping[str, Any]) -> None:
         raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
 
 
-def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
-    """Return the token ids of a chat, as the tokenizer's chat template writes it.
+def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, now: datetime) -> Any:
+    """Return the token ids of a chat, as the tokenizer's chat template writes it. now: local time for the template.
 
     Raises:
         InvalidInput: the chat template does not use the tools. transformers would leave them out silently.
         Any error of the template.
     """
+    set_clock(tokenizer, now, tools)
     write = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
     if tools and write(tools=tools, tokenize=False) == write(tools=None, tokenize=False):
         raise InvalidInput(

@@ -22,7 +22,7 @@ class Draw(NamedTuple):
     """Parameters of the choice of one row's next token. Row, sample and seed determine the noise."""
 
     sampling: SamplingParams
-    row: int  # number of the prompt in the job
+    row: int  # number of the prompt in the job; 0 for a prompt with a seed of its own
     sample: int  # number of the continuation, of n continuations of the prompt
     prompt: Sequence[int]  # token ids
     generated: Sequence[int]  # token ids so far; the next token has index len(generated)

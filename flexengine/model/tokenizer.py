@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,17 @@ def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
+def set_clock(tokenizer: Any, now: datetime, tools: list[Any] | None = None) -> None:
+    """Let the chat template that these tools select read a fixed time by `strftime_now`, else it reads the clock."""
+    from transformers.utils import chat_template_utils
+
+    if (choose := getattr(tokenizer, "get_chat_template", None)) is None:
+        return
+    # transformers renders the compiled template that its cache holds. An argument of this name could be no function.
+    compiled = chat_template_utils._compile_jinja_template(choose(tools=tools))
+    compiled.globals["strftime_now"] = lambda form: now.strftime(form)
+
+
 def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
     """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if ids are too few."""
     distance = len(ids) // rows
@@ -98,16 +111,22 @@ def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
 class Stops:
     """End conditions of one continuation.
 
-    Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. A stop
-    string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the token.
+    Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. The
+    text continues the prompt's: many tokenizers drop the leading space of tokens that are decoded without the prompt. A
+    stop string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the
+    token.
 
     Args:
         tokenizer: a transformers tokenizer, or None. Stop strings without one raise InvalidInput.
         eos: the model's end tokens; ignored if sampling.ignore_eos is set.
+        prompt: token ids that the continuation follows.
     """
 
-    def __init__(self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int], prompt: Sequence[int] = ()
+    ) -> None:
         check_stops(sampling, tokenizer)
+        self._prompt = prompt
         self._tokenizer, self._strings = tokenizer, sampling.stop
         named = {token for text in sampling.stop if (token := self._special(text)) is not None}
         self._tokens = named.union(sampling.stop_token_ids, () if sampling.ignore_eos else eos)
@@ -120,7 +139,11 @@ class Stops:
         if generated[-1] in self._tokens:
             return "stop"
         # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
-        match = self._strings and self._first(self._tail(generated)) >= 0 and self._first(self._decode(generated)) >= 0
+        match = (
+            self._strings
+            and self._first(self._tail(generated)) >= 0
+            and self._first(self._continuation(generated)) >= 0
+        )
         return "stop" if match else None
 
     def text(self, generated: list[int]) -> str | None:
@@ -130,7 +153,7 @@ class Stops:
         """
         if self._tokenizer is None:
             return None
-        text = self._decode(generated)
+        text = self._continuation(generated)
         end = self._first(text)
         return text if end < 0 else text[:end]
 
@@ -148,11 +171,30 @@ class Stops:
             if before[:needed] == now[:needed] and len(before) >= needed and not now.startswith(_BROKEN):
                 return now
             count *= 2
-        return self._decode(generated)
+        return self._continuation(generated)
 
     def _first(self, text: str) -> int:
         """Return the position of the first stop string in `text`; -1 if there is none."""
         return min((start for string in self._strings if (start := text.find(string)) >= 0), default=-1)
+
+    @cached_property
+    def _context(self) -> tuple[list[int], str]:
+        """Return the last tokens of the prompt, and their text: enough that it ends as the whole prompt's text does."""
+        count = 8
+        while True:
+            tokens = [*self._prompt[-count:]]
+            text = self._decode(tokens) if tokens else ""
+            if count >= len(self._prompt) or (len(text) >= _MARGIN and not text.startswith(_BROKEN)):
+                return tokens, text
+            count *= 2
+
+    def _continuation(self, generated: list[int]) -> str:
+        """Return what the generated tokens add to the text of the prompt, with a character that the prompt begins.
+        Where both are joined differently (`don 't` becomes `don't`), return the text of the generated tokens alone."""
+        tokens, before = self._context
+        whole = self._decode(tokens + generated)
+        same = next((i for i, character in enumerate(before) if whole[i : i + 1] != character), len(before))
+        return whole[same:] if set(before[same:]) <= {_BROKEN} else self._decode(generated)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)

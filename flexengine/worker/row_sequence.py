@@ -16,6 +16,7 @@ class RowSequence(Sequence):
 
     row: int = 0  # number of the input row
     sample: int = 0  # number of the row's sample
+    noise_row: int = 0  # see Request
     prompt: tuple[int, ...] = ()  # token ids
     sampling: SamplingParams = field(default_factory=SamplingParams)  # sampling parameters
     stops: Stops | None = None  # checks whether the sequence ends; None in a process that ends no sequences

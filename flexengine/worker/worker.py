@@ -287,7 +287,7 @@ class Worker:
         final = [p.sequence for p in packed(state.batch) if p.final and not self._members[p.sequence].targets]
         if final:
             members = [self._members[s] for s in final]
-            draws = [Draw(s.sampling, s.row, s.sample, s.prompt, s.token_ids) for s in members]
+            draws = [Draw(s.sampling, s.noise_row, s.sample, s.prompt, s.token_ids) for s in members]
             self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
         if (scores := state.forward.inputs.scores) is not None:
             results = iter(scores.results())

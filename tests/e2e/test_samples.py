@@ -277,3 +277,28 @@ def test_sharing_lets_more_samples_in(families: Any, counted: Counter[str]) -> N
         assert tight.summary.sweeps == 4
     assert counted["prompt"] == computed_once([205], 8)
     assert counted["device"] == 12 + 1 + 8
+
+
+# Seeds.
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_with_its_own_seed_gives_the_same_text_wherever_it_stands(families: Any) -> None:
+    """At any position and in batches of any size; alone, it is row 0 of a job with that seed."""
+    family, drawn = families("llama"), SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True, n=2)
+    rows = [{"prompt_token_ids": [5 + i % 2, 7, 9], "seed": seed} for i, seed in enumerate((3, 3, 4, 3, 0, 0))]
+    texts = dict[tuple[int, int], set[Any]]()
+    random_orders = [list(range(6)), [5, 4, 3, 2, 1, 0], [2, 0, 5, 1], [4]]
+    for size, order in zip((1, 2, 3, 1), random_orders, strict=True):
+        with Engine(family.directory, device="cpu", policy=Policy(size, 1)) as engine:
+            for number, result in zip(order, engine.generate([rows[i] for i in order], drawn), strict=True):
+                assert result.samples is not None
+                key = rows[number]["prompt_token_ids"][0], rows[number]["seed"]
+                texts.setdefault(key, set()).add(tuple(tuple(each.token_ids) for each in result.samples))
+            alone = engine.generate({"prompt_token_ids": [5, 7, 9]}, SamplingParams(**{**vars(drawn), "seed": 4}))
+            same = engine.generate([{"prompt_token_ids": [5, 7, 9]}] * 2, SamplingParams(**{**vars(drawn), "seed": 4}))
+    assert all(len(found) == 1 for found in texts.values()), texts
+    assert len(set.union(*texts.values())) == len(texts)
+    assert alone.samples is not None
+    assert {tuple(tuple(each.token_ids) for each in alone.samples)} == texts[5, 4]
+    assert same[0].token_ids == alone.token_ids != same[1].token_ids  # a seed of the whole job: rows differ

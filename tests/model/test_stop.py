@@ -158,6 +158,66 @@ def test_same_with_the_demo_models_tokenizer() -> None:
     same()
 
 
+def after(tokenizer: Any, prompt: list[int], generated: list[int]) -> str:
+    """Return the text of a continuation, by all tokens: what follows the text of the prompt."""
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + generated))
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+def test_the_text_continues_that_of_the_prompt(tokenizer: Any) -> None:
+    """Cut anywhere between two words, also if the prompt ends with special tokens."""
+    ids = [i for text in TEXT for i in tokenizer(text)["input_ids"] if i > 3]
+    seen = 0
+    for cut in range(1, 100):
+        for prompt in (ids[:cut], [1, *ids[:cut]], [*ids[:cut], 3, 1]):
+            before, first = (
+                tokenizer.decode(prompt, skip_special_tokens=True),
+                tokenizer.decode(prompt + ids[cut : cut + 1]),
+            )
+            if not first.startswith(before) or "\ufffd" in first:
+                continue
+            for count in (1, 2, 5, 60):
+                generated = ids[cut : cut + count]
+                if tokenizer.decode(prompt + generated, skip_special_tokens=True).startswith(before):
+                    text = after(tokenizer, prompt, generated)
+                    assert Stops(tokenizer, SamplingParams(), {2}, prompt).text(generated) == text
+                    seen += text.startswith(" ")
+    assert seen > 50
+
+
+def test_a_leading_space_is_text_that_stop_strings_see() -> None:
+    tokenizer = MAKERS["sentencepiece"]()
+    parts = ("the", "stop"), ("comes", "at", "the", "end")
+    prompt, generated = ([i for word in part for i in tokenizer(word)["input_ids"]] for part in parts)
+    assert tokenizer.decode(generated) == "comes at the end"
+    assert Stops(tokenizer, SamplingParams(), {2}, prompt).text(generated) == " comes at the end"
+    assert Stops(tokenizer, SamplingParams(), {2}, [1]).text(generated) == "comes at the end"  # nothing is before
+    for stop, text in ((" comes", ""), ("comes", " "), (" at", " comes")):
+        stops = Stops(tokenizer, SamplingParams(stop=[stop]), {2}, prompt)  # type: ignore[arg-type]
+        count = next(n for n in range(1, len(generated) + 1) if stops.reason(generated[:n]))
+        assert stops.text(generated[:count]) == text
+        assert stop in f" {tokenizer.decode(generated[:count])}"
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+def test_a_character_that_the_prompt_begins_is_text_of_the_continuation(name: str) -> None:
+    tokenizer = MAKERS[name]()
+    ids = [i for i in tokenizer("so \U0001f680 it")["input_ids"] if i > 3]
+    start = next(n for n in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:n]))
+    stops = Stops(tokenizer, SamplingParams(), {2}, ids[:start])
+    assert stops.text(ids[start:]) == "\U0001f680 it"
+    assert set(stops.text(ids[start : start + 1]) or "") <= {"\ufffd"}
+
+
+def test_a_join_that_changes_the_prompt_leaves_the_text_of_the_tokens() -> None:
+    tokenizer = MAKERS["word-piece"]()
+    prompt, generated = tokenizer("isn '")["input_ids"], tokenizer("t it")["input_ids"]
+    texts = [tokenizer.decode(ids) for ids in (prompt, prompt + generated)]
+    assert texts == ["isn '", "isn't it"]
+    assert Stops(tokenizer, SamplingParams(), {2}, prompt).text(generated) == "t it"
+
+
 class Counting:
     """A tokenizer that counts the tokens it decodes."""
 
@@ -182,6 +242,10 @@ def test_the_work_per_token_does_not_grow_with_the_text(tokenizer: Any) -> None:
             assert stops.reason(generated[:count]) is None
         assert counting.decoded < len(generated) * (80 + 4 * len(stop))
         assert len(generated) > 300
+    counting = Counting(tokenizer)
+    stops = Stops(counting, SamplingParams(stop=["never"]), (), generated * 10)  # type: ignore[arg-type]
+    assert [stops.reason(generated[:1]), stops.reason(generated[:2])] == [None, None]
+    assert counting.decoded < 300  # of a long prompt, only the end
 
 
 def test_no_stop_strings_no_decoding(tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -67,6 +68,7 @@ class Recipe:
     params: SamplingParams = field(default_factory=SamplingParams)
     chat: bool = False  # whether prompts are run as a user's messages
     agreed: Description | None = None  # what the first member described; None for this member
+    began: datetime | None = None  # see JobRows
     folder: str = ""  # working directory of the command, where names of files in the options begin
 
 
@@ -182,7 +184,9 @@ class FleetMember:
         """Return the results of a shard."""
         try:
             engine, params = self._opened(), self.recipe.params
-            results = generated(rows_of(shard), lambda rows: list(engine.results(rows, params, JobRows(len(rows)))))
+            own = rows_of(shard)
+            counts = JobRows(len(own), began=self.recipe.began)
+            results = generated(own, lambda rows: list(engine.results(rows, params, counts)))
             summary = engine.summary
             return ShardAnswer(this_member(), packed(results), {name: getattr(summary, name) for name in COUNTS})
         except Exception as error:
@@ -282,7 +286,7 @@ class FleetRunner:
     def results(self, store: JobStore, rows: Iterable[Row]) -> Iterator[Result]:
         """Yield the results of rows. Raise MemberFailed if a member failed, or refuses the job."""
         settings = store.settings or self.about.settings
-        self.recipe = replace(self.recipe, agreed=replace(self.about, settings=settings))
+        self.recipe = replace(self.recipe, agreed=replace(self.about, settings=settings), began=store.began)
         if settings:
             store.save_settings(dict(settings))
         began, left = time.monotonic(), store.total - store.resumed

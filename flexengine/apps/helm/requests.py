@@ -7,12 +7,14 @@ Prompts are tokenized, and ended, as HELM's own HuggingFaceClient does.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.results import logprob_of
 from flexengine.job.rows import check_text
+from flexengine.model.tokenizer import set_clock
 
 Token = dict[str, Any]
 
@@ -55,7 +57,7 @@ class Encoding:
         if apply_chat_template and not template:
             lacks = "apply_chat_template is true, but the model has no chat template"
             raise InvalidInput(f"{lacks}; leave it out, or take an instruction-tuned model")
-        self.tokenizer, self.model_logprobs = tokenizer, model_logprobs
+        self.tokenizer, self.model_logprobs, self._began = tokenizer, model_logprobs, datetime.now()
         self.apply_chat_template = template if apply_chat_template is None else apply_chat_template
         self.end_of_text = tokenizer.eos_token or "" if end_of_text is None else end_of_text
 
@@ -67,6 +69,7 @@ class Encoding:
             raise InvalidInput(f"{fault}; apply_chat_template must be true for this scenario")
         if self.apply_chat_template:
             messages = messages or [{"role": "user", "content": text}]
+            set_clock(self.tokenizer, self._began)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
         if not ids:

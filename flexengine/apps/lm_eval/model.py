@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import closing
+from datetime import datetime
 from typing import Any, Self
 
 import jinja2
@@ -27,6 +28,7 @@ from flexengine.config import Result
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, shown
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
+from flexengine.model.tokenizer import set_clock
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests
 Ids = Sequence[int]
@@ -86,7 +88,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         self.max_length = most if max_length is None else max_length
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end_token = think_end_token
-        self._said_truncated = False
+        self._said_truncated, self._began = False, datetime.now()
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
@@ -268,6 +270,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         if getattr(self.tokenizer, "chat_template", None) is None:
             remedy = "leave out --apply_chat_template, or take an instruction-tuned model"
             raise InvalidInput(f"the model has no chat template; {remedy}")
+        set_clock(self.tokenizer, self._began)
         end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             text: str = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **end, **self._thinking)

@@ -126,7 +126,7 @@ def claimant(sequence: sweeps.Sequence) -> sweeps.Sequence:
 class SentText(NamedTuple):
     """A text that a stage does not have yet; see `RowSequence`."""
 
-    row: int
+    noise_row: int
     sample: int
     prompt: tuple[int, ...]
     targets: tuple[int, ...]
@@ -134,7 +134,7 @@ class SentText(NamedTuple):
 
     def sequence(self, number: int) -> RowSequence:
         """Return the sequence with all that computing reads of it. number: of the sequence."""
-        sequence = RowSequence(number, 0, 0, row=self.row, sample=self.sample, sampling=self.sampling)
+        sequence = RowSequence(number, 0, 0, sample=self.sample, noise_row=self.noise_row, sampling=self.sampling)
         sequence.prompt, sequence.targets = self.prompt, self.targets
         return sequence
 
@@ -290,7 +290,7 @@ class RemoteStage(Stage):
                 continue  # a trunk, whose tokens are the sweep's stems
             if sequence not in self._known:
                 sampling = replace(text.sampling, stop=())
-                order.texts[sequence] = SentText(text.row, text.sample, text.prompt, text.targets, sampling)
+                order.texts[sequence] = SentText(text.noise_row, text.sample, text.prompt, text.targets, sampling)
                 self._known[sequence] = 0
             if len(text.token_ids) > self._known[sequence]:
                 order.grown[sequence] = text.token_ids[self._known[sequence] :]

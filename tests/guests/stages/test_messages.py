@@ -44,13 +44,16 @@ def test_orders(batches, stems, number, another, texts, events) -> None:  # type
         for i, home, cached, source, tokens in events
     ]
     known = {
-        s: RowSequence(s, 0, 0, row=row, sample=n, prompt=prompt, sampling=drawn, targets=targets)
+        s: RowSequence(s, 0, 0, noise_row=row, sample=n, prompt=prompt, sampling=drawn, targets=targets)
         for s, (row, n, prompt, drawn, targets) in texts.items()
     }
     order = Order(
         Sweep(number, batches, stems, another),
         [(claimant(sequence), tokens) for sequence, tokens in sequences],
-        {s: SentText(t.row, t.sample, t.prompt, t.targets, replace(t.sampling, stop=())) for s, t in known.items()},
+        {
+            s: SentText(t.noise_row, t.sample, t.prompt, t.targets, replace(t.sampling, stop=()))
+            for s, t in known.items()
+        },
         {5: [1, 2], 6: []},
     )
     unpacked = unpack(pack(order), Order)
