@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from flexengine.activity import activity, advance, message
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
-from flexengine.job.files import descriptor, file_state, full_disk, size_of, whole_file
+from flexengine.job.files import descriptor, explained, file_state, full_disk, size_of, whole_file
 from flexengine.job.inputs import InputRows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.results import Encode, journal_path, line_encoder
@@ -221,7 +221,8 @@ class JournalJob(JobStore):
             journal.restart()
         if journal.manifest is None:
             replaces = self._restart and os.path.exists(self._output)
-            journal.begin(manifest, int(time.time()), replaces)
+            with explained(journal.path):
+                journal.begin(manifest, int(time.time()), replaces)
         else:
             check_same(journal.manifest, manifest, journal.path)
             if names := rewritten(journal.manifest, manifest):

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from io import FileIO
@@ -38,7 +39,8 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(path)) from error
+        code = re.search(r"\bcode: (\d+)", str(error))  # the system's error, such as that of a full disk
+        raise OSError(int(code[1]) if code else errno.EIO, str(error), str(path)) from error
 
 
 def check_finite(name: str, tensor: Tensor, where: str = "") -> None:

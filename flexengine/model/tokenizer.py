@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Collection, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -74,17 +73,6 @@ def opening(tokenizer: Any) -> list[int]:
 def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     """Return the token ids of a text. special: include the tokens that the tokenizer puts around a text."""
     return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
-
-
-def set_clock(tokenizer: Any, now: datetime, tools: list[Any] | None = None) -> None:
-    """Let the chat template that these tools select read a fixed time by `strftime_now`, else it reads the clock."""
-    from transformers.utils import chat_template_utils
-
-    if (choose := getattr(tokenizer, "get_chat_template", None)) is None:
-        return
-    # transformers renders the compiled template that its cache holds. An argument of this name could be no function.
-    compiled = chat_template_utils._compile_jinja_template(choose(tools=tools))
-    compiled.globals["strftime_now"] = lambda form: now.strftime(form)
 
 
 def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:

@@ -96,6 +96,7 @@ class DiskTier(Tier):
         try:
             os.posix_fallocate(self._spill.cached, self._end, max(size, ALIGN))
         except OSError as error:
+            error.filename = str(self.directory)
             raise InvalidInput(f"{self.name}: {self.directory}: no room for {size:,} bytes of {what}: {error}; another"
                                " process may use the space: run the same command again when there is room, or give"
                                " another --offload-dir") from error  # fmt: skip

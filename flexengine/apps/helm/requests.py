@@ -13,8 +13,7 @@ from typing import Any
 from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.errors import InvalidInput, shown
 from flexengine.job.results import logprob_of
-from flexengine.job.rows import check_text
-from flexengine.model.tokenizer import set_clock
+from flexengine.job.rows import check_text, set_clock
 
 Token = dict[str, Any]
 

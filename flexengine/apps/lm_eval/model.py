@@ -27,8 +27,8 @@ from flexengine.apps.lm_eval.arguments import MAX_GEN_TOKS, engine_options, gene
 from flexengine.config import Result
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, shown
+from flexengine.job.rows import set_clock
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
-from flexengine.model.tokenizer import set_clock
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests
 Ids = Sequence[int]
@@ -240,7 +240,9 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
                     failed.append(result)
                     continue
                 ends = [*ways[result.index][1], *end]
-                text = postprocess_generated_text(result.generated_text or "", ends, self._think_end_token)
+                # As `hf` decodes: without the prompt, so that some tokenizers drop a leading space.
+                alone = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+                text = postprocess_generated_text(alone, ends, self._think_end_token)
                 texts[result.index] = text
                 self.cache_hook.add_partial("generate_until", requests[result.index].args, text)
         _check(failed, len(rows))

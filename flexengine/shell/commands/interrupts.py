@@ -3,6 +3,7 @@
 On Ctrl-C or SIGTERM finished rows are saved and the job is unwound. The process exits if unwinding takes too long.
 """
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -27,15 +28,21 @@ class Interrupts:
 
     The first signal saves finished rows and raises Interrupted. A second signal exits the process at once. A timer also
     exits the process if the block has not ended PATIENCE_SECONDS after the first signal, as a sweep may take minutes
-    and lanes are closed only between tasks.
+    and lanes are closed only between tasks. After `end` every signal exits the process at once, without a message.
 
     A signal that was ignored when the process started (nohup) stays ignored. Outside the main thread signals are not
     handled.
+
+    Attributes:
+        until_exit: whether the handlers stay after the block, as the process ends then; see `end_with_process`.
     """
+
+    until_exit = False
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._first: int | None = None
+        self._ended = False
         self._save: Callable[[], None] = lambda: None
         self.standing: Callable[[], str] = lambda: "interrupted"
 
@@ -55,6 +62,10 @@ class Interrupts:
             last = standing()
             self._save, self.standing = lambda: None, lambda: last
 
+    def end(self) -> None:
+        """Note that the command has ended, and has said how, so that no exception is raised from now on."""
+        self._ended = True
+
     def check(self) -> None:
         """Raise Interrupted if a signal came. Its first Interrupted may be lost, as Python drops exceptions that are
         raised in a finalizer."""
@@ -72,13 +83,15 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.until_exit:
+            return
         if self._first is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, _: FrameType | None) -> None:
-        if self._first is not None:
+        if self._first is not None or self._ended:
             self._leave(number, None)
         self._first = number
         signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
@@ -86,8 +99,22 @@ class Interrupts:
             self._save()
         raise Interrupted(number)
 
-    def _leave(self, _: int, __: FrameType | None) -> NoReturn:
-        number = self._first or signal.SIGTERM
-        # Not print: the signal may have interrupted a print, whose buffer cannot be used again then.
-        os.write(2, f"\nflexengine: {self.standing()}\n".encode())
-        os._exit(128 + number)
+    def _leave(self, number: int, _: FrameType | None) -> NoReturn:
+        try:
+            # Not print: the signal may have interrupted a print, whose buffer cannot be used again then.
+            if not self._ended:
+                os.write(2, f"\nflexengine: {self.standing()}\n".encode())
+        finally:
+            os._exit(128 + (self._first or number))
+
+
+def end_with_process() -> None:
+    """Handle signals until this process ends, which it does after one command. Python's last steps ignore them, since
+    it resets handlers while libraries may still be closing."""
+    Interrupts.until_exit = True
+
+    def ignore() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)  # first of all, so it is called last

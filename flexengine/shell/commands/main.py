@@ -7,6 +7,7 @@ from typing import Any
 
 from flexengine import __version__
 from flexengine.shell.commands.habits import correct_command
+from flexengine.shell.commands.interrupts import end_with_process
 from flexengine.shell.commands.messages import DONE, REFUSED, exit_code, say_error
 
 COMMANDS = {
@@ -50,6 +51,8 @@ def module_of(command: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return its exit code."""
+    if argv is None:
+        end_with_process()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]

@@ -10,12 +10,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.activity import Activity, Display, listener, message, reporting
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput, MemberFailed, RanOut, StageFailed, StageLost, WorkerLost
-from flexengine.job.files import stdout_is_open
+from flexengine.job.files import full_disk, stdout_is_open
 from flexengine.job.rows import chat_fault
 from flexengine.plan.formatting import clock, count, digits, lane_name, percent, place_name, plain, size
 from flexengine.shell.commands.interrupts import Interrupted, Interrupts
@@ -254,17 +255,20 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except FlexError as error:
-        say_error(str(error))
+        say_error(with_room(error))
         return FAILED if isinstance(error, _WHILE_RUNNING) else REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
     except OSError as error:
-        text = str(error)
+        text = with_room(error)
         if isinstance(error, BrokenPipeError):
             text = "the reader of the output closed it before all was written"
         elif error.errno == errno.EBADF and not stdout_is_open():
             text = "stdout is closed, so the output is lost; open stdout, or send it to a file"
-        if text != str(error):  # what is left in the buffer goes to /dev/null, else Python's flush at exit fails again
+        if text != str(error) and error.filename in (
+            None,
+            "stdout",
+        ):  # what is left in the buffer goes to /dev/null, else Python's flush at exit fails again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say_error(text)
         return FAILED
@@ -276,6 +280,19 @@ def exit_code(command: Callable[[], int]) -> int:
         else:
             traceback.print_exc()
         return FAILED
+
+
+def with_room(error: Exception) -> str:
+    """Return the message of an error and, if a full disk caused it, what is free there, unless the message says it."""
+    cause, text = error if isinstance(error, OSError) else error.__cause__, str(error)
+    if not isinstance(cause, OSError) or "the disk of" in text:
+        return text
+    named = isinstance(cause.filename, str) and cause.filename != "stdout"
+    place = Path(cause.filename if named else os.path.realpath("/dev/stdout"))
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        return text  # a device
+    full = full_disk(cause, place if place.is_dir() else place.parent)
+    return f"{text}: {full}" if full else text
 
 
 def program(command: Callable[[Sequence[str]], int]) -> Main:
@@ -296,6 +313,8 @@ def interruptible(command: Callable[[Sequence[str], Interrupts], int]) -> Main:
                 except KeyboardInterrupt as stop:
                     say_error(interrupts.standing())
                     return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+                finally:
+                    interrupts.end()
 
             return program(finish)(argv)
 
