@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.activity import activity
+from flexengine.activity import activity, message
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.stages import JobResources, LocalStage, StageDriver
 from flexengine.engine.summary import Summary, Verified
@@ -15,7 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.files import check_model_kept
 from flexengine.lossy import Lossy
 from flexengine.model.linear import numerics as product_numerics
-from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer, unapplied
 from flexengine.places import DISK
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import SweepMonitor
@@ -80,6 +80,8 @@ class Core:
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
+        if not driven and (text := unapplied(self.source.directory, self.skeleton.config)):
+            message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)
         self._weights: Weights | None = None

@@ -10,7 +10,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 from flexengine.config import Completion, Result
@@ -190,15 +190,14 @@ def _choice(sample: Completion | Result, chat: bool) -> dict[str, Any]:
         own = [{**_chat_token(token), "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
         logprobs = {"content": own, "refusal": None}
     elif tokens is not None:
-        logprobs = _text_logprobs(tokens)
+        logprobs = _text_logprobs(tokens, text)
     content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
     ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}  # there is no tokenizer, so no text
     return {**content, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
 
 
-def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return logprobs in the format of completions. text_offset counts the characters of the generated tokens before,
-    without the prompt."""
+def _text_logprobs(tokens: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    """Return logprobs in the format of completions. text_offset counts characters of `text`, without the prompt."""
     names, tops = [_token(t) for t in tokens], [dict[str, float]() for _ in tokens]
     for token, top in zip(tokens, tops, strict=True):
         for other in (*token["top_logprobs"], token):  # of tokens with equal text, the first and likeliest counts
@@ -207,8 +206,31 @@ def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": names,
         "token_logprobs": [_finite(t["logprob"]) for t in tokens],
         "top_logprobs": tops,
-        "text_offset": list(accumulate(map(len, names[:-1]), initial=0)) if names else [],
+        "text_offset": _offsets(names, text),
     }
+
+
+def _offsets(names: list[str], text: str) -> list[int]:
+    """Return where each token's text begins in `text`, which may end before the last tokens.
+
+    Tokens that are no text begin where the next one does: special tokens, and parts of a character before its last
+    part, whose names hold broken characters. The text then goes on at the next token that is found in it.
+    """
+    offsets, end, waiting = list[int](), 0, ""
+    for name in names:
+        # Parts of characters have made one character at least, and special tokens none.
+        first = end + ("\ufffd" in waiting)
+        at = text.find(name, first if waiting else end, end + len(waiting) + len(name))
+        if at >= 0 and (waiting or at == end):
+            offsets.append(at)
+            end, waiting = at + len(name), ""
+        elif end + len(name) > len(text) and text[end:] == name[: len(text) - end] and "\ufffd" not in name:
+            offsets.append(end)  # the text was cut within this token, or before it
+            end, waiting = end + len(name), ""
+        else:
+            offsets.append(end)
+            waiting += name
+    return offsets
 
 
 def _chat_token(token: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.config import SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, shown
 from flexengine.model.files import regular_file
 
+_GENERATION = "generation_config.json"
+# Settings of generate(do_sample=False) of transformers that change tokens, with the value that changes none.
+_CHANGING: dict[str, Any] = dict.fromkeys(
+    (
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("sequence_bias", "exponential_decay_length_penalty", "stop_strings", "token_healing", "watermarking_config"),
+        *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
+    )
+)
+_CHANGING |= dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "num_beams", "guidance_scale"), 1)
+_CHANGING |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
 _CONFIG = "tokenizer_config.json"
 _NAMES = ("tokenizer.json", "tokenizer.model", _CONFIG, "vocab.json")
 _READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
@@ -55,12 +66,30 @@ def eos_tokens(directory: Path, config: Any) -> set[int]:
     """Return the end-of-sequence ids, from generation_config.json or else from the config. Raise InvalidInput if the
     file cannot be read or the value is no token id or list of ids, BadCheckpoint if the file is a link out of the
     directory."""
-    path = directory / "generation_config.json"
+    path = directory / _GENERATION
     value = _settings(path).get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in values):
         raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
     return set(values)
+
+
+def unapplied(directory: Path, config: Any) -> str:
+    """Return a message about settings by which `generate` of transformers would give other tokens, as they are not
+    applied here; "" if there are none. Arguments and errors as for `eos_tokens`."""
+    path, known = directory / _GENERATION, config.get_text_config().to_dict()
+    path, known = (path, _settings(path)) if os.path.lexists(path) else (directory / "config.json", known)
+    given = {name: known.get(name) for name in _CHANGING}
+    found = {n: x for n, x in given.items() if x is not False and x not in (None, _CHANGING[n], [], {})}
+    if not found:
+        return ""
+    listed = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
+    penalty = found.get("repetition_penalty")
+    remedy = f"; --repetition-penalty {penalty} (repetition_penalty={penalty} in Python) applies that one"
+    return (
+        f"{path} has {listed}, which generate of transformers applies and this engine does not, so tokens may"
+        f" differ{remedy if penalty else ''}"
+    )
 
 
 def opening(tokenizer: Any) -> list[int]:

@@ -304,7 +304,7 @@ def test_a_chat_completion_with_samples():
 def test_logprobs_of_completions():
     top = [entry("a", -0.1, 1), entry("\ufffd", -2.0, 2), entry("\ufffd", -3.0, 3)]
     tokens = [entry("€", -4.0, 4, top), entry(None, -math.inf, 5), entry("xyz", -0.5, 6, [entry("xyz", -0.5, 6)])]
-    (choice,) = answer(Result(4, "x", [4, 5, 6], "stop", 1, 3, logprobs=tokens))["response"]["body"]["choices"]
+    (choice,) = answer(Result(4, "€", [4, 5, 6], "stop", 1, 3, logprobs=tokens))["response"]["body"]["choices"]
     assert choice["logprobs"] == {
         "tokens": ["€", "token_id:5", "xyz"],
         "token_logprobs": [-4.0, -9999.0, -0.5],
@@ -313,6 +313,26 @@ def test_logprobs_of_completions():
     }
     empty = answer(Result(4, "", [], "stop", 1, 0, logprobs=[]))["response"]["body"]["choices"][0]["logprobs"]
     assert empty == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "offsets"),
+    [
+        ([" put", " a"], " put a", [0, 4]),
+        ([" put", " a"], "put a", [0, 3]),  # a text at the beginning of a sequence loses its space
+        (["\ufffd", "\ufffd", "\ufffd", "x", "y"], "\u65e5xy", [0, 0, 0, 1, 2]),
+        (["a", "\ufffd", "\ufffd", "\u65e5", "b"], "a\u65e5\u65e5b", [0, 1, 1, 2, 3]),
+        (["a", "<|x|>", "b", "</s>"], "ab", [0, 1, 1, 2]),
+        (["a", "\ufffd", "b"], "a\ufffdb", [0, 1, 2]),  # a byte that is no character
+        ([" the", " end", " here"], " the", [0, 4, 8]),  # cut before a stop string
+        ([" the", " end", "!"], " the e", [0, 4, 8]),
+        ([], "", []),
+    ],
+)
+def test_offsets_of_tokens_are_those_of_the_text(names, text, offsets):
+    tokens = [entry(name, -1.0, 4, []) for name in names]
+    (choice,) = answer(Result(4, text, [4] * len(names), "stop", 1, 3, logprobs=tokens))["response"]["body"]["choices"]
+    assert choice["logprobs"]["text_offset"] == offsets
 
 
 def test_logprobs_of_chat():

@@ -197,6 +197,51 @@ def test_unusable_generation_configs(families: Any, tmp_path: Path, content: str
         Engine(tmp_path)
 
 
+def test_settings_of_generate_that_are_not_applied_are_named(families: Any, tmp_path: Path) -> None:
+    """A repetition penalty that is given as the message says gives the tokens of generate(do_sample=False)."""
+    import transformers
+
+    from flexengine.activity import Activity
+
+    family = families("llama")
+    for source in family.directory.iterdir():
+        shutil.copy(source, tmp_path)
+
+    def said(content: dict[str, Any] | None) -> list[str]:
+        path = tmp_path / "generation_config.json"
+        path.unlink(missing_ok=True) if content is None else path.write_text(json.dumps(content))
+        heard = list[Activity]()
+        with Engine(tmp_path, device="cpu", progress=heard.append) as engine:
+            found = [each.text for each in heard if "generate of transformers" in each.text]
+            if content and "repetition_penalty" in content:
+                ids = [5, 6, 7, 5, 6, 7]
+                params = SamplingParams(
+                    max_tokens=12, repetition_penalty=content["repetition_penalty"], ignore_eos=True
+                )
+                ours = engine.generate({"prompt_token_ids": ids}, params).token_ids
+                theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generate(
+                    torch.tensor([ids]), do_sample=False, max_new_tokens=12, eos_token_id=None
+                )
+                assert ours == theirs[0, len(ids) :].tolist()
+        return found
+
+    assert said({"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.0, "suppress_tokens": [],
+                 "min_length": 0, "num_beams": 1, "token_healing": False}) == []  # fmt: skip
+    assert said(None) == []
+    (text,) = said({"repetition_penalty": 1.5})
+    assert text == (
+        f"{tmp_path}/generation_config.json has repetition_penalty 1.5, which generate of transformers applies and this"
+        " engine does not, so tokens may differ; --repetition-penalty 1.5 (repetition_penalty=1.5 in Python) applies"
+        " that one"
+    )
+    (text,) = said({"forced_bos_token_id": 0, "begin_suppress_tokens": [3], "no_repeat_ngram_size": 2})
+    assert "has begin_suppress_tokens [3], forced_bos_token_id 0, no_repeat_ngram_size 2, which" in text
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 3}))
+    (text,) = said(None)
+    assert f"{tmp_path}/config.json has no_repeat_ngram_size 3" in text
+
+
 def test_a_model_that_narrows_activations_to_its_weights_is_refused(families: Any, monkeypatch: Any) -> None:
     """16-bit weights must not make it compute in 16 bits: seen on the meta device, before anything is loaded."""
     from transformers.models.llama import modeling_llama
