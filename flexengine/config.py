@@ -107,8 +107,8 @@ class Completion:
     """One continuation of a prompt.
 
     Attributes:
-        generated_text: text without special tokens, cut before the first stop string; None if the checkpoint has no
-            tokenizer.
+        generated_text: text that continues the prompt's, without special tokens, cut before the first stop string; None
+            if the checkpoint has no tokenizer.
         token_ids: all generated tokens, including the token that ended the continuation.
         finish_reason: "stop" (end-of-sequence token, stop token or stop string) or "length" (max_tokens).
         logprobs: None if `SamplingParams.logprobs` is None, else one entry per token of `token_ids`: {"token_id": int,

@@ -39,7 +39,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
-        code = re.search(r"\bcode: (\d+)", str(error))  # the system's error, such as that of a full disk
+        code = re.search(r"os error (\d+)", str(error))  # the system's error, such as that of a full disk
         raise OSError(int(code[1]) if code else errno.EIO, str(error), str(path)) from error
 
 
