@@ -221,7 +221,7 @@ def _offsets(names: list[str], text: str) -> list[int]:
         # Parts of characters have made one character at least, and special tokens none.
         first = end + ("\ufffd" in waiting)
         at = text.find(name, first if waiting else end, end + len(waiting) + len(name))
-        if at >= 0 and (waiting or at == end):
+        if at >= 0 and (name if waiting else at == end):
             offsets.append(at)
             end, waiting = at + len(name), ""
         elif end + len(name) > len(text) and text[end:] == name[: len(text) - end] and "\ufffd" not in name:

@@ -1,5 +1,7 @@
 """Messages and tools, judged by transformers' own apply_chat_template."""
 
+from datetime import datetime
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,6 +54,18 @@ def test_tool_calls_and_tools_are_those_of_transformers(tools):
     assert list(run(row).prompt_ids) == expected
     called = "user : a assistant : call f x 1 tool : b id 1 assistant :"
     assert words(run(row)) == ("with tools f " if tools else "") + called
+
+
+@pytest.mark.parametrize(
+    "templates", ["{{ strftime_now('%d %b %Y') }} a", {"default": "b", "tool_use": "{{ strftime_now('%Y') }} b"}]
+)
+def test_the_clock_of_a_template_is_that_of_the_job(templates):
+    made = tokenizer(templates)
+    row = Row(0, 4, {"messages": ASKED, **({} if isinstance(templates, str) else {"tools": TOOLS})})
+    for year in (2024, 1999):
+        encode(row, made, 64, SamplingParams(), now=datetime(year, 7, 26))
+        said = made.apply_chat_template(ASKED, tools=row.fields.get("tools"), tokenize=False)
+        assert said == (f"26 Jul {year} a" if isinstance(templates, str) else f"{year} b")
 
 
 def test_text_parts_are_joined_and_null_fields_left_out():

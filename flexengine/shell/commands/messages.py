@@ -265,10 +265,8 @@ def exit_code(command: Callable[[], int]) -> int:
             text = "the reader of the output closed it before all was written"
         elif error.errno == errno.EBADF and not stdout_is_open():
             text = "stdout is closed, so the output is lost; open stdout, or send it to a file"
-        if text != str(error) and error.filename in (
-            None,
-            "stdout",
-        ):  # what is left in the buffer goes to /dev/null, else Python's flush at exit fails again
+        # What is left in the buffer goes to /dev/null, else Python's flush at exit fails again.
+        if text != str(error) and error.filename in (None, "stdout"):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say_error(text)
         return FAILED
