@@ -286,7 +286,9 @@ def test_sharing_lets_more_samples_in(families: Any, counted: Counter[str]) -> N
 def test_a_row_with_its_own_seed_gives_the_same_text_wherever_it_stands(families: Any) -> None:
     """At any position and in batches of any size; alone, it is row 0 of a job with that seed."""
     family, drawn = families("llama"), SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True, n=2)
-    rows = [{"prompt_token_ids": [5 + i % 2, 7, 9], "seed": seed} for i, seed in enumerate((3, 3, 4, 3, 0, 0))]
+    rows: list[Any] = [
+        {"prompt_token_ids": [5 + i % 2, 7, 9], "seed": seed} for i, seed in enumerate((3, 3, 4, 3, 0, 0))
+    ]
     texts = dict[tuple[int, int], set[Any]]()
     random_orders = [list(range(6)), [5, 4, 3, 2, 1, 0], [2, 0, 5, 1], [4]]
     for size, order in zip((1, 2, 3, 1), random_orders, strict=True):

@@ -162,7 +162,7 @@ def after(tokenizer: Any, prompt: list[int], generated: list[int]) -> str:
     """Return the text of a continuation, by all tokens: what follows the text of the prompt."""
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + generated))
     assert whole.startswith(before)
-    return whole[len(before) :]
+    return str(whole[len(before) :])
 
 
 def test_the_text_continues_that_of_the_prompt(tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from transformers.utils import chat_template_utils
 
 from flexengine import Engine, SamplingParams
 from flexengine.job.journal import Journal, decode_record, encode_record
+from flexengine.job.rows import Request
 from tests.helpers.speaker import make_speaker
 
 DAY = 86_400
@@ -58,7 +59,11 @@ def test_a_job_that_is_resumed_on_another_day(directory: Path, tmp_path: Path, m
         days[0] = 1
         engine.run_job(rows, output["b"], PARAMS)
         engine.run_job(rows, output["c"], PARAMS)
-        (late,) = {tuple(item.prompt_ids) for item in engine.reader.requests([{"messages": CHAT}], PARAMS)}
+        (late,) = {
+            item.prompt_ids
+            for item in engine.reader.requests([{"messages": CHAT}], PARAMS)
+            if isinstance(item, Request)
+        }
         assert engine.reader.now == datetime.fromtimestamp(time.time())
         text = engine.tokenizer.decode(late, skip_special_tokens=True)
     assert output["a"].read_bytes() == output["b"].read_bytes()
