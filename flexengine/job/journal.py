@@ -1,7 +1,7 @@
 """The journal of a job: a file to which every finished row is appended at once, so that it survives the process.
 
 A record is one line: 8 hex digits (the CRC-32 of the JSON), a space, JSON, a newline. The first record holds the
-manifest. The other records are
+manifest, and the time at which the job began, in seconds (`created`) and as local time (`local`). The other records are
 
     {"index": i, "result": {...}}   a finished row; a later record of a row replaces an earlier one
     {"settings": {...}}             choices of the engine, which later runs of the job must use again

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, json_kind, shown
+from flexengine.job.clock import set_clock
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 CONTEXT = "context"  # field that stands before a continuation or choices
@@ -372,17 +373,6 @@ def check_format(request: Mapping[str, Any]) -> None:
     wanted = request.get("response_format")
     if isinstance(wanted, Mapping) and wanted.get("type") != "text":
         raise InvalidInput(f'response_format is {shown(dict(wanted))}; only {{"type": "text"}} is supported: remove it')
-
-
-def set_clock(tokenizer: Any, now: datetime, tools: list[Any] | None = None) -> None:
-    """Let the chat template that these tools select read a fixed time by `strftime_now`, else it reads the clock."""
-    from transformers.utils import chat_template_utils
-
-    if (choose := getattr(tokenizer, "get_chat_template", None)) is None:
-        return
-    # transformers renders the compiled template that its cache holds. An argument of this name could be no function.
-    compiled = chat_template_utils._compile_jinja_template(choose(tools=tools))
-    compiled.globals["strftime_now"] = lambda form: now.strftime(form)
 
 
 def chat_token_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, now: datetime) -> Any:

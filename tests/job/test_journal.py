@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def held(journal: Journal) -> dict[int, Result]:
 
 def test_the_format(path: Path, written: list[Result]) -> None:
     records = parse(path.read_bytes())
-    assert records[0] == {"manifest": MANIFEST, "created": 1234}
+    local = datetime.fromtimestamp(1234).isoformat()
+    assert records[0] == {"manifest": MANIFEST, "created": 1234, "local": local}
     assert [r["index"] for r in records[1:]] == [r.index for r in written]
     for record, known in zip(records[1:], written, strict=True):
         assert {"index": known.index, **record["result"]} == {k: v for k, v in vars(known).items() if v is not None}

@@ -12,8 +12,9 @@ from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams
 from flexengine.errors import InvalidInput, shown
+from flexengine.job.clock import set_clock
 from flexengine.job.results import logprob_of
-from flexengine.job.rows import check_text, set_clock
+from flexengine.job.rows import check_text
 
 Token = dict[str, Any]
 

@@ -27,7 +27,7 @@ from flexengine.apps.lm_eval.arguments import MAX_GEN_TOKS, engine_options, gene
 from flexengine.config import Result
 from flexengine.engine.engine import Engine
 from flexengine.errors import FlexError, InvalidInput, shown
-from flexengine.job.rows import set_clock
+from flexengine.job.clock import set_clock
 from flexengine.job.same_job import LOSSY, MODEL_FILES, differences
 
 RECORD = "flexengine"  # key of the model's record in the cache; keys of responses are digests

@@ -287,7 +287,8 @@ def with_room(error: Exception) -> str:
         return text
     named = isinstance(cause.filename, str) and cause.filename != "stdout"
     place = Path(cause.filename if named else os.path.realpath("/dev/stdout"))
-    if place.exists() and not (place.is_file() or place.is_dir()):
+    place = next(each for each in (place, *place.parents) if each.exists())  # the file may have been removed
+    if not (place.is_file() or place.is_dir()):
         return text  # a device
     full = full_disk(cause, place if place.is_dir() else place.parent)
     return f"{text}: {full}" if full else text
