@@ -80,7 +80,7 @@ class Core:
             self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
             self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
-        if not driven and (text := unapplied(self.source.directory, self.skeleton.config)):
+        if not driven and (text := unapplied(self.source.directory)):
             message(text)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)

@@ -74,11 +74,11 @@ def eos_tokens(directory: Path, config: Any) -> set[int]:
     return set(values)
 
 
-def unapplied(directory: Path, config: Any) -> str:
+def unapplied(directory: Path) -> str:
     """Return a message about settings by which `generate` of transformers would give other tokens, as they are not
-    applied here; "" if there are none. Arguments and errors as for `eos_tokens`."""
-    path, known = directory / _GENERATION, config.get_text_config().to_dict()
-    path, known = (path, _settings(path)) if os.path.lexists(path) else (directory / "config.json", known)
+    applied here; "" if there are none. Raise as `eos_tokens`."""
+    path = directory / (_GENERATION if os.path.lexists(directory / _GENERATION) else "config.json")
+    known = _settings(path)
     given = {name: known.get(name) for name in _CHANGING}
     found = {n: x for n, x in given.items() if x is not False and x not in (None, _CHANGING[n], [], {})}
     if not found:
