@@ -56,6 +56,14 @@ def sentencepiece() -> Tokenizer:
     return made
 
 
+def metaspace() -> Tokenizer:
+    """As converted Unigram and Llama tokenizers: the decoder drops the space of the first token."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=130, special_tokens=SPECIAL))
+    return made
+
+
 def word_piece() -> Tokenizer:
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -70,6 +78,7 @@ MAKERS = {
         tokenizer_object=byte_level(), eos_token="</s>", clean_up_tokenization_spaces=True
     ),
     "sentencepiece": lambda: PreTrainedTokenizerFast(tokenizer_object=sentencepiece(), eos_token="</s>"),
+    "metaspace": lambda: PreTrainedTokenizerFast(tokenizer_object=metaspace(), eos_token="</s>"),
     "word-piece": lambda: PreTrainedTokenizerFast(tokenizer_object=word_piece(), eos_token="</s>"),
 }
 
@@ -186,8 +195,9 @@ def test_the_text_continues_that_of_the_prompt(tokenizer: Any) -> None:
     assert seen > 50
 
 
-def test_a_leading_space_is_text_that_stop_strings_see() -> None:
-    tokenizer = MAKERS["sentencepiece"]()
+@pytest.mark.parametrize("name", ["sentencepiece", "metaspace"])
+def test_a_leading_space_is_text_that_stop_strings_see(name: str) -> None:
+    tokenizer = MAKERS[name]()
     parts = ("the", "stop"), ("comes", "at", "the", "end")
     prompt, generated = ([i for word in part for i in tokenizer(word)["input_ids"]] for part in parts)
     assert tokenizer.decode(generated) == "comes at the end"
